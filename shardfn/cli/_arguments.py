@@ -78,7 +78,7 @@ def check_recipe_alone(args: argparse.Namespace) -> None:
 
 
 def parse_setup(args: argparse.Namespace) -> Setup:
-    """The run that the arguments describe.
+    """Returns the run that the arguments describe.
 
     Raises:
         ValueError: names the wrong argument and the nearest known word.

@@ -40,8 +40,8 @@ class Fact(NamedTuple):
 
     Attributes:
         what: the name of the library or device.
-        found: its version or description.
-        lacks: the features that do not work without it; empty if it was found.
+        found: version or description.
+        lacks: the features that do not work without it, empty if it was found.
     """
 
     what: str
@@ -50,12 +50,12 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """Looks at this machine. Builds a line of C++ to see whether that works; starts no process group."""
+    """Looks at this machine. Builds a line of C++ to see whether that works, and starts no process group."""
     return [*_software(), *_hardware(), *_transports()]
 
 
 def env_text() -> str:
-    """The facts as text; those that lack something come last."""
+    """Returns the facts as text; those that lack something come last."""
     rows = facts()
     width = max(len(x.what) for x in rows)
     lines = [f"{x.what:<{width}}  {x.found}" for x in rows]

@@ -136,14 +136,14 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
 
 
 def _schedule(job: FinetuneJob) -> Schedule:
-    """Returns the learning rate: a warmup of a tenth of the steps, then a cosine; one step has the whole rate."""
+    """Returns the learning rate: a warmup of a tenth of the steps, then a cosine. One step has the whole rate."""
     if job.steps == 1:
         return constant_schedule(job.lr)
     return warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
 
 
 def _report(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
-    """Shows the figures of a step next to the bar, or as a line without a bar; only the first rank has a row."""
+    """Shows the figures of a step next to the bar, or as a line without a bar. Only the first rank has a row."""
     if not row:
         return
     if not bar.disable:
@@ -167,7 +167,7 @@ def _is_finite(
     """Returns whether a step was finite.
 
     Raises:
-        FloatingPointError: too many in a row were not; names the steps and what is left.
+        FloatingPointError: too many in a row were not. The message names the steps and what is left.
     """
     try:
         return guard(step, metrics, last=step == job.steps)

@@ -77,7 +77,7 @@ class FinetuneJob:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes of the axes, with that of `-1` filled in."""
+        """Returns the sizes of the axes, with that of `-1` filled in."""
         given = dict(_sizes(self.mesh))
         known = 1
         for size in given.values():
@@ -108,7 +108,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_job(args: argparse.Namespace) -> FinetuneJob:
-    """The job that the arguments and the file of `--config` describe; nothing is loaded.
+    """Returns the job that the arguments and the file of `--config` describe. Nothing is loaded.
 
     Raises:
         ValueError: lists every error, each with its remedy.
@@ -226,7 +226,7 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
 
 
 def _other_run(job: FinetuneJob) -> Iterator[str]:
-    """The settings in which an interrupted run in the same directory differs."""
+    """Yields the settings in which an interrupted run in the same directory differs."""
     record = pathlib.Path(job.out, "run.json")
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
         return
@@ -251,7 +251,7 @@ def _other_run(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """The settings that a run which goes on may not change."""
+    """Returns the settings that a run which goes on may not change."""
     return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
 
 

@@ -22,8 +22,8 @@ class Trained(NamedTuple):
         module: the model.
         loss: `loss(params, batch)`.
         params: the first parameters, deferred.
-        specs: their specs.
-        lora: the adapters; None where all weights are trained.
+        specs: specs.
+        lora: the adapters, or None where all weights are trained.
     """
 
     module: Any
@@ -34,10 +34,10 @@ class Trained(NamedTuple):
 
 
 def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
-    """Makes the model of a job; its weights are read when the step is initialised.
+    """Makes the model of a job. Its weights are read when the step is initialised.
 
     Raises:
-        ValueError: the files do not fit the model, or adapters cannot be made; lists all.
+        ValueError: the files do not fit the model, or adapters cannot be made. The message lists all.
     """
     module = _empty_module(job)
     params, (_, apply) = module_from_hf(module, job.model), from_module(module)
@@ -97,14 +97,14 @@ def _empty_module(job: FinetuneJob) -> Any:
         module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
     module.train(job.remat)  # else dropout is off
     if job.remat:
-        # The first name is that of transformers 5.24 and later; the second one is gone in 6.
+        # The first name is that of transformers 5.24 and later. The second one is gone in 6.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         enable()
     return module
 
 
 def _targets(module: Any) -> tuple[list[str], bool]:
-    """All linear layers but the head, as regular expressions; and whether their weights are `[in, out]`."""
+    """Returns all linear layers but the head, as regular expressions, and whether their weights are `[in, out]`."""
     head = module.get_output_embeddings()
     kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
     paths = [path for path, kind in kinds.items() if kind in ("Linear", "Conv1D")]
@@ -118,12 +118,12 @@ def _targets(module: Any) -> tuple[list[str], bool]:
 
 
 def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
-    """The specs of a base whose weights with an adapter are in codes.
+    """Returns the specs of a base whose weights with an adapter are in codes.
 
     A cut of the last dim between elements that share a scale becomes one of dim 0.
 
     Args:
-        specs: by name.
+        specs: specs by name.
         lora: has the codes.
         num: ranks along `tp`.
     """

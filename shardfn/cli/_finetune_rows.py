@@ -77,7 +77,7 @@ def check_samples(
     """Encodes one row of each form, so that a chat template that does not fit is found before the run.
 
     Raises:
-        ValueError: a row cannot be encoded; names the file and the line of each.
+        ValueError: a row cannot be encoded. The message names the file and the line of each.
     """
     problems = []
     for path in paths:
@@ -188,7 +188,7 @@ def _message_problems(name: str, messages: Any) -> Iterator[str]:
 
 
 def _has_answer(messages: Any) -> bool:
-    """Returns whether a message is one of the assistant's; True for values that `_message_problems` names."""
+    """Returns whether a message is one of the assistant's, or True for values that `_message_problems` names."""
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages) or not messages:
         return True
     return any(m.get("role") == "assistant" for m in messages)

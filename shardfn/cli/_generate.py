@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         asked: the user's text.
-        ids: of its tokens.
+        ids: ids of its tokens.
         sampling: how it is continued.
     """
 
@@ -88,7 +88,7 @@ def generate(job: GenerateJob) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error as one line, with the first items of its list."""
+    """Returns the message of an error as one line, with the first items of its list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
@@ -120,7 +120,7 @@ def _prepared(job: GenerateJob) -> Ready:
 
 
 def _asked(job: GenerateJob, mesh: Mesh) -> list[str]:
-    """The texts; those of stdin are read by the first rank."""
+    """Returns the texts. Those of stdin are read by the first rank."""
     if _STDIN not in job.prompts:
         return list(job.prompts)
     lines = [line for line in sys.stdin.read().splitlines() if line.strip()] if mesh.rank == 0 else []
@@ -174,7 +174,10 @@ def _context(job: GenerateJob, made: Decoder) -> int:
 
 
 def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
-    """The sizes for these prompts: no longer sequence, no larger step, and few graphs, as a capture takes seconds."""
+    """Returns the sizes for these prompts.
+
+    No longer sequence, no larger step, and few graphs, as a capture takes seconds.
+    """
     longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
     drafts = job.drafts
@@ -209,7 +212,7 @@ def _name(job: GenerateJob) -> str | None:
 
 
 def _stream(ready: Ready) -> int:
-    """Prints the one completion while it is drawn, to a terminal at once; returns its number of tokens."""
+    """Prints the one completion while it is drawn, to a terminal at once, and returns its number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_name(ready.job)):
@@ -225,7 +228,7 @@ def _stream(ready: Ready) -> int:
 
 
 def _all(ready: Ready) -> int:
-    """Prints all completions in the order of the prompts; returns their number of tokens."""
+    """Prints all completions in the order of the prompts, and returns their number of tokens."""
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
     made = ready.engine.generate([p.ids for p in prompts], how, adapter=_name(ready.job))
@@ -243,7 +246,7 @@ def _all(ready: Ready) -> int:
 
 
 def _reason(ready: Ready) -> str:
-    """The reason of an "error"."""
+    """Returns the reason of an "error"."""
     grammar = ready.job.sampling.grammar
     return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")
 

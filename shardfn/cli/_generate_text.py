@@ -13,11 +13,11 @@ class Text(NamedTuple):
 
     Attributes:
         size: ids are 0 to `size - 1`.
-        encode: from a text to the ids of a prompt.
+        encode: function from a text to the ids of a prompt.
         plain: likewise, without further special tokens.
         tokenizer: tokenizer in a form that an engine takes.
-        token: from a token's text to its id; None if there is no such token.
-        chat: from messages to a text for `plain`; None without a chat template.
+        token: function from a token's text to its id, or None if there is no such token.
+        chat: function from messages to a text for `plain`, or None without a chat template.
         ends: tokens that end a completion.
     """
 
@@ -34,7 +34,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
     """Returns a tokenizer of transformers.
 
     Args:
-        tokenizer: from `AutoTokenizer`.
+        tokenizer: tokenizer from `AutoTokenizer`.
         ends: tokens that end a completion, by the model's files.
     """
 

@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
     Args:
-        argv: the arguments; default those of the process.
+        argv: the arguments. Default: those of the process.
 
     Returns:
-        The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if two
-        differ, or if the loss of a run is not finite; 2 for arguments that make no sense, or that a model refuses.
+        The exit status: 0, or 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if
+        two differ, or if the loss of a run is not finite; 2 for arguments that make no sense, or that a model refuses.
 
     Example:
         >>> main(["plan", "--model", "gpt3", "--json"])
@@ -106,7 +106,7 @@ def _is_for_users(error: Exception) -> bool:
 
 
 def _job(args: argparse.Namespace) -> Callable[[], int] | None:
-    """A command that loads a model, once its arguments are known to make sense; None for the others."""
+    """Returns a command that loads a model, once its arguments are known to make sense, or None for the others."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
     if args.command == "generate":

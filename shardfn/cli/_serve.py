@@ -21,7 +21,7 @@ def serve_command(job: ServeJob) -> int:
     """Serves until SIGTERM, SIGINT or the end of a rank; reports to stderr.
 
     Returns:
-        The exit status: 0 after a signal; 1 if a rank has ended; 2 if the model or a setting is refused.
+        The exit status: 0 after a signal, or 1 if a rank has ended; 2 if the model or a setting is refused.
     """
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -38,7 +38,7 @@ class ServeJob:
         budget: the most rows of a step.
         chat_template: a file, or None for the tokenizer's own.
         api_key_file: a file, or None.
-        adapters: their directories, by name.
+        adapters: directories, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -52,7 +52,7 @@ class ServeJob:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The numbers of rows of a step."""
+        """Returns the numbers of rows of a step."""
         return (*(size for size in Limits.buckets if size < self.budget), self.budget)
 
 
@@ -126,7 +126,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
 
 
 def _ranks(mesh: str) -> int | str:
-    """The number of ranks, or a message."""
+    """Returns the number of ranks, or a message."""
     found = re.fullmatch(r"tp=(\d+)", mesh or "tp=1")
     if found is None or int(found[1]) < 1:
         return f"--mesh {mesh}: write tp=N, with at least one rank"
@@ -156,7 +156,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
-    """The program of a rank, as another process starts it."""
+    """Returns the program of a rank, as another process starts it."""
     model = job.model
     options = {
         "--mesh": f"tp={model.ranks}",

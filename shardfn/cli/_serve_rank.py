@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm(job: ServeJob) -> tuple[Engine, Ready]:
-    """An engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
+    """Returns an engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with contextlib.ExitStack() as held:
@@ -78,7 +78,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
 
 
 def _width(engine: Engine, path: str) -> int:
-    """The width of embeddings."""
+    """Returns the width of embeddings."""
     try:
         return engine.embed([[0]]).shape[1]
     except FloatingPointError as error:

@@ -1,6 +1,6 @@
 """The axis environment: the mesh that `shard_map` and `sharded_step` bind while their function runs.
 
-It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too; other programs' threads do not.
+It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too. Other programs' threads do not.
 """
 
 import contextlib
@@ -71,13 +71,13 @@ def noting_meshes() -> AbstractContextManager[list[Mesh]]:
 
 
 def current_mesh() -> Mesh:
-    """The bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
+    """Returns the bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
     mesh = _MESH.innermost()
     return _ONE_RANK if mesh is None else mesh
 
 
 def axis_size(axis: Axes) -> int:
-    """Ranks along `axis` in the bound mesh; 1 for None and a missing axis.
+    """Ranks along `axis` in the bound mesh, or 1 for None and a missing axis.
 
     Example:
         >>> axis_size("dp")
@@ -87,14 +87,14 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_index(axis: Axes) -> Any:
-    """This rank's index along `axis` in the bound mesh; 0 for None and a missing axis.
+    """This rank's index along `axis` in the bound mesh, or 0 for None and a missing axis.
 
     Where values are followed along axes, in `shard_map` and in losses, it is a number that remembers its axes, and so
     are numbers computed from it by Python's operators, `abs`, `round`, `divmod` and comparisons (0 or 1), with it on
-    either side. A tensor made of it varies along them. Its truth is refused, as ranks would go different ways:
-    `max(0, i - 1)` is `(i - 1) * (i > 0)`, and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`.
-    Refused are also elements of lists (`xs[i]`; use `torch.tensor(xs)[i]`, or a slice of `x` in place of
-    `x.chunk(n)[i]`), `range(i)`, `float(i)` and functions of `math`. `int(i)` is a plain number without axes.
+    either side. A tensor made of it varies along them. Its truth is refused, as ranks would go different ways: `max(0,
+    i - 1)` is `(i - 1) * (i > 0)`, and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`. Refused are
+    also elements of lists (`xs[i]`; use `torch.tensor(xs)[i]`, or a slice of `x` in place of `x.chunk(n)[i]`),
+    `range(i)`, `float(i)` and functions of `math`. `int(i)` is a plain number without axes.
 
     Args:
         axis: mesh axes, major to minor.

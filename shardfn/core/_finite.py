@@ -10,7 +10,7 @@ _LISTED = 10
 
 
 def count_nonfinite(x: Tensor) -> int:
-    """Returns the number of elements that are infinite or NaN; 0 for integers.
+    """Returns the number of elements that are infinite or NaN, or 0 for integers.
 
     Example:
         >>> import torch
@@ -24,11 +24,11 @@ def count_nonfinite(x: Tensor) -> int:
 
 
 def raise_nonfinite(title: str, found: Mapping[str, tuple[int, int]], total: int) -> None:
-    """Raises an error that names leaves with elements that are not finite; returns if there are none.
+    """Raises an error that names leaves with elements that are not finite, and returns if there are none.
 
     Args:
         title: words for the leaves, for example "the weights for runs/model".
-        found: by path, the number of elements that are not finite, and of all elements.
+        found: the number of elements that are not finite by path, and of all elements.
         total: number of all leaves.
 
     Raises:

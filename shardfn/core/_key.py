@@ -21,7 +21,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor, "2"]:
-    """A key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
+    """Returns a key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
 
     It is an ordinary tensor, so that it lives in a state tree and is traced like any other leaf.
 
@@ -71,7 +71,7 @@ def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
 
 
 def fold_in(key: Int64[Tensor, "*k 2"], data: SupportsInt | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
-    """The key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
+    """Returns the key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
 
     Args:
         key: one key, or keys whose leading dims broadcast with those of `data`.
@@ -104,7 +104,7 @@ def check_key(who: str, key: Any) -> None:
     """Refuses anything but a key.
 
     Raises:
-        TypeError: `key` is not one; the message shows how to make one.
+        TypeError: `key` is not one. The message shows how to make one.
 
     Example:
         >>> check_key("sharded_step", key(0))
@@ -124,7 +124,7 @@ def _check_tensor(who: str, key: Any) -> None:
 
 
 def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]:
-    """The 32-bit words of flat positions start .. start + count: `hi ^ lo` of threefry2x32(key, position).
+    """Returns the 32-bit words of flat positions start .. start + count: `hi ^ lo` of threefry2x32(key, position).
 
     Args:
         key: the key.
@@ -173,6 +173,6 @@ def threefry2x32(
 
 
 def _rotate_left(x: Tensor, r: int) -> Tensor:
-    # The shift right is arithmetic, hence the mask; the sum with alpha is the shift left and the or in one pass.
+    # The shift right is arithmetic, hence the mask. The sum with alpha is the shift left and the or in one pass.
     low = (x >> (32 - r)) & ((1 << r) - 1)
     return torch.add(low, x, alpha=1 << r)

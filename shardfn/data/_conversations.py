@@ -41,7 +41,7 @@ def encode_chat(
         "tokens", and "labels", -100 where nothing is learnt, as `pad` and `pack` take them.
 
     Raises:
-        ValueError: the template refuses the messages; there is no answer; or the template does not show where an answer
+        ValueError: the template refuses the messages. There is no answer, or the template does not show where an answer
             is.
 
     Example:
@@ -77,7 +77,7 @@ def encode_answers(
     The messages are found by differences of prefixes.
 
     Args:
-        render: function from messages to their tokens; if its second argument is true, the tokens that begin an answer
+        render: function from messages to their tokens. If its second argument is true, the tokens that begin an answer
             follow.
         messages: the conversation, dicts with "role" and "content".
         start: the number of the first message that is learnt.
@@ -121,7 +121,7 @@ def encode_answers(
 
 
 def _encode_masked(tokenizer: Any, messages: Messages, tools: Any, prompt: list[int]) -> dict[str, list[int]]:
-    """Returns tokens and labels by the masks of the template; tokens of the prompt are not learnt."""
+    """Returns tokens and labels by the masks of the template. Tokens of the prompt are not learnt."""
     _answers_of(messages, 0)
     found = _applied(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
     tokens, mask = list(found["input_ids"]), found["assistant_masks"]

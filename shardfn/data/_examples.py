@@ -26,7 +26,7 @@ class Examples(Protocol):
     """A map-style dataset: numbered examples, such as a list, or a dataset of torch or Hugging Face."""
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Returns the number of examples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -42,7 +42,7 @@ class ExampleBatches:
         examples: the dataset, the same on all ranks.
         batch_size: B, examples of a global batch, over all ranks.
         collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
-        seed: determines the order of each epoch; None = in the dataset's order.
+        seed: determines the order of each epoch. None: in the dataset's order.
 
     Raises:
         ValueError: the dataset is empty, or `batch_size` is not positive.
@@ -69,12 +69,14 @@ class ExampleBatches:
 
     @property
     def batches_per_epoch(self) -> float:
-        """N / B; not whole where the last batch of an epoch reaches into the next one."""
+        """N / B, not whole where the last batch of an epoch reaches into the next one."""
         return len(self.examples) / self.batch_size
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """The values by which a `Cursor` recognises the data set: its number of examples, and its digest if it has one.
+        """Returns the values by which a `Cursor` recognises the data set.
+
+        Its number of examples, and its digest if it has one.
 
         The digest is of at most 64 rows at equal distances. Lists, tuples, arrays and tensors of plain values have a
         digest, and `JSONLines`, whose digest also covers the length of each line. So does each data set with a method
@@ -89,7 +91,7 @@ class ExampleBatches:
         Args:
             n: number of the batch, from 0 on, through all epochs.
             rank: index of the rank along the batch axis.
-            world: ranks along the batch axis; rows are cut as `core.chunk_bounds` cuts them.
+            world: ranks along the batch axis. Rows are cut as `core.chunk_bounds` cuts them.
 
         Raises:
             ValueError: `n` is negative, or `rank` is not below `world`.
@@ -101,7 +103,7 @@ class ExampleBatches:
         return self._rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The example of each row number n B + i."""
+        """Returns the example of each row number n B + i."""
         return shuffled(rows, len(self.examples), self.seed)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
@@ -129,8 +131,8 @@ class Cursor:
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
         stop: the number of the batch before which it ends.
-        mesh: selects this rank's rows; None means all rows.
-        axes: those of the mesh that cut the batch.
+        mesh: selects this rank's rows. None means all rows.
+        axes: axes of the mesh that cut the batch.
         next: the number of the batch that comes next.
 
     Example:
@@ -170,12 +172,13 @@ class Cursor:
         return {"next": self.next} | known | dict(self._fingerprint())
 
     def at(self, state: Mapping[str, Any]) -> "Cursor":
-        """Moves this cursor to the position where `state` was taken; the number of ranks may be another one.
+        """Moves this cursor to the position where `state` was taken. The number of ranks may be another one.
 
         A position of an earlier version of shardfn has no fingerprint. It is taken up with a warning.
 
         Raises:
-            ValueError: the batches have another seed or size, or are of another data set; names both values.
+            ValueError: the batches have another seed or size, or are of another data set. The message names both
+                values.
         """
         mine = self.state()
         differ = [

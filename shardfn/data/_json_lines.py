@@ -19,7 +19,7 @@ class JSONLines:
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids; default the identity.
+        encode: applied to each value, such as text to token ids. Default: the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -52,7 +52,7 @@ class JSONLines:
 
         Raises:
             IndexError: there are fewer lines.
-            ValueError: the line is not JSON, or `encode` refuses it; names the file and the line.
+            ValueError: the line is not JSON, or `encode` refuses it. The message names the file and the line.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")

@@ -55,7 +55,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
         The kernels, in the order of `regions`.
 
     Raises:
-        RuntimeError: the C++ compiler failed; the message has the remedies.
+        RuntimeError: the C++ compiler failed. The message has the remedies.
 
     Example:
         >>> compile_regions([]).num_compiled
@@ -75,7 +75,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
 
 
 def canonical(region: Region) -> str:
-    """The region as a text without names, which is equal for regions that can share a kernel.
+    """Returns the region as a text without names, which is equal for regions that can share a kernel.
 
     Example:
         >>> print(canonical(Region((), (), ())))
@@ -89,7 +89,7 @@ def canonical(region: Region) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that inductor would call (`CXX`, else g++); None if it is not found.
+    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if it is not found.
 
     Example:
         >>> find_compiler() is None or len(find_compiler()) > 0
@@ -162,7 +162,7 @@ def _compile(region: Region) -> Call:
 
 
 def _functional(gm: GraphModule) -> Callable[..., Any]:
-    """A decomposition without writes in place: inputs must not change."""
+    """Returns a decomposition without writes in place: inputs must not change."""
     return torch.func.functionalize(lambda *args: gm(*args), remove="mutations")
 
 

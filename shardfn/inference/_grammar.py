@@ -110,7 +110,7 @@ def _dumped(schema: Any) -> str:
 
 
 def _schemas(grammar: Grammar) -> Iterator[Any]:
-    """The schemas of a grammar; those within a Lark grammar follow %json."""
+    """Yields the schemas of a grammar. Those within a Lark grammar follow %json."""
     text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         if grammar.kind == "json_schema":

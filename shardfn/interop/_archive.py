@@ -89,10 +89,10 @@ class Archive(Mapping[str, SafetensorsEntry]):
         return len(self._kept)
 
     def box(self, name: str, box: Sequence[tuple[int, int]], shape: Sequence[int] | None = None) -> Tensor:
-        """A box of a tensor.
+        """Returns a box of a tensor.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             box: start and stop in each dim.
             shape: the dims to which `box` refers, with the tensor's number of elements; default its own.
 
@@ -124,18 +124,19 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
 
 class ArchiveWriter:
-    """Writes tensors one by one, in any order, to one or more files; they get their names on leaving.
+    """Writes tensors one by one, in any order, to one or more files. They get their names on leaving.
 
     Args:
         directory: directory for the files.
         entries: name -> dtype and shape.
         stem: prefix of the files' names.
         file_bytes: size after which another file begins.
-        allow_nonfinite: names of tensors that may have infinite elements and NaN, such as masks; True for all of them.
+        allow_nonfinite: names of tensors that may have infinite elements and NaN, such as masks, or True for all of
+            them.
 
     Raises:
-        ValueError: (on leaving) another tensor has elements that are not finite. The files that were there stay; names
-            all tensors.
+        ValueError: (on leaving) another tensor has elements that are not finite. The files that were there stay. The
+            message names all tensors.
     """
 
     def __init__(

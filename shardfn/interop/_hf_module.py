@@ -1,4 +1,4 @@
-"""The weights of any module of transformers, by the module's own names, for `from_module`; and back."""
+"""The weights of any module of transformers, by the module's own names, for `from_module`, and back."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ _OLD = (r"rotary_emb\.inv_freq$",)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules made in this context have parameters of shape and dtype alone, on `meta`; their buffers are real.
+    """Modules made in this context have parameters of shape and dtype alone, on `meta`. Their buffers are real.
 
     Tied parameters stay tied. One parameter at a time is in memory while its module is made.
 
@@ -62,18 +62,18 @@ def without_weights() -> Iterator[None]:
 def module_from_hf(
     module: nn.Module, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
+    """Returns the parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
     Where the files of a model of transformers have other names, or experts one by one, they are converted by its own
     tables; of fused experts a rank reads its own alone.
 
     They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
     touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it; tensors that
-    transformers drops as it loads the module are passed over. Those with
-    `requires_grad=False` are frozen, as from `from_module`.
+    transformers drops as it loads the module are passed over. Those with `requires_grad=False` are frozen, as from
+    `from_module`.
 
     Args:
-        module: for names, shapes, tied and frozen parameters.
+        module: module for names, shapes, tied and frozen parameters.
         directory: where the files are.
         dtype: the dtype to convert to; default float32 for tensors of 16 bits, which small updates would not change,
             and each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
@@ -83,8 +83,8 @@ def module_from_hf(
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: tensors are missing, left over, or of another shape, such as another number of experts; or a buffer
-            is on `meta`; lists all.
+        ValueError: tensors are missing, left over, or of another shape, such as another number of experts, or a buffer
+            is on `meta`. The message lists all.
 
     Example:
         >>> import tempfile
@@ -133,7 +133,7 @@ def file_dtypes(module: nn.Module, directory: str | os.PathLike[str]) -> dict[st
     `module_from_hf` has read tensors of 16 bits as float32.
 
     Args:
-        module: for names, tied parameters, and the conversions of transformers.
+        module: module for names, tied parameters, and the conversions of transformers.
         directory: directory with `model.safetensors`, or several files with an index.
 
     Raises:
@@ -165,23 +165,23 @@ def module_to_hf(
     Names are the module's; of a model of transformers those of its files, with experts one by one.
 
     These are `config.json` and `generation_config.json`, where the module has them. Leaves are gathered one after
-    another; the first rank writes. Collective over the mesh of the leaves.
+    another. The first rank writes. Collective over the mesh of the leaves.
 
     Args:
         module: the parameters' module.
-        params: from `from_module`, sharded or not.
+        params: parameters from `from_module`, sharded or not.
         directory: where to; made if missing.
-        dtype: the dtype to convert parameters to, one for all or by name, as `file_dtypes` returns them; default that
+        dtype: the dtype to convert parameters to, one for all or by name, as `file_dtypes` returns them. Default: that
             of the leaves.
-        file_bytes: the size after which another file begins; several files have an index.
+        file_bytes: the size after which another file begins. Several files have an index.
         buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
-        tokenizer: of transformers, or a processor, whose files and chat template are written too.
+        tokenizer: tokenizer of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: the tokenizer has no `save_pretrained`.
         ValueError: the names or shapes are not those of the module, a buffer is on `meta`, or a parameter has elements
-            that are not finite; lists all.
-        OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
+            that are not finite. The message lists all.
+        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
 
     Example:
         >>> import tempfile
@@ -253,7 +253,7 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _passed_over(module: nn.Module, name: str) -> bool:
-    """Whether transformers drops a tensor as it loads the module."""
+    """Returns whether transformers drops a tensor as it loads the module."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 

@@ -42,12 +42,15 @@ class NoCompilerError(Exception):
 
 
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
-    """The functions of a C++ file of this room; None, with a warning, without a compiler, or if the compiler fails."""
+    """Returns the functions of a C++ file of this room.
+
+    None, with a warning, without a compiler, or if the compiler fails.
+    """
     return _library(source, generation())
 
 
 def generation() -> int:
-    """The generation of x86-64 whose code runs here; 0 on other processors."""
+    """Returns the generation of x86-64 whose code runs here; 0 on other processors."""
     return min(NEWEST, _sources.processor())
 
 
@@ -81,7 +84,7 @@ def load_library(source: str, generation: int | None = None) -> ctypes.CDLL:
 
     Args:
         source: path of the file, from the package on.
-        generation: generation of x86-64 that it is compiled for; default that of this processor.
+        generation: generation of x86-64 that it is compiled for. Default: that of this processor.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
@@ -97,7 +100,7 @@ def load_library(source: str, generation: int | None = None) -> ctypes.CDLL:
 
 
 def built_file(source: str, generation: int) -> pathlib.Path:
-    """Builds a C++ file of the package, unless it is in the user's cache; returns its path.
+    """Builds a C++ file of the package, unless it is in the user's cache, and returns its path.
 
     Args:
         source: path of the file, from the package on.
@@ -113,7 +116,7 @@ def built_file(source: str, generation: int) -> pathlib.Path:
 
 
 def cache_file(source: str, generation: int) -> pathlib.Path:
-    """The path in the user's cache of a C++ file of the package, built or not.
+    """Returns the path in the user's cache of a C++ file of the package, built or not.
 
     Raises:
         NoCompilerError: as `load_library`.
@@ -122,7 +125,7 @@ def cache_file(source: str, generation: int) -> pathlib.Path:
 
 
 def _maker() -> tuple[str, ...]:
-    """The compiler and the system, which determine machine code together with sources and flags."""
+    """Returns the compiler and the system, which determine machine code together with sources and flags."""
     compiler = cxx_compiler()
     if os.name != "posix" or sys.byteorder != "little":
         raise NoCompilerError("the C++ of shardfn is not written for this system")
@@ -133,13 +136,13 @@ def _maker() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
-    """A context that builds and loads the C++ of ops beside its body, several files at a time; it ends after them.
+    """A context that builds and loads the C++ of ops beside its body, several files at a time. It ends after them.
 
     Calls of these ops in the body wait for their own files alone.
 
     Args:
-        device: of the tensors; nothing is built for other devices than CPUs.
-        folders: of the ops; files that take long come first.
+        device: device of the tensors. Nothing is built for other devices than CPUs.
+        folders: folders of the ops. Files that take long come first.
 
     Example:
         >>> with building(torch.device("cpu"), ["row_norm"]):
@@ -173,14 +176,14 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
 
 
 def _sharing(found: ctypes.CDLL) -> ctypes.CDLL:
-    """A library that works with the pool of this process, if it shares work."""
+    """Returns a library that works with the pool of this process, if it shares work."""
     if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
         found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
     return found
 
 
 def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that `build` uses; None without a compiler."""
+    """Returns the path of the C++ compiler that `build` uses, or None without a compiler."""
     return _sources.compiler()
 
 
@@ -192,11 +195,13 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
-    """A function of a C++ file with the types of its arguments, which keeps short calls cheap; None without a compiler.
+    """Returns a function of a C++ file with the types of its arguments, which keeps short calls cheap.
+
+    None without a compiler.
 
     Args:
         source: the file.
-        name: of the function.
+        name: name of the function.
         kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
         returns: whether it returns an int64, else nothing.
     """
@@ -217,7 +222,10 @@ _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes
 
 
 def total(lanes: Tensor) -> Tensor:
-    """Sums float64 [spans, LANES] by halving, as in `_sums.py`. Overwrites its argument; returns a view of it, []."""
+    """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
+
+    Overwrites its argument, and returns a view of it, [].
+    """
     call("sum_lanes", lanes, lanes.shape[0])
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
@@ -268,7 +276,7 @@ def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _turn(path: pathlib.Path) -> Iterator[None]:
-    """Waits until a file exists, or is this process's to build; or for as long as another one's compiler may take."""
+    """Waits until a file exists, or is this process's to build, or for as long as another one's compiler may take."""
     if path.exists():
         yield
         return

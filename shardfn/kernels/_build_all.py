@@ -18,7 +18,7 @@ class Built(NamedTuple):
     Attributes:
         name: name of the op or part.
         state: "shipped" with the package, "was there" in the cache, "built" now, or the message of an error.
-        path: path of the library; None after an error.
+        path: path of the library, or None after an error.
     """
 
     name: str

@@ -54,7 +54,7 @@ PATIENCE = 900.0  # seconds that a compiler may take; a machine with other work 
 
 
 def name_of(source: str) -> str:
-    """The short name of a source.
+    """Returns the short name of a source.
 
     Example:
         >>> name_of("kernels/row_linear/_native.cpp"), name_of("kernels/_pool.cpp"), name_of(SHARED)
@@ -66,7 +66,7 @@ def name_of(source: str) -> str:
 
 @functools.cache
 def processor() -> int:
-    """The newest generation of x86-64 that the processor has; 0 for other processors."""
+    """Returns the newest generation of x86-64 that the processor has, or 0 for other processors."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return 0
     try:
@@ -85,12 +85,12 @@ def num_processors() -> int:
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler; None without a compiler."""
+    """Returns the path of the C++ compiler, or None without a compiler."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def flags_of(source: str, generation: int) -> tuple[str, ...]:
-    """The flags that all files get, those of a file, and those of a generation."""
+    """Returns the flags that all files get, those of a file, and those of a generation."""
     if generation < 3 or source in _ONE_FORM:
         return *COMMON, *FLAGS[source]
     wide = _WIDE.get(source, ()) if generation == 4 else ()
@@ -98,21 +98,21 @@ def flags_of(source: str, generation: int) -> tuple[str, ...]:
 
 
 def file_of(source: str, generation: int, *more: str) -> str:
-    """The name of a library, which has everything that determines its results: texts, flags and `more`."""
+    """Returns the name of a library, which has everything that determines its results: texts, flags and `more`."""
     flags = flags_of(source, generation)
     form = f"-v{generation}" if generation and source not in _ONE_FORM else ""
     return f"{name_of(source)}{form}-{digest(PACKAGE / source, flags, *more)}.so"
 
 
 def digest(source: pathlib.Path, flags: tuple[str, ...], *more: str) -> str:
-    """A digest of a source with the files that it includes, its flags, and more."""
+    """Returns a digest of a source with the files that it includes, its flags, and more."""
     texts = [path.read_text() for path in included(source)]
     return hashlib.sha256("\0".join([*texts, *flags, *more]).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def included(source: pathlib.Path) -> list[pathlib.Path]:
-    """A source, and the files of the package that it includes, directly or not."""
+    """Returns a source, and the files of the package that it includes, directly or not."""
     found = [source.resolve()]
     for path in found:  # grows meanwhile
         named = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
@@ -139,7 +139,7 @@ def compile_source(source: pathlib.Path, flags: tuple[str, ...], out: pathlib.Pa
 
 @functools.cache
 def _makes_generations(path: str) -> bool:
-    """Whether a compiler has the instructions that `_generations.h` names: GCC from 12 on."""
+    """Returns whether a compiler has the instructions that `_generations.h` names: GCC from 12 on."""
     run = subprocess.run(
         [path, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, timeout=PATIENCE, check=False
     )

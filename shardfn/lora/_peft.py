@@ -54,13 +54,14 @@ def save_peft(
 
     Args:
         directory: made if it is not there.
-        lora: the adapters' description; its leaves are weights of a module, named as by `from_module`.
-        adapters: their values.
+        lora: the adapters' description. Its leaves are weights of a module, named as by `from_module`.
+        adapters: values.
         base_model: the name or directory of the model, which the configuration states.
-        task_type: of `peft`.
+        task_type: task type of `peft`.
 
     Raises:
-        ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite; lists all.
+        ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite. The message lists
+            all.
     """
     tensors, problems, ranks, alphas = {}, [], {}, {}
     modules: dict[bool, list[str]] = {True: [], False: []}
@@ -111,15 +112,15 @@ def load_peft(
     Args:
         directory: with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
-        specs: of the parameters.
+        specs: specs of the parameters.
 
     Returns:
         The adapters' description, and their values.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes; lists
-            all.
+        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes. The
+            message lists all.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -161,7 +162,10 @@ def load_peft(
 
 
 def _names_of(site: Site) -> list[str] | None:
-    """The names of a module's parameters that a leaf is: one, or one per layer of a stack. None if it has another."""
+    """Returns the names of a module's parameters that a leaf is.
+
+    One, or one per layer of a stack. None if it has another.
+    """
     *before, name = map(str, site.entries)
     if len(before) > 1 or "." not in name or (not site.full and len(site.shape) != 2 + len(before)):
         return None
@@ -172,8 +176,8 @@ class _Found:
     """The tensors of a file, by the leaf to which they belong.
 
     Attributes:
-        values: by path, the tensors of an adapter, with layers stacked as in the leaf.
-        alphas: by path.
+        values: the tensors of an adapter by path, with layers stacked as in the leaf.
+        alphas: alphas by path.
     """
 
     def __init__(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

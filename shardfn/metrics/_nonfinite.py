@@ -44,7 +44,8 @@ class NonFiniteGuard:
                 be used.
 
         Raises:
-            FloatingPointError: it was not, and neither were the steps before it, `max_steps` together; names the steps.
+            FloatingPointError: it was not, and neither were the steps before it, `max_steps` together. The message
+                names the steps.
         """
         if bool(metrics["finite"]):
             self.count = 0

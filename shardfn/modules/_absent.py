@@ -33,7 +33,7 @@ class AbsentTensor(MetadataTensor):
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """An absent tensor with the shape and dtype of a tensor, whose values are not used."""
+        """Returns an absent tensor with the shape and dtype of a tensor, whose values are not used."""
         return _wrapped(_as_meta(x), x.device)
 
     @classmethod
@@ -66,7 +66,7 @@ class AbsentTensor(MetadataTensor):
 
 
 def is_absent(x: Any) -> bool:
-    """Whether anything in a tree is absent."""
+    """Returns whether anything in a tree is absent."""
     for leaf in pytree.tree_leaves(x):
         if type(leaf) is AbsentTensor:
             return True

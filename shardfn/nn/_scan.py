@@ -22,7 +22,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-# `run(carry, x, first ys) -> (carry, y)`; and the loop that carries a value through all layers by it.
+# `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by it.
 Run = Callable[..., Any]
 Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
 _LOOP = Ambient[Loop]("loop of scans")
@@ -52,10 +52,11 @@ def scan(
         The last carry, and the ys, each leaf stacked along a new dim 0.
 
     Raises:
-        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes; lists all leaves.
+        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes. The message lists all
+            leaves.
         AxisTypeError: `f` makes a leaf of the carry vary along an axis along which `init` is the same on all ranks, as
-            JAX refuses it; lists all leaves. Pass `sf.pvary` of the leaf in `init`.
-        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; lists all leaves.
+            JAX refuses it. The message lists all leaves. Pass `sf.pvary` of the leaf in `init`.
+        ValueError: leaves of `xs` differ in length, or there is nothing to scan over. The message lists all leaves.
         CaptureError: (in a captured step) `f` does not do the same for all layers.
 
     Example:
@@ -77,13 +78,13 @@ def scan(
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
+    """Returns the loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
 
 
 def looping(loop: Loop) -> AbstractContextManager[Any]:
-    """Lets `loop` run the layers of scans; a capture has its own way."""
+    """Lets `loop` run the layers of scans. A capture has its own way."""
     return _LOOP.bound(loop)
 
 
@@ -111,7 +112,7 @@ class ScanBody:
         """One layer.
 
         Raises:
-            TypeError: the carry or y differs from these; lists every leaf with both values.
+            TypeError: the carry or y differs from these. The message lists every leaf with both values.
             AxisTypeError: a leaf of the carry varies along an axis along which all ranks held the same value before.
         """
         out = self.f(carry, x)
@@ -131,7 +132,7 @@ class ScanBody:
 
 
 def _looks(tree: PyTree) -> object:
-    """A key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
+    """Returns a key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
     leaves, treedef = tree_flatten(tree)

@@ -19,13 +19,13 @@ class Form(NamedTuple):
     """The words in which two routes answer differently.
 
     Attributes:
-        prefix: of the answer's id.
+        prefix: prefix of the answer's id.
         whole: the name of an answer's object.
         chunk: the name of a piece's object.
         opens: whether each choice begins with a piece that has its role.
         text: a choice's fields for its whole text.
         delta: a choice's fields for a further text.
-        logprobs: from tokens with their log probabilities, and the number of most probable ones beside each.
+        logprobs: logprobs from tokens with their log probabilities, and the number of most probable ones beside each.
     """
 
     prefix: str
@@ -58,10 +58,10 @@ class Answer:
     """The answer to one call.
 
     Args:
-        form: of its route.
-        model: that answers.
+        form: form of its route.
+        model: model that answers.
         asked: the body's meaning.
-        call: its tokens.
+        call: tokens.
     """
 
     def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
@@ -73,7 +73,7 @@ class Answer:
         self._head |= {} if self._seeds else {"seed": seeds[0]}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, once all tokens are there.
+        """Returns the answer, once all tokens are there.
 
         Raises:
             ApiError: a choice has failed.
@@ -91,7 +91,7 @@ class Answer:
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream; those that are due at one time come as one."""
+        """Yields the events of a stream. Those that are due at one time come as one."""
         if self._form.opens:
             first = {"delta": {"role": "assistant", "content": ""}}
             yield b"".join(self._event(i, first, [], None) for i in range(self._call.starts[-1]))
@@ -113,7 +113,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """The numbers of tokens; tokens that end a completion are among those drawn."""
+        """Returns the numbers of tokens. Tokens that end a completion are among those drawn."""
         prompt, drawn = self._call.prompt_tokens, 0 if self._asked.scores else self._call.drawn
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
@@ -177,8 +177,8 @@ def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> N
     """Raises the error of a choice that has failed.
 
     Args:
-        pieces: of a call.
-        grammar: of its requests.
+        pieces: pieces of a call.
+        grammar: grammar of its requests.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.

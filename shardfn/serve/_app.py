@@ -35,9 +35,9 @@ class App:
     """The answers of a server to HTTP.
 
     Args:
-        settings: of the server.
-        calls: in progress.
-        metrics: of the server.
+        settings: settings of the server.
+        calls: calls in progress.
+        metrics: metrics of the server.
 
     Attributes:
         model: None until the ranks are ready.
@@ -56,7 +56,7 @@ class App:
         )
 
     def asgi(self) -> "ASGIApp":
-        """The application."""
+        """Returns the application."""
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
         from starlette.routing import Route
@@ -209,7 +209,7 @@ class App:
         self._calls.close(call)
 
     def _open_model(self) -> Model:
-        """The model, if requests are taken."""
+        """Returns the model, if requests are taken."""
         if self.closed:
             raise ApiError(503, self.closed, headers={"Retry-After": "5"})
         if self.model is None:
@@ -218,7 +218,7 @@ class App:
 
 
 def _row(name: str, model: Model) -> dict[str, Any]:
-    """A model or an adapter, as clients list it."""
+    """Returns a model or an adapter, as clients list it."""
     row = {"id": name, "object": "model", "created": 0, "owned_by": "shardfn", "max_model_len": model.limits.context}
     return row if name == model.name else row | {"parent": model.name}
 
@@ -230,7 +230,7 @@ def _check_address(request: "Request") -> None:
 
 
 async def _body(request: "Request", settings: Settings) -> bytes:
-    """The bytes of a body within the limits of size and time."""
+    """Returns the bytes of a body within the limits of size and time."""
     from starlette.requests import ClientDisconnect
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -263,7 +263,7 @@ async def _answer(request: "Request", error: Exception) -> "Response":
 
 
 async def _other(request: "Request", error: Exception) -> "Response":
-    """A path or a method that is not served."""
+    """Returns a path or a method that is not served."""
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)

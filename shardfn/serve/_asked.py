@@ -22,15 +22,15 @@ class Asked(NamedTuple):
 
     Attributes:
         model: name of the model that the client has given.
-        requests: requests of the engine, one for each prompt; all have the same sampling but for the seed. In place of
+        requests: requests of the engine, one for each prompt. All have the same sampling but for the seed. In place of
             an adapter's digest they have its name, which the ranks look up.
         stream: whether the answer comes in pieces.
         usage: whether the last piece has the usage.
-        logprobs: number of most probable tokens that the answer has next to each token; None for an answer without log
-            probabilities.
+        logprobs: number of most probable tokens that the answer has next to each token, or None for an answer without
+            log probabilities.
         echo: whether a choice's text begins with its prompt.
-        scores: whether the answer has no completion: `max_tokens` is 0, and the token that the engine draws at least
-            is left out.
+        scores: whether the answer has no completion: `max_tokens` is 0, and the token that the engine draws at least is
+            left out.
     """
 
     model: str
@@ -127,7 +127,7 @@ def _asked(
 
 
 def _stops(given: str | list[str]) -> tuple[str, ...]:
-    """Returns the stop strings; an empty string in their place is none."""
+    """Returns the stop strings. An empty string in their place is none."""
     return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
@@ -167,7 +167,7 @@ def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any
 
 
 def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
-    """The language of the text; it is compiled here, so that a wrong one never reaches the engine."""
+    """Returns the language of the text. It is compiled here, so that a wrong one never reaches the engine."""
     schema = _schema(given["response_format"]) if "response_format" in given else None
     if schema is None and "regex" not in given:
         return None
@@ -186,7 +186,7 @@ def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int])
 
 
 def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema that a format asks for; None for any text."""
+    """Returns the schema that a format asks for, or None for any text."""
     found = read_fields(given, FORMAT, "response_format")
     kind = get_required(found, "type", "response_format")
     if kind not in ("text", "json_object", "json_schema"):

@@ -29,8 +29,8 @@ class Piece(NamedTuple):
     """A token of a call.
 
     Attributes:
-        choice: its number among all choices of the call.
-        token: of the engine.
+        choice: number among all choices of the call.
+        token: token of the engine.
     """
 
     choice: int
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 class Call:
-    """A client's request in progress; `Calls.open` makes it.
+    """A client's request in progress. `Calls.open` makes it.
 
     Attributes:
-        prompt_tokens: of all prompts.
+        prompt_tokens: prompt tokens of all prompts.
         drawn: tokens so far.
         embeds: whether prompts are embedded, in place of being continued.
         vectors: embeddings so far, by the number of the request.
         began: the time of its arrival.
-        ran: the beginning of its first step; None before that.
-        first: the time of its first token; None before that, and for embeddings.
+        ran: the beginning of its first step, or None before that.
+        first: the time of its first token, or None before that, and for embeddings.
     """
 
     def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
@@ -67,16 +67,16 @@ class Call:
         self._error: ApiError | None = None
 
     def request_of(self, choice: int) -> int:
-        """The number of the request that has a choice."""
+        """Returns the number of the request that has a choice."""
         return bisect_right(self.starts, choice) - 1
 
     @property
     def done(self) -> bool:
-        """Whether all its choices have ended, or it has failed."""
+        """Returns whether all its choices have ended, or it has failed."""
         return not self.left or self._error is not None
 
     async def take(self) -> list[Piece]:
-        """The pieces that no call has returned, as soon as there is one; none after the last.
+        """Returns the pieces that no call has returned, as soon as there is one; none after the last.
 
         Raises:
             ApiError: the call has failed. Pieces before that are returned first.
@@ -172,7 +172,7 @@ class Calls:
         return min(60, max(1, math.ceil(self.waiting / 2 / self._rate))) if self._rate else 1
 
     def close(self, call: Call) -> None:
-        """Ends a call; its requests that are in progress are cancelled, which frees their blocks."""
+        """Ends a call. Its requests that are in progress are cancelled, which frees their blocks."""
         if self._open.pop(id(call), None) is None:
             return
         for name in call.names:
@@ -266,7 +266,7 @@ class Calls:
         call.last[choice] = now
 
     def _started(self, call: Call, name: str) -> int:
-        """Takes a prompt out of those that wait; returns the number of its tokens."""
+        """Takes a prompt out of those that wait, and returns the number of its tokens."""
         num = call.waiting.pop(name, 0)
         self.waiting -= num
         return num

@@ -30,7 +30,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
         _half = False  # whether the client has closed its writing half
 
         def connection_made(self, transport: Any) -> None:
-            """Refuses the connection above the limit; else the headers of its first request are due."""
+            """Refuses the connection above the limit, else the headers of its first request are due."""
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # `flow.drain` waits until nothing is left
             self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}

@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     """A body of `/v1/embeddings`, checked.
 
     Attributes:
-        model: as the client has named it.
+        model: model as the client has named it.
         requests: one for each input.
         encoded: whether vectors are written as base64.
     """
@@ -56,12 +56,12 @@ def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
 
 
 def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> dict[str, Any]:
-    """The answer.
+    """Returns the answer.
 
     Args:
-        inputs: of the body.
-        vectors: of each input, float32 in the order of bytes of this machine.
-        tokens: of all inputs.
+        inputs: inputs of the body.
+        vectors: vectors of each input, float32 in the order of bytes of this machine.
+        tokens: tokens of all inputs.
     """
     rows = [
         {"object": "embedding", "index": i, "embedding": _written(vector, inputs.encoded)}

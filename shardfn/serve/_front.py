@@ -41,14 +41,14 @@ class Ranks(Protocol):
         """Sends a message to all."""
 
     async def next(self) -> Any:
-        """The next message of the first."""
+        """Returns the next message of the first."""
 
     async def first_end(self) -> tuple[int, int]:
-        """The first that ends, and its status."""
+        """Returns the first that ends, and its status."""
         ...
 
     async def all_end(self, seconds: float) -> bool:
-        """Whether all end within some seconds."""
+        """Returns whether all end within some seconds."""
         ...
 
     async def end(self) -> None:
@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 
 def _server(app: Any, settings: Settings) -> Any:
-    """A server of uvicorn whose signals the front takes."""
+    """Returns a server of uvicorn whose signals the front takes."""
     import uvicorn
 
     class Quiet(uvicorn.Server):
@@ -83,7 +83,7 @@ class Front:
     """A server without its ranks.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         text: the tokenizer.
         ranks: not started yet.
         report: takes lines for the user.
@@ -106,7 +106,7 @@ class Front:
             listener: bound; clients are answered from the start, before the model is loaded.
 
         Returns:
-            The exit status: 0 after a signal; 1 if a rank has ended, or its own status if that came before the model
+            The exit status: 0 after a signal, or 1 if a rank has ended, or its own status if that came before the model
             was ready.
         """
         server = _server(self.app.asgi(), self.settings)
@@ -163,7 +163,7 @@ class Front:
 
     async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
-        # A process closes its sockets before its status is known; one that has not begun has no clients that wait.
+        # A process closes its sockets before its status is known. One that has not begun has no clients that wait.
         patience = 1.0 if self.app.model is not None else _LAST_STEPS
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ended), patience)
@@ -209,7 +209,7 @@ class Front:
 
 
 def bound(settings: Settings) -> socket.socket:
-    """A socket that listens at a server's address; port 0 becomes a free one.
+    """Returns a socket that listens at a server's address; port 0 becomes a free one.
 
     Raises:
         OSError: the address is in use, or is not of this machine.
@@ -238,11 +238,11 @@ def serve(
     """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         text: the tokenizer of the model.
-        command: from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
-        ranks: their number.
-        threads: of each rank's computation; None does not set them.
+        command: function from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
+        ranks: number.
+        threads: threads of each rank's computation. None does not set them.
         report: takes lines for the user, also those that the ranks write to stderr. It is called in a thread: it may
             wait or fail, and the server goes on.
 

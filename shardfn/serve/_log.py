@@ -16,7 +16,7 @@ class Log:
     """Writes lines in a thread, in their order. A reader that stops, or a full disk, loses lines and nothing else.
 
     Args:
-        write: writes a line; it may wait, and it may fail.
+        write: writes a line. It may wait, and it may fail.
 
     Example:
         >>> lines = []

@@ -11,8 +11,8 @@ class Spelled(NamedTuple):
 
     Attributes:
         text: text of the token alone.
-        data: bytes of the token; None for a token without bytes of its own.
-        logprob: log probability under the raw logits; None for the first token of a prompt.
+        data: bytes of the token, or None for a token without bytes of its own.
+        logprob: log probability under the raw logits, or None for the first token of a prompt.
         offset: place in the choice's text at which the token begins.
         top: most probable tokens at its position.
     """
@@ -86,7 +86,7 @@ def _row(token: Spelled) -> dict[str, Any]:
 
 
 def _named(token: Spelled) -> str:
-    """The text of a token, or its bytes as OpenAI writes them where they are no text."""
+    """Returns the text of a token, or its bytes as OpenAI writes them where they are no text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
     except UnicodeDecodeError:

@@ -13,10 +13,11 @@ class Text(NamedTuple):
     """A tokenizer as a server uses it. Its functions are called in two threads, in one for long bodies.
 
     Attributes:
-        encode: from a text to the ids of a prompt.
+        encode: function from a text to the ids of a prompt.
         tokenizer: tokenizer in a form that `shardfn.inference.detokenizer` takes.
-        chat: from messages to the text of a prompt; None without a chat template. A `ValueError` refuses messages.
-        plain: from this text to the ids of a prompt, without further special tokens; None takes `encode`.
+        chat: function from messages to the text of a prompt, or None without a chat template. A `ValueError` refuses
+            messages.
+        plain: plain from this text to the ids of a prompt, without further special tokens. None takes `encode`.
     """
 
     encode: Callable[[str], list[int]]
@@ -35,11 +36,11 @@ class Model(NamedTuple):
         limits: limits of the engine.
         ends: tokens that end a completion.
         max_choices: most choices of one call.
-        compiler: compiler of grammars; None if they are not served.
+        compiler: compiler of grammars, or None if they are not served.
         texts: texts of choices.
         adapters: names that clients may give in place of the model's.
-        width: width of embeddings; 0 if they are not served.
-        longest: bytes of the longest token; 0 where tokens have no bytes of their own.
+        width: width of embeddings, or 0 if they are not served.
+        longest: bytes of the longest token, or 0 where tokens have no bytes of their own.
         defaults: values of `Sampling` for fields that a body leaves out.
     """
 
@@ -58,12 +59,12 @@ class Model(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that clients may give."""
+        """Returns all names that clients may give."""
         return (self.name, *self.adapters)
 
 
 def find_longest(spelling: Detokenizer) -> int:
-    """Returns the bytes of the longest token, also of special ones; 0 where tokens have no bytes of their own.
+    """Returns the bytes of the longest token, also of special ones, or 0 where tokens have no bytes of their own.
 
     Example:
         >>> from shardfn.inference import detokenizer

@@ -21,7 +21,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def _store_at_loopback() -> dist.TCPStore:
-    """The store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
+    """Returns the store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -34,9 +34,9 @@ class Processes:
     """Ranks of one machine, each a process with a pair of sockets to this one.
 
     Args:
-        command: from the number of its end of the pair to the program of a rank.
-        ranks: their number.
-        threads: threads of each rank's computation; None does not set them.
+        command: function from the number of its end of the pair to the program of a rank.
+        ranks: number.
+        threads: threads of each rank's computation. None does not set them.
         report: takes the lines that ranks write to stderr, so that no rank waits for their reader.
     """
 
@@ -88,7 +88,7 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the processes."""
+        """Returns the numbers of the processes."""
         return [process.pid for process in self._running]
 
     def send(self, message: Message) -> None:
@@ -99,7 +99,7 @@ class Processes:
                 writer.write(data)
 
     async def next(self) -> Any:
-        """The next message of the first rank.
+        """Returns the next message of the first rank.
 
         Raises:
             EOFError: it has ended.
@@ -107,7 +107,7 @@ class Processes:
         return await received(self._reader)
 
     async def first_end(self) -> tuple[int, int]:
-        """The first rank that ends, and its status."""
+        """Returns the first rank that ends, and its status."""
         waits = {asyncio.ensure_future(p.wait()): rank for rank, p in enumerate(self._running)}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +129,7 @@ class Processes:
             task.cancel()
 
     async def all_end(self, seconds: float) -> bool:
-        """Whether all of them end within some seconds."""
+        """Returns whether all of them end within some seconds."""
         waits = [asyncio.ensure_future(process.wait()) for process in self._running]
         _, left = await asyncio.wait(waits, timeout=seconds)
         for task in left:

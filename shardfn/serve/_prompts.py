@@ -1,4 +1,4 @@
-"""From texts, lists of ids and messages to the ids of prompts; a text that can never fit is refused by its bytes."""
+"""From texts, lists of ids and messages to the ids of prompts. A text that can never fit is refused by its bytes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

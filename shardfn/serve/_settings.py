@@ -12,23 +12,23 @@ class Settings:
     """All of them are fixed at the start.
 
     Args:
-        name: of the model, as clients name it.
+        name: name of the model, as clients name it.
         host: the address to listen on.
         port: 0 takes a free one.
-        keys: the keys of clients; without any, each client is served.
+        keys: the keys of clients. Without any, each client is served.
         adapters: names of adapters, which clients give in place of the model's.
-        pooling: of embeddings, as for `shardfn.inference.Engine.embed`.
+        pooling: pooling of embeddings, as for `shardfn.inference.Engine.embed`.
         hosts: further names in the `Host` header, beside those of loopback, while `host` is a loopback address.
         max_body: bytes of a request's body.
         max_connections: at a time.
-        max_waiting: most tokens of prompts that wait for their first token; None is 65,536, or the context where it is
+        max_waiting: most tokens of prompts that wait for their first token. None is 65,536, or the context where it is
             longer. A request with more of them is refused.
         max_choices: completions of one request, over all of its prompts.
         header_seconds: in which a request's headers arrive.
         body_seconds: in which its body arrives.
         stall_seconds: time that a reader may leave a piece of its answer in the server.
-        drain_seconds: for requests in progress after SIGTERM.
-        health_seconds: that a step may take before the server counts as ill.
+        drain_seconds: drain seconds for requests in progress after SIGTERM.
+        health_seconds: health seconds that a step may take before the server counts as ill.
         defaults: values of `shardfn.inference.Sampling` for fields that a body leaves out, by name.
 
     Raises:
@@ -77,10 +77,10 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether programs of this machine alone reach it."""
+        """Returns whether programs of this machine alone reach it."""
         return self.host in _LOOPBACK
 
     def allows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; a page of another site that resolves to it does not."""
+        """Returns whether a `Host` header names this server; a page of another site that resolves to it does not."""
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         return not self.loopback or name.strip("[]") in (*_LOOPBACK, *self.hosts)

@@ -23,11 +23,11 @@ class Disconnected(Exception):
 
 
 class Stalled(Exception):
-    """The client does not read; its connection was closed."""
+    """The client does not read. Its connection was closed."""
 
 
 class EventStream:
-    """Sends events; the client's leaving, or a piece that it does not take in time, ends them.
+    """Sends events. The client's leaving, or a piece that it does not take in time, ends them.
 
     Args:
         events: pieces of the answer.
@@ -98,10 +98,10 @@ def _drop(transport: asyncio.Transport) -> None:
 
 
 async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") -> Any:
-    """Returns the result of some work, if the client is there until it is done; the body must have been read.
+    """Returns the result of some work, if the client is there until it is done. The body must have been read.
 
     Raises:
-        Disconnected: the client has left; the work was cancelled.
+        Disconnected: the client has left. The work was cancelled.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:

@@ -30,7 +30,7 @@ def end_start() -> None:
 
 
 def _is_command(argv: list[str]) -> bool:
-    """Whether the arguments of Python begin `shardfn generate`, `shardfn serve` or a rank of the latter.
+    """Returns whether the arguments of Python begin `shardfn generate`, `shardfn serve` or a rank of the latter.
 
     Example:
         >>> _is_command(["python", "/usr/bin/shardfn", "generate", "MODEL"]), _is_command(["python", "-m", "pytest"])

@@ -12,12 +12,12 @@ _TICK = 0.25
 
 
 class Wait:
-    """A wait that is in progress; see `waiting`. A context manager, which ends it.
+    """A wait that is in progress. See `waiting`. A context manager, which ends it.
 
     Attributes:
         text: the words for what is done.
-        name: name of the part that is done, such as an op; empty if there are no parts.
-        total: number of parts that this wait has; 0 if it is not known.
+        name: name of the part that is done, such as an op, empty if there are no parts.
+        total: number of parts that this wait has, or 0 if it is not known.
         done: number of parts that are done.
         start: time at which the wait began.
         whole: whether it is the wait for the whole program, which is reported only if there is no other one.
@@ -68,7 +68,7 @@ def waiting(text: str, name: str = "", *, total: int = 0, at_once: bool = False,
 
 
 def is_first() -> bool:
-    """Whether this process is the first rank of its machine."""
+    """Returns whether this process is the first rank of its machine."""
     for name in ("LOCAL_RANK", "RANK"):
         if name in os.environ:
             return os.environ[name] == "0"
@@ -77,7 +77,7 @@ def is_first() -> bool:
 
 
 def text_of(waits: list[Wait], now: float) -> str:
-    """The words for several waits."""
+    """Returns the words for several waits."""
     groups: dict[str, list[Wait]] = {}
     for wait in [wait for wait in waits if not wait.whole] or waits:
         groups.setdefault(wait.text, []).append(wait)

@@ -55,17 +55,17 @@ class Address(int):
 
 
 def addresses(of: "list[int]") -> Any:
-    """An array of addresses."""
+    """Returns an array of addresses."""
     return (ctypes.c_void_p * len(of))(*of)
 
 
 def numbers(of: "list[int]") -> Any:
-    """An array of numbers."""
+    """Returns an array of numbers."""
     return (ctypes.c_int64 * len(of))(*of)
 
 
 def engine() -> Engine:
-    """The engine of this process; a fork makes another, as threads do not survive it.
+    """Returns the engine of this process. A fork makes another, as threads do not survive it.
 
     Raises:
         NotSharedError: as `Engine`.
@@ -81,7 +81,10 @@ def _engine(process: int) -> Engine:
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The compiled functions, or the reason for their absence; cached, so that a compiler that fails runs once."""
+    """Returns the compiled functions, or the reason for their absence.
+
+    Cached, so that a compiler that fails runs once.
+    """
     try:
         built = load_library("collectives/transport/_memory.cpp")
     except (NoCompilerError, OSError, subprocess.SubprocessError) as error:

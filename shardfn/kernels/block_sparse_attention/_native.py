@@ -30,7 +30,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
 def backward(
     dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
 ) -> QKV:
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     if library(SOURCE) is None:
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (_wide(x) for x in qkv)

@@ -44,7 +44,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
     found = _functions(library(SOURCE))
     if found is None:
         return _reference.top_logprobs(logits, num)
@@ -68,7 +68,7 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def room(vocab: int) -> int:
-    """The float64 numbers of memory that one thread needs.
+    """Returns the float64 numbers of memory that one thread needs.
 
     Example:
         >>> room(49152)
@@ -80,7 +80,10 @@ def room(vocab: int) -> int:
 
 @functools.cache
 def _functions(found: ctypes.CDLL | None) -> Any:
-    """The library, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
+    """Returns the library, with the types of its arguments, which keeps calls of few rows cheap.
+
+    None without a compiler.
+    """
     if found is None:
         return None
     found.draw_rows.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 4

@@ -48,12 +48,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def call(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of `gated_silu` or `gelu` in a chain."""
+    """Returns the call of `gated_silu` or `gelu` in a chain."""
     return KernelCall(SOURCE, name, _arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
 def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     x, cos, sin = arguments
     return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape)) if are_dense(x, cos, sin) else None
 
@@ -62,7 +62,7 @@ def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
+    """Returns the call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         n = x.numel()
@@ -71,7 +71,7 @@ def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
+    """Returns the call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
     x, by = arguments
     if not isinstance(by, Tensor) or not are_dense(x, by, y):
         return None
@@ -87,14 +87,14 @@ def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `pow` with an exponent of two."""
+    """Returns the call of torch's `pow` with an exponent of two."""
     x, exponent = arguments
     two = type(exponent) in (int, float) and exponent == 2
     return call("multiplied", (x, x), y) if two and are_dense(x, y) else None
 
 
 def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `rsqrt` and `rsqrt_`."""
+    """Returns the call of torch's `rsqrt` and `rsqrt_`."""
     (x,) = arguments
     return KernelCall(SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 

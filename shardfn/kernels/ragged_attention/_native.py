@@ -42,7 +42,7 @@ def ragged_attention(
 
 
 def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     q, k, v, cache, *plan, _, window, _, slopes, sinks, tree = arguments
     if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
         return None

@@ -48,13 +48,13 @@ def row_linears(
 
 
 def call_one(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of `row_linear` in a chain."""
+    """Returns the call of `row_linear` in a chain."""
     x, packed, num, chunks, bias = arguments
     return call((x, [packed], [num], chunks, [bias]), [y])
 
 
 def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
-    """The call of `row_linears` in a chain, if its layers are of one kind."""
+    """Returns the call of `row_linears` in a chain, if its layers are of one kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
     if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):

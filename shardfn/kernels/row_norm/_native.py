@@ -28,7 +28,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
 
 
 def call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     x, weight, bias, eps, centered = arguments
     whole = are_dense(x, weight, bias)
     return KernelCall(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None

@@ -25,7 +25,7 @@ def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     token's scores are divided by their sum, which is 1 except for those of sigmoids.
 
     Args:
-        routing: of this rank's tokens, before a capacity.
+        routing: routing of this rank's tokens, before a capacity.
         axes: axes of the batch: f and p are those of all ranks' tokens, in one message of 2 E + 1 numbers. None: those
             of this rank's own tokens, whose loss a step then averages over the ranks.
         mask: the tokens that count. None: those that have an expert, so all but padding.
@@ -46,9 +46,9 @@ def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     """As `switch`, with the shares of each token's first choice alone.
 
     Args:
-        routing: as in `switch`, with choices in order.
-        axes: as in `switch`.
-        mask: as in `switch`.
+        routing: see `switch`, with choices in order.
+        axes: see `switch`.
+        mask: see `switch`.
 
     Example:
         >>> from shardfn.nn import moe
@@ -65,15 +65,15 @@ def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
 def mixtral(
     routing: Routing | Sequence[Routing], *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
 ) -> Float[Tensor, ""]:
-    """The loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
+    """Returns the loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
 
     It joins the tokens of several layers before the product, which is not the mean of the layers' losses: experts of
     the same number in different layers even each other out.
 
     Args:
-        routing: as in `switch`; or those of several layers, with equal numbers of tokens, experts and choices.
-        axes: as in `switch`.
-        mask: as in `switch`, of one layer.
+        routing: see `switch`, or those of several layers, with equal numbers of tokens, experts and choices.
+        axes: see `switch`.
+        mask: see `switch`, of one layer.
 
     Example:
         >>> from shardfn.nn import moe
@@ -130,12 +130,12 @@ def sequence(
 
 
 def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
-    """The mean over tokens of logsumexp(logits)^2, which keeps logits small.
+    """Returns the mean over tokens of logsumexp(logits)^2, which keeps logits small.
 
     Args:
-        routing: as in `switch`.
-        axes: as in `switch`; the mean of own rows is the same where ranks have equal numbers of tokens.
-        mask: as in `switch`.
+        routing: see `switch`.
+        axes: see `switch`. The mean of own rows is the same where ranks have equal numbers of tokens.
+        mask: see `switch`.
 
     Example:
         >>> from shardfn.nn import moe
