@@ -11,7 +11,6 @@ from ._kept import (
 from ._kept import as_graph_value as as_graph_value, entered as entered, graph_inputs as graph_inputs
 from ._kept import opened as opened, returned as returned
 from ._masters import widest as widest
-from ._parts import Parts as Parts, added as added
 from ._passed import check_passed as check_passed
 from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of

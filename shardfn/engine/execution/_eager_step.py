@@ -84,7 +84,7 @@ class EagerStep:
                 channels,
                 parts,
                 self.state,
-                grads,
+                grads.take,
                 model_state=out.model_state,
                 finish=parts.finish,
                 scale=scale,

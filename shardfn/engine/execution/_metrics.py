@@ -8,9 +8,9 @@ from torch import Tensor
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import psum
 from shardfn.engine.plan import Chunks, Plan
-from shardfn.engine.transfers import Metrics, Outcome, summed_squares, summed_values
+from shardfn.engine.transfers import GradientStore, Metrics, Outcome, summed_squares, summed_values
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import Parts, loaded
+from shardfn.state import loaded
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
@@ -55,10 +55,10 @@ def _made_of(
 
 def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
-    parts = out.reducer.store.parts
+    store = out.reducer.store
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for unit in parts:
-        x = parts[unit]
+    for unit in store.units:
+        x = store.share(unit)
         assert isinstance(x, Tensor)
         by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
     squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
@@ -96,23 +96,23 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
     """
     kinds: dict[tuple[tuple[str, ...], int], list[int]] = {}
-    parts = out.reducer.store.parts
-    for unit in parts:  # in one order, so that the sum has the same bits
+    store = out.reducer.store
+    for unit in store.units:  # in one order, so that the sum has the same bits
         kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
     sums: dict[tuple[str, ...], Tensor] = {}
     for (axes, added), own in kinds.items():
-        x = _sums(parts, own).to(out.total.device, torch.float64).sum()
+        x = _sums(store, own).to(out.total.device, torch.float64).sum()
         x = x if plan.num_left == 1 else x / (plan.num_left * added)
         sums[axes] = sums[axes] + x if axes in sums else x
     return sums
 
 
-def _sums(of: Parts, units: list[int]) -> Tensor:
+def _sums(of: GradientStore, units: list[int]) -> Tensor:
     """The sum of squares of each share; shares on disk are loaded one after another."""
-    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
+    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of.share(u), Tensor)]
     if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]
-        return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+        return torch.cat([sum_squares([loaded(of.share(u))]) if x is None else x for x, u in found])
     # In a capture the squares of large parts are written down once, for the layers of a stack are many.
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)

@@ -96,7 +96,7 @@ def gradients_of(run: Executor[Outcome, Any], plan: Plan) -> tuple[Blocks, PyTre
     metrics, scale = run.measure(out)
     del metrics["skipped"]
     with torch.no_grad():
-        return scaled(plan, out.reducer.gradients(), scale), out.model_state, metrics
+        return scaled(plan, out.reducer.gradients().take_all(), scale), out.model_state, metrics
 
 
 def run_update(
@@ -127,7 +127,7 @@ def apply_eagerly(parts: StepParts, plan: Plan, finish: Finish | None) -> Apply:
 
     def apply(comms: Comms, state: TrainState, grads: Blocks, model_state: PyTree) -> TrainState:
         channels = comms.channels
-        return update(plan, channels, parts, state, grads, model_state=model_state, finish=finish, scale=None)
+        return update(plan, channels, parts, state, grads.pop, model_state=model_state, finish=finish, scale=None)
 
     return apply
 

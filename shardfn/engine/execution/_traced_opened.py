@@ -139,7 +139,7 @@ def capture_update(
         with bind_mesh(plan.mesh), torch.no_grad():
             comms.mark("update")
             kept = finished(finish, kept)
-            blocks, opt = update_blocks(plan, comms.channels, optimizer, blocks, opt, own, None)
+            blocks, opt = update_blocks(plan, comms.channels, optimizer, blocks, opt, own.pop, None)
         return [*map(as_graph_value, (*blocks, *tree_leaves(opt), *tree_leaves(kept)))]
 
     gm = capture(program, graph_inputs(held, plan.mesh.device), recorder)

@@ -234,7 +234,7 @@ class TracedStep:
         with torch.no_grad():
             grads, channels = out.reducer.gradients(), self.comms.channels
             last = finished(self.parts.finish, out.model_state)
-            new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads, scale)
+            new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads.take, scale)
             return *new, put_in(kept, last)
 
 

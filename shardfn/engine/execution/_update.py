@@ -1,7 +1,7 @@
 """The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
+# Gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
+Take = Callable[[int], Tensor | Stored]
+
 
 @plain_arithmetic()
 def update(
@@ -31,7 +34,7 @@ def update(
     channels: AnyChannels,
     parts: StepParts,
     state: TrainState,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     *,
     model_state: PyTree = (),
     finish: Finish | None = None,
@@ -45,7 +48,7 @@ def update(
         channels: the step's communicators.
         parts: the optimizer, and whether `state` is consumed.
         state: the current state.
-        grads: by leaf, the part of the gradient that the optimizer takes; consumed.
+        take: gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
         model_state: the model state that the loss has returned.
         finish: the end of the step for it, if there is one.
         scale: the factor of gradients, applied first; None for 1.
@@ -57,7 +60,7 @@ def update(
     done = Done() if ahead is None else ahead.finish()
     with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
-        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, take, scale, done)
         kept = put_in(kept, model_state)
     return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
 
@@ -86,17 +89,18 @@ def update_blocks(
     optimizer: GradientTransformation,
     blocks: Sequence[Tensor | Stored],
     opt_state: PyTree,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     scale: Tensor | None,
     done: Done | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
     """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
     if not plan.at_home:
-        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        done = done or Done()
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
+    own: list[Any] = [take(i) if t else None for i, t in enumerate(train)]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
@@ -118,13 +122,14 @@ def _as_stream(
     optimizer: GradientTransformation,
     blocks: Sequence[Tensor | Stored],
     opt_state: PyTree,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     scale: Tensor | None,
+    done: Done,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.ways.summed.memory_kind)
+        None if leaf is None or i in done.params else Column(take(i), leaf.ways.summed.memory_kind)
         for i, leaf in enumerate(train)
     ]
     return whole_update(plan, optimizer, params, own, opt_state, scale)
