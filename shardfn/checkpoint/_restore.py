@@ -13,6 +13,7 @@ from shardfn.core import (
     Mesh,
     PyTree,
     Stored,
+    StoredValue,
     a_kind,
     progress,
     raise_all,
@@ -238,10 +239,10 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         _fill(reader, source, tuple((0, n) for n in x.shape), out, check)
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
-    held: Tensor | Stored | None = None if x.donated else x.held
+    held: StoredValue | None = None if x.donated else x.held
     if x.memory_kind == "disk":
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
-        block: Tensor | Stored = _on_disk(reader, source, box, x.dtype, pool, check)
+        block: StoredValue = _on_disk(reader, source, box, x.dtype, pool, check)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
         block = x.donate()  # from here on half of it may be written
         _fill(reader, source, box, block, check)

@@ -10,12 +10,11 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import SumWire
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import MemoryKind, Pending, Stored, load
 from shardfn.engine import Plan
 from shardfn.engine.transfers import _gradient_store
 from shardfn.engine.transfers._gradient_store import GradientStore
 from shardfn.memory import Pool
-from shardfn.state import loaded
 
 from .fakes import Wire, plan_of
 
@@ -54,10 +53,10 @@ def test_microbatches_are_added_in_the_dtype_of_the_sum(
         store.finish()
         kept = store.share(0)
         assert isinstance(kept, Stored) == (home == "disk")
-        assert loaded(kept).dtype == FP32 and torch.equal(loaded(kept), want)
+        assert load(kept).dtype == FP32 and torch.equal(load(kept), want)
         assert store.units == [0]
         store.split([0], lambda layer: True)
-        assert torch.equal(loaded(store.take(0)), want)
+        assert torch.equal(load(store.take(0)), want)
         assert 0 not in store and not store.units
 
 
@@ -91,4 +90,4 @@ def test_the_oldest_shares_are_waited_for_when_too_many_are_on_their_way() -> No
         for unit in range(4):
             store.receive(unit, Pending.of(torch.full((100,), float(unit))), last=True)
             assert waited == list(range(max(0, unit - 1)))  # two of them fit
-    assert [float(loaded(store.share(unit))[0]) for unit in range(4)] == [0, 1, 2, 3]
+    assert [float(load(store.share(unit))[0]) for unit in range(4)] == [0, 1, 2, 3]

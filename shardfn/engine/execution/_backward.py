@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, Stored, tree_map
+from shardfn.core import PyTree, RankError, StoredValue, tree_map
 from shardfn.engine.agreement import (
     Comms,
     described,
@@ -38,9 +38,7 @@ from ._check_canonical import check_canonical
 from ._performer import Performer
 
 
-def run_forward(
-    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
-) -> Any:
+def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
@@ -61,7 +59,7 @@ def run_forward(
 def run_backward(
     plan: Plan,
     comms: Comms,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     parts: StepParts,
     args: tuple[Any, ...],
     *,
@@ -127,7 +125,7 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
 
 
 def _gatherer(
-    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
+    plan: Plan, comms: Comms, blocks: Sequence[StoredValue], order: UseOrder, *, keep: bool = True
 ) -> Gatherer:
     return Gatherer(
         plan.layers,

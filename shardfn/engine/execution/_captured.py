@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError
-from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import PyTree, StoredValue, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import CacheInfo, Jitted, ambient, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan
@@ -212,7 +212,7 @@ def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 def _layouts(tree: PyTree) -> Any:
     """The properties of a tree of global tensors that a graph relies on."""
     leaves, treedef = tree_flatten(tree)
-    held: list[Tensor | Stored] = [x.held for x in leaves]
+    held: list[StoredValue] = [x.held for x in leaves]
     kinds = [x.memory_kind for x in leaves]
     shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
     return treedef, *kinds, *shapes

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import psum
+from shardfn.core import load
 from shardfn.engine.plan import Chunks, Plan
 from shardfn.engine.transfers import GradientStore, Metrics, Outcome, summed_squares, summed_values
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import loaded
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
@@ -112,7 +112,7 @@ def _sums(of: GradientStore, units: list[int]) -> Tensor:
     parts = [x for u in units if not of.is_taken(u) and isinstance(x := of.share(u), Tensor)]
     if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]
-        return torch.cat([sum_squares([loaded(of.share(u))]) if x is None else x for x, u in found])
+        return torch.cat([sum_squares([load(of.share(u))]) if x is None else x for x, u in found])
     # In a capture the squares of large parts are written down once, for the layers of a stack are many.
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, Stored, named_leaves
+from shardfn.core import PyTree, StoredValue, named_leaves
 from shardfn.engine.agreement import Comms, catch_up, named_range, rounds_of, spans_the_mesh
 from shardfn.engine.loss import (
     ModelState,
@@ -87,7 +87,7 @@ class Performer:
 
     def enter(
         self,
-        blocks: Sequence[Tensor | Stored],
+        blocks: Sequence[StoredValue],
         *,
         even: bool,
         model_state: PyTree,
@@ -204,7 +204,7 @@ class Performer:
         seed = torch.full_like(total, scale if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
-    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
+    def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> Outcome:
         """The sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
 
         Raises:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, bind_mesh
-from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, StoredValue, load, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.loss import Finish, finished
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Metrics, StepParts, by_leaf, pool_of
 from shardfn.memory import TracedStored, on_host
 from shardfn.optim import GradientTransformation
-from shardfn.state import Likeness, as_graph_value, closed, entered, graph_inputs, loaded
+from shardfn.state import Likeness, as_graph_value, entered, graph_inputs, store
 
 from ._graphs import Program
 from ._opened import gradients_of
@@ -157,10 +157,10 @@ def capture_update(
     return UpdateProgram(gm, plan.learnt.outcome or "", plan, tuple(likes[:then]), opt_treedef)
 
 
-def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:
+def _stored_apart(plan: Plan, leaf: int, x: StoredValue) -> Tensor | TracedStored:
     """A gradient on disk as a value of its own: others share the value of all leaves that travel together."""
     if isinstance(x, Tensor | TracedStored):
         return x
     with on_host():
-        apart: Any = closed(loaded(x), plan.leaves[leaf].ways.summed, pool_of(plan))
+        apart: Any = store(load(x), plan.leaves[leaf].ways.summed, pool_of(plan))
     return apart

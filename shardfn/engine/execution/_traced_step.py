@@ -16,7 +16,7 @@ from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bin
 from shardfn.core import (
     Mesh,
     PyTree,
-    Stored,
+    StoredValue,
     tree_flatten,
     tree_leaves,
     tree_paths,
@@ -192,7 +192,7 @@ def capture_run(
     return gm, *made
 
 
-Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]
+Blocks = tuple[list[StoredValue], PyTree, PyTree]
 
 
 @dataclasses.dataclass

@@ -1,6 +1,5 @@
 """The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import (
     MemoryKind,
     PyTree,
-    Stored,
+    StoredValue,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -20,12 +19,23 @@ from shardfn.engine.loss import Finish, finished, plain_arithmetic, put_in, wrap
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout
-from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
-from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
+from shardfn.state import (
+    Ahead,
+    Column,
+    Done,
+    TrainState,
+    Update,
+    in_memory,
+    kind_when_loaded,
+    load_at,
+    state_owners,
+    stream,
+    taken,
+)
 
 # Gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
-Take = Callable[[int], Tensor | Stored]
+Take = Callable[[int], StoredValue]
 
 
 @plain_arithmetic()
@@ -71,7 +81,7 @@ def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def next_state(
-    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
+    plan: Plan, state: TrainState, blocks: Sequence[StoredValue], opt_state: PyTree, kept: Sequence[Tensor]
 ) -> TrainState:
     """The state after `state`, from this rank's new blocks, optimizer state and model state."""
     return state._replace(
@@ -87,12 +97,12 @@ def update_blocks(
     plan: Plan,
     channels: AnyChannels,
     optimizer: GradientTransformation,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     opt_state: PyTree,
     take: Take,
     scale: Tensor | None,
     done: Done | None = None,
-) -> tuple[list[Tensor | Stored], PyTree]:
+) -> tuple[list[StoredValue], PyTree]:
     """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
     if not plan.at_home:
         done = done or Done()
@@ -120,7 +130,7 @@ def update_blocks(
 def _as_stream(
     plan: Plan,
     optimizer: GradientTransformation,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     opt_state: PyTree,
     take: Take,
     scale: Tensor | None,
@@ -168,15 +178,14 @@ def whole_update(
     )
 
 
-def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
+def _column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
     """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
         return Column(block, leaf.home, read)
-    place = "device" if leaf.home == "device" else "host"
-    with contextlib.nullcontext() if leaf.home == "device" else on_host():
-        return Column(own_rows(plan, leaf, opened(block, leaf.ways.kept)), place, read)
+    with in_memory(leaf.home):
+        return Column(own_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -203,14 +212,14 @@ def whole(plan: Plan) -> PyTree:
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
-def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+def wrap(plan: Plan, blocks: Sequence[StoredValue]) -> PyTree:
     """This rank's blocks as a tree of global tensors."""
     pairs = zip(blocks, plan.leaves, strict=True)
     whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, leaf.frozen) for x, leaf in pairs]
     return tree_unflatten(plan.treedef, whole)
 
 
-def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+def own_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
     cut = plan.own_cuts.get(leaf.path)

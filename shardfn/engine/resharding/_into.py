@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn._torch import FakeTensor
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Absent, PyTree, Stored, did_you_mean, raise_all, tree_leaves, tree_paths
+from shardfn.core import Absent, PyTree, StoredValue, did_you_mean, raise_all, tree_leaves, tree_paths
 
 _UNTIE = "reshard it without into=, or give each leaf of into memory of its own"
 
@@ -102,7 +102,7 @@ def _overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def overwrite(y: GlobalTensor, block: Tensor | Stored) -> Tensor:
+def overwrite(y: GlobalTensor, block: StoredValue) -> Tensor:
     """Writes a new block over that of a leaf, and returns the latter."""
     held = y.held
     assert isinstance(held, Tensor)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, Channels, GlobalTensor, LeafCrossing, Overlap, cross, overlaps
-from shardfn.core import Mesh, P, Stored, block_slices
+from shardfn.core import Mesh, P, StoredValue, block_slices, read_rows
 from shardfn.engine.agreement import Comms
 from shardfn.memory import host_empty
 
@@ -49,9 +49,7 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
 
     def take(box: Box) -> Tensor:
         where = _within(box, t.x.shape, t.x.spec, t.x.mesh)
-        if isinstance(held, Tensor):
-            return held[where]
-        rows = held.read(where[0].start, where[0].stop) if where else held.read()
+        rows = read_rows(held, where[0].start, where[0].stop) if where else read_rows(held)
         return rows.result()[(slice(None), *where[1:])] if where else rows.result()
 
     return take
@@ -67,7 +65,7 @@ class _IncomingBlock:
         self._t = t
         held = None if t.into is None else t.into.held
         self._block: Tensor | None = held if isinstance(held, Tensor) else None
-        self._held: Tensor | Stored | None = None
+        self._held: StoredValue | None = None
 
     def put(self, box: Box, piece: Tensor) -> None:
         """Puts a part into it."""

@@ -15,7 +15,7 @@ from shardfn.core import (
     Placement,
     PyTree,
     Sharding,
-    Stored,
+    StoredValue,
     broadcast_prefix,
     raise_all,
     tree_leaves,
@@ -75,7 +75,7 @@ class Transit:
         verb = "to" if self.into is None else "into"
         return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} {verb} {ends[1]}"
 
-    def made(self, held: Tensor | Stored) -> GlobalTensor:
+    def made(self, held: StoredValue) -> GlobalTensor:
         """The new leaf, made of its block; or the leaf whose block has been overwritten."""
         if self.into is not None:
             return self.into

@@ -7,13 +7,23 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
-from shardfn.core import PyTree, Stored, named_leaves, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import (
+    PyTree,
+    StoredValue,
+    load,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.engine.execution import own_rows, wrap
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, closed, cuts_of, loaded
+from shardfn.state import TrainState, cuts_of, store
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
@@ -80,11 +90,11 @@ def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], row
     return like.with_block(_placed(plan, value, like))
 
 
-def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | Stored:
+def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
     if like.memory_kind == "disk":
-        return closed(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
+        return store(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
-        here = loaded(value)
+        here = load(value)
     return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
 
 
@@ -98,9 +108,7 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
         return {leaf.path: paths[leaf.path].local.to(leaf.dtypes.param) for leaf in missing}
 
 
-def _whole(
-    plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
-) -> list[Tensor | Stored]:
+def _whole(plan: Plan, channels: AnyChannels, blocks: list[StoredValue], casts: dict[str, Tensor]) -> list[StoredValue]:
     """Gathers blocks where this rank has only its rows."""
     if not casts:
         return blocks
@@ -112,5 +120,5 @@ def _whole(
             rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
             # All ranks refresh the same units: a block that was committed whole takes part with its rows.
-            rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
+            rows[i] = own_rows(plan, leaf, load(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))

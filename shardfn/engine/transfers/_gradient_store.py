@@ -9,12 +9,12 @@ from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, psum
-from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Stored
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
-from shardfn.memory import on_host, to_device, to_host
-from shardfn.state import Ahead, StoredSlice, closed, loaded, piled
+from shardfn.memory import on_host, to_host
+from shardfn.state import Ahead, fetch, slices_of, stack_values, store
 
 from ._local_sums import added
 from ._pools import pool_of
@@ -52,9 +52,9 @@ class GradientStore:
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
         # update touches none of them: it gets its gradients by `Ahead.take`.
-        self._at: dict[int, Tensor | Stored] = {}
+        self._at: dict[int, StoredValue] = {}
         self._coming: dict[int, Pending[Tensor]] = {}
-        self._writing: dict[int, Pending[Stored]] = {}
+        self._writing: dict[int, Pending[StoredValue]] = {}
         self._leaving: dict[int, int] = {}
         # The units whose tensor in `_at` is a sum; see `added`.
         self._summed: set[int] = set()
@@ -62,7 +62,7 @@ class GradientStore:
         self._taken: dict[int, Pending[Any]] = {}
         # By unit that is wanted whole, its sum: here, or on its way. By layer, the parts for the optimizer.
         self._wholes: dict[int, Tensor | Pending[Tensor]] = {}
-        self._parts: dict[int, Tensor | Stored] = {}
+        self._parts: dict[int, StoredValue] = {}
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._at or unit in self._coming or unit in self._writing
@@ -84,7 +84,7 @@ class GradientStore:
         """Returns the sum of squares, [1], of a unit that `is_taken`, and waits for it; None for the others."""
         return self._ahead.square(unit) if self._ahead is not None and unit in self._taken else None
 
-    def share(self, unit: int) -> Tensor | Stored:
+    def share(self, unit: int) -> StoredValue:
         """Returns this rank's share of a unit, in the memory where it waits."""
         self._arrive(unit)
         return self._at[unit]
@@ -148,18 +148,18 @@ class GradientStore:
             if u not in self._taken:
                 self._parts.update(self._split(u, is_made_here))
 
-    def take(self, leaf: int) -> Tensor | Stored:
+    def take(self, leaf: int) -> StoredValue:
         """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
         first, layers = self._plan.first_layers[leaf], self._plan.leaves[leaf].layers
         if not layers:
             return self._parts.pop(first)
-        return piled([self._parts.pop(first + k) for k in range(len(layers))])
+        return stack_values([self._parts.pop(first + k) for k in range(len(layers))])
 
-    def take_all(self) -> dict[int, Tensor | Stored]:
+    def take_all(self) -> dict[int, StoredValue]:
         """Returns by leaf the parts that the optimizer takes, and lets go of them."""
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
-    def _split(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, Tensor | Stored]]:
+    def _split(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
         leaves, members, wire = self._plan.reduce_units[unit].leaves, self._members(unit), self._wires[unit]
         arrives, home = wire.scatters or wire.size == 1, self._homes[unit]
         with named_range("reduce", self._plan.layers, leaves):
@@ -177,14 +177,12 @@ class GradientStore:
             pieces = [self._landed(leaf, x, home) for leaf, x in zip(members, pieces, strict=True)]
         return zip(leaves, pieces, strict=True)
 
-    def _landed(self, leaf: LeafLayout, x: Tensor | Stored, home: MemoryKind) -> Tensor | Stored:
+    def _landed(self, leaf: LeafLayout, x: StoredValue, home: MemoryKind) -> StoredValue:
         """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         summed = leaf.ways.summed
-        if not isinstance(x, Tensor):
-            return x
         if leaf.dim is not None and summed.spec == leaf.shard:
-            x = leaf.rows(x, self._plan.zero_rank(leaf)).contiguous()
-        return x if home == summed.memory_kind else closed(x, summed, self._pool)
+            x = leaf.rows(load(x), self._plan.zero_rank(leaf)).contiguous()
+        return x if home == summed.memory_kind else store(load(x), summed, self._pool)
 
     def _whole(self, unit: int) -> Tensor:
         if unit not in self._wholes:
@@ -197,16 +195,13 @@ class GradientStore:
         assert isinstance(part, Tensor)
         self._wholes[unit] = self._wires[unit].join(part)
 
-    def _pop(self, unit: int) -> Tensor | Stored:
+    def _pop(self, unit: int) -> StoredValue:
         self._arrive(unit)
         return self._at.pop(unit)
 
     def _popped(self, unit: int) -> Tensor:
         """The share of a unit, which is let go; on the device, wherever it has waited."""
-        part = self._pop(unit)
-        if isinstance(part, Tensor) and self._homes[unit] == "device":
-            return part
-        return to_device(loaded(part), self._plan.mesh.device).result()
+        return fetch(self._pop(unit), self._homes[unit], self._plan.mesh.device)
 
     def _members(self, unit: int) -> list[LeafLayout]:
         return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
@@ -280,7 +275,7 @@ class GradientStore:
         with on_host():
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
-                part = loaded(before).add_(part)
+                part = load(before).add_(part)
         if self._homes[unit] == "host":
             self._at[unit] = part
         else:
@@ -288,16 +283,14 @@ class GradientStore:
             self._writing[unit] = self._pool.write(part)
 
 
-def _pieces(packing: Packing, rank: int, flat: Tensor | Stored) -> list[Tensor | Stored]:
+def _pieces(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
     """The pieces of single leaves in a rank's share."""
     if isinstance(flat, Tensor) and not capturing():
         return list(packing.split(flat, rank))
     shapes = packing.shapes(rank)
     if isinstance(flat, Tensor):
         return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
-    sizes = [s.numel() for s in shapes]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [StoredSlice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
+    return list(slices_of(flat, shapes))
 
 
 def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:

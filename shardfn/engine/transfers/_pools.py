@@ -9,13 +9,11 @@ import pathlib
 import secrets
 from typing import Any
 
-from torch import Tensor
-
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, PerMesh, PyTree, Stored, named_leaves, raise_all
+from shardfn.core import Disk, Mesh, PerMesh, PyTree, StoredValue, as_stored, load, named_leaves, raise_all
 from shardfn.engine.plan import Plan, Planner
 from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
-from shardfn.state import TrainState, check_origins, loaded, origin_of
+from shardfn.state import TrainState, check_origins, origin_of
 
 log = logging.getLogger("shardfn.memory")
 
@@ -172,10 +170,11 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 def _value(x: Any) -> Any:
     """The value that a commit holds of a leaf."""
-    held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
-    if not isinstance(held, Tensor) and held.kind == "disk":
+    held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
+    elsewhere = as_stored(held)
+    if elsewhere is not None and elsewhere.kind == "disk":
         return held
-    return loaded(held).detach().to("cpu", copy=True)
+    return load(held).detach().to("cpu", copy=True)
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
