@@ -26,7 +26,7 @@ from shardfn.core import (
 from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
 from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import rebalanced
-from shardfn.state import check_alive
+from shardfn.state import check_alive, empty_block
 
 from ._codes import as_codes, from_codes
 from ._contents import mesh_of
@@ -248,8 +248,7 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         _fill(reader, source, box, block, check)
     else:
         shape = tuple(hi - lo for lo, hi in box)
-        on_host = x.memory_kind == "host"
-        block = host_empty(shape, x.dtype) if on_host else torch.empty(shape, dtype=x.dtype, device=x.mesh.device)
+        block = empty_block(shape, x.dtype, x.memory_kind, x.mesh.device)
         _fill(reader, source, box, block, check)
     return x.with_block(block)
 

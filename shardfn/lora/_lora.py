@@ -24,11 +24,13 @@ from shardfn.core import (
     Codes,
     Draw,
     P,
+    Placement,
     PyTree,
     Sharding,
     broadcast_prefix,
     explains_keywords,
     fold_in,
+    load,
     tree_entries,
     tree_flatten,
     tree_unflatten,
@@ -36,8 +38,8 @@ from shardfn.core import (
     zeros,
 )
 from shardfn.engine import Transform
-from shardfn.memory import Coded
 from shardfn.nn import dropout
+from shardfn.state import encode
 
 from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
@@ -262,7 +264,7 @@ class LoRA:
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _value(at[self.sites[path].entries]).to(dtype)
-                w = w if self.codes is None else Coded.of(w, self.codes).load()
+                w = load(encode(w, Placement(dtype=w.dtype, code=self.codes)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 

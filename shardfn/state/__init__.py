@@ -5,9 +5,13 @@ from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_
 from ._storage import (
     Likeness as Likeness,
     Successor as Successor,
+    apart as apart,
     as_graph_value as as_graph_value,
     change as change,
+    codes_of as codes_of,
     copy_value as copy_value,
+    empty_block as empty_block,
+    encode as encode,
     entered as entered,
     fetch as fetch,
     graph_inputs as graph_inputs,
@@ -20,6 +24,7 @@ from ._storage import (
     start_move as start_move,
     store as store,
     succeed as succeed,
+    with_codes as with_codes,
 )
 from ._masters import widest as widest
 from ._passed import check_passed as check_passed

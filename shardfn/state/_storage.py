@@ -35,12 +35,14 @@ from shardfn.memory import (
     token_of,
 )
 
+from ._views import StoredSlice, StoredStack
+
 
 def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     """Returns a block of the device in the form of a placement; `x` itself where that is the device."""
-    if isinstance(at.code, str):
-        coded = Coded.of(x, at.code)
-        return coded if at.memory_kind == "device" else coded.with_blocks(to_host(coded.blocks).result(), "host")
+    value = encode(x, at)
+    if isinstance(value, Coded):
+        return with_codes(value, store(value.blocks, at.with_(code=None), pool), at.memory_kind)
     if at.memory_kind == "device":
         return x
     if at.memory_kind == "host":
@@ -49,10 +51,42 @@ def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
 
 
+def encode(x: Tensor, at: Placement) -> StoredValue:
+    """Returns a block in the codes of a placement; `x` itself without codes. It is not moved.
+
+    Args:
+        x: block in the memory of the placement, or without data.
+        at: the placement.
+    """
+    if not isinstance(at.code, str):
+        return x
+    coded = Coded.of(x, at.code)
+    return coded.with_blocks(coded.blocks, at.memory_kind)
+
+
+def codes_of(value: StoredValue) -> StoredValue:
+    """Returns the codes of a value in codes, which has no other contents; of other values, the value itself."""
+    return value.blocks if isinstance(value, Coded) else value
+
+
+def with_codes(value: StoredValue, codes: StoredValue, kind: MemoryKind) -> StoredValue:
+    """Returns a value in codes like another one, with these codes in a memory: the inverse of `codes_of`."""
+    assert isinstance(value, Coded) and isinstance(codes, Tensor)
+    return value.with_blocks(codes, kind)
+
+
+def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValue:
+    """Returns a value with a place of its own: slices and stacks of others are written anew."""
+    if not isinstance(value, StoredSlice | StoredStack):
+        return value
+    with on_host():
+        return store(load(value), at, pool)
+
+
 def start_move(
     value: StoredValue, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: AnyPool | None
 ) -> Pending[StoredValue]:
-    """Starts to move a value from one memory to another. Of a value that is no tensor, its elements are moved.
+    """Starts to move a value from one memory to another; a value that is there already is the result itself.
 
     Args:
         value: value in `src`.
@@ -61,6 +95,8 @@ def start_move(
         device: device of the result, if `dst` is "device".
         pool: pool of the result, if `dst` is "disk".
     """
+    if src == dst:
+        return Pending.of(value)
     if not isinstance(value, Tensor):
         value = load(value)
     elif src == "device":
@@ -91,13 +127,21 @@ def in_memory(kind: MemoryKind) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if kind == "device" else on_host()
 
 
+def empty_block(
+    shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device
+) -> Tensor:
+    """Returns memory for a block that is kept in a memory, of any content; for a block on disk, memory of the host."""
+    if kind == "device":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return host_empty(torch.Size(shape), dtype)
+
+
 def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor | Fetch:
     """Returns the elements of a value on the device, or on their way there; a tensor of the device, itself.
 
     Of a value in codes, returns the codes.
     """
-    if isinstance(value, Coded):
-        value = value.blocks
+    value = codes_of(value)
     if isinstance(value, Tensor):
         return value if kind == "device" else Fetch(value, device)
     return Fetch(read_rows(value), device)
@@ -263,10 +307,9 @@ def entered(x: Tensor, like: Likeness) -> StoredValue:
 
 def as_graph_value(value: StoredValue) -> Tensor:
     """The tensor of a block in a graph: at its entrance when it runs, at its exit when it is captured."""
+    value = codes_of(value)
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Coded):
-        return value.blocks
     return value.token if isinstance(value, TracedStored) else token_of(value)
 
 

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, bind_mesh
-from shardfn.core import PyTree, StoredValue, load, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.loss import Finish, finished
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Metrics, StepParts, by_leaf, pool_of
-from shardfn.memory import TracedStored, on_host
 from shardfn.optim import GradientTransformation
-from shardfn.state import Likeness, as_graph_value, entered, graph_inputs, store
+from shardfn.state import Likeness, apart, as_graph_value, entered, graph_inputs
 
 from ._graphs import Program
 from ._opened import gradients_of
@@ -87,7 +86,10 @@ def capture_gradients(
 
     def run(step: TracedStep) -> tuple[list[Tensor], Metrics]:
         grads, kept, metrics = gradients_of(step, step.plan)
-        values = [as_graph_value(_stored_apart(step.plan, i, x)) for i, x in sorted(grads.items())]
+        # A gradient on disk as a value of its own: others share the value of all leaves that travel together.
+        plan, pool = step.plan, pool_of(step.plan)
+        found = [apart(x, plan.leaves[i].ways.summed, pool) for i, x in sorted(grads.items())]
+        values = [as_graph_value(x) for x in found]
         return [*values, *tree_leaves(kept)], metrics
 
     inputs = StepInputs(plan.for_capture(), params, (), model_state, args, scale)
@@ -155,12 +157,3 @@ def capture_update(
     results += [(f"new {path}", x.spec.axes) for path, x in zip(kept_paths, last, strict=True)]
     say_types(gm, plan, held, results)
     return UpdateProgram(gm, plan.learnt.outcome or "", plan, tuple(likes[:then]), opt_treedef)
-
-
-def _stored_apart(plan: Plan, leaf: int, x: StoredValue) -> Tensor | TracedStored:
-    """A gradient on disk as a value of its own: others share the value of all leaves that travel together."""
-    if isinstance(x, Tensor | TracedStored):
-        return x
-    with on_host():
-        apart: Any = store(load(x), plan.leaves[leaf].ways.summed, pool_of(plan))
-    return apart

@@ -28,9 +28,8 @@ from shardfn.engine.loss import NoGradientError, copied_loop, finished, put_in, 
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Metrics, Outcome, StepParts, one_step
 from shardfn.graph import Leaf
-from shardfn.memory import Coded
 from shardfn.nn import looping
-from shardfn.state import Likeness, as_graph_value, entered, graph_inputs
+from shardfn.state import Likeness, as_graph_value, codes_of, entered, graph_inputs
 
 from ._backward import run_backward
 from ._graphs import Program
@@ -274,7 +273,7 @@ def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held
     for node, (leaf, kind) in zip(inputs, paths, strict=True):
         node.meta["leaf"], node.meta["kind"] = leaf, kind
     for node, block in zip(inputs, held, strict=False):
-        own = block.held.blocks if isinstance(block.held, Coded) else block.held
+        own = codes_of(block.held)
         node.meta["memory"], node.meta["stored"] = block.memory_kind, (tuple(own.shape), own.dtype)
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)

@@ -30,9 +30,8 @@ from shardfn.engine.execution import own_rows, rule_of, wrap
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import pool_of
 from shardfn.leaves import LeafLayout
-from shardfn.memory import Coded
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, state_owners, store
+from shardfn.state import TrainState, encode, state_owners, store
 
 from ._init_params import made
 
@@ -132,16 +131,9 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
 
 
 def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[StoredValue]:
-    """Blocks in the form in which parameters are kept, if they have no data or need not move."""
-    out: list[StoredValue] = []
-    for leaf, block in zip(plan.leaves, blocks, strict=True):
-        x, code = block.to(leaf.dtypes.param), leaf.places.code
-        if code is not None:
-            coded = Coded.of(x, code)
-            out.append(coded.with_blocks(coded.blocks, leaf.home))
-        else:
-            out.append(x)
-    return out
+    """Returns blocks in the form in which parameters are kept, if they have no data or need not move."""
+    pairs = zip(plan.leaves, blocks, strict=True)
+    return [encode(block.to(leaf.dtypes.param), leaf.ways.kept) for leaf, block in pairs]
 
 
 def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
