@@ -15,6 +15,7 @@ from shardfn.core import (
     Stored,
     StoredValue,
     a_kind,
+    is_disk,
     progress,
     raise_all,
     tree_flatten,
@@ -218,7 +219,7 @@ def nowhere(
             continue
         if source is None and _is_empty(x):
             out.append(f"{target.path} is to keep its values, but the tree is abstract, and has no values")
-        on_disk = isinstance(x, GlobalTensor) and x.memory_kind == "disk"
+        on_disk = isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
         if source is not None and on_disk and not isinstance(x.held, DiskTensor) and pool is None:
             out.append(f"{target.path} is to be on disk; pass pool=, or a tree from step.init that has its values")
     return out
@@ -240,7 +241,7 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
     held: StoredValue | None = None if x.donated else x.held
-    if x.memory_kind == "disk":
+    if is_disk(x.memory_kind):
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
         block: StoredValue = _on_disk(reader, source, box, x.dtype, pool, check)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardfn.core import MemoryKind, did_you_mean
+from shardfn.core import MemoryKind, did_you_mean, is_disk
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
 from shardfn.kernels import Codes
 
@@ -161,7 +161,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
-    if args.disk is not None and found["memory"] != "disk":
+    if args.disk is not None and not is_disk(found["memory"]):
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 

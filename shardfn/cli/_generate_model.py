@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, raise_all, tree_leaves, tree_map
+from shardfn.core import (
+    Disk,
+    Mesh,
+    PyTree,
+    first_of,
+    is_device,
+    is_disk,
+    key,
+    make_mesh,
+    raise_all,
+    tree_leaves,
+    tree_map,
+)
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
@@ -102,7 +114,7 @@ def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.E
 
 def _disk_of(job: GenerateJob) -> Disk | None:
     """The directory for weights on disk; a temporary one lasts as long as the process."""
-    if job.memory != "disk":
+    if not is_disk(job.memory):
         return None
     directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
     if job.disk is None:
@@ -143,8 +155,8 @@ def engine_of(
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
     """The lines about a model that is ready: its size, the codes and place of weights, exactness and memory."""
-    place = "" if job.memory == "device" else f"on {job.memory}"
-    cache = "" if job.cache_memory == "device" else f"cache on {job.cache_memory}"
+    place = "" if is_device(job.memory) else f"on {job.memory}"
+    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]

@@ -23,7 +23,8 @@ from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._spec import Codes as Codes, MemoryKind as MemoryKind, P as P, Sharding as Sharding
+from ._memory_kind import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
+from ._spec import Codes as Codes, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding
+from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding, is_device, is_host
 from shardfn.memory import host_empty
 
 from ._limits import Limits
@@ -36,7 +36,7 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
     Raises:
         ValueError: a cache is not kept there.
     """
-    if kind not in ("device", "host"):
+    if not (is_device(kind) or is_host(kind)):
         hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
         raise ValueError(f"engine: cache={kind!r}; keys and values are kept on 'device' or 'host'{hint}.")
     return kind
@@ -73,7 +73,7 @@ class CacheLayout:
 
     def kept(self, memory: MemoryKind) -> P | Sharding:
         """The entry of `in_specs` for the cache in a memory."""
-        return self.spec if memory == "device" else Sharding(self.spec, memory)
+        return self.spec if is_device(memory) else Sharding(self.spec, memory)
 
     def shape(self, limits: Limits) -> torch.Size:
         """That of a layer's cache, on all ranks together."""
@@ -101,7 +101,7 @@ class CacheLayout:
         dtype = DTYPES[limits.cache_dtype]
 
         def zeros() -> Tensor:
-            if memory == "device":
+            if is_device(memory):
                 return torch.zeros(own, dtype=dtype, device=mesh.device)
             held = host_empty(own, dtype)
             held.view(torch.uint8).zero_()  # not all dtypes of codes can be filled

@@ -20,6 +20,7 @@ from shardfn.core import (
     Mesh,
     PyTree,
     explains_keywords,
+    is_device,
     make_mesh,
     raise_all,
     tree_leaves,
@@ -196,7 +197,7 @@ class Runner:
         self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._run = self._made(prefetch=None if cache == "device" else 0)
+        self._run = self._made(prefetch=None if is_device(cache) else 0)
         # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
         self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
@@ -241,7 +242,7 @@ class Runner:
         """
         leaves = tree_leaves(params)
         _check_cache(self._decoder, self._limits, leaves)
-        if self._zero.params != "device" or any(isinstance(x, Draw) for x in leaves):
+        if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
             return self._packed_apart(params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, self._pack.specs(params), mesh=self.mesh)
@@ -257,7 +258,7 @@ class Runner:
         shapes = packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif self._zero.params != "device" and not self._bound:
+        elif not is_device(self._zero.params) and not self._bound:
             self._run = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
         return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 
@@ -306,7 +307,7 @@ class Runner:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
         held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
-        device, host = (graph.by_memory.get(kind, 0) for kind in ("device", "host"))
+        device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
 
     def run(
@@ -378,9 +379,9 @@ def runner_of(
     """
     if runner is None:
         return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
-    if weights != "device" or disk is not None:
+    if not is_device(weights) or disk is not None:
         raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-    if cache != "device":
+    if not is_device(cache):
         raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
     runner.check(decoder, limits, mesh)
     return runner

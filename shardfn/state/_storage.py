@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.capture import fakes
 from shardfn.collectives import GlobalTensor
-from shardfn.core import MemoryKind, Pending, Placement, StoredValue, load, read_rows
+from shardfn.core import MemoryKind, Pending, Placement, StoredValue, is_device, is_disk, is_host, load, read_rows
 from shardfn.memory import (
     AnyPool,
     Coded,
@@ -43,9 +43,9 @@ def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     value = encode(x, at)
     if isinstance(value, Coded):
         return with_codes(value, store(value.blocks, at.with_(code=None), pool), at.memory_kind)
-    if at.memory_kind == "device":
+    if is_device(at.memory_kind):
         return x
-    if at.memory_kind == "host":
+    if is_host(at.memory_kind):
         return to_host(x).result()
     assert pool is not None
     return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
@@ -99,21 +99,21 @@ def start_move(
         return Pending.of(value)
     if not isinstance(value, Tensor):
         value = load(value)
-    elif src == "device":
+    elif is_device(src):
         under_way = to_host(value)
-        if dst == "host":
+        if is_host(dst):
             return under_way
         # The disk is written from the host: the copy must be there first.
         value = under_way.result()
-    if dst == "disk":
+    if is_disk(dst):
         assert pool is not None
         return pool.write(value)
-    return to_device(value, device) if dst == "device" else Pending.of(value)
+    return to_device(value, device) if is_device(dst) else Pending.of(value)
 
 
 def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
     """Returns the memory in which an update finds the elements of a value: of a value on disk, the host."""
-    return "device" if kind == "device" else "host"
+    return "device" if is_device(kind) else "host"
 
 
 def load_at(value: StoredValue, kind: MemoryKind) -> Tensor:
@@ -124,14 +124,14 @@ def load_at(value: StoredValue, kind: MemoryKind) -> Tensor:
 
 def in_memory(kind: MemoryKind) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which a ledger counts new tensors of the CPU in the memory where values of `kind` are."""
-    return contextlib.nullcontext() if kind == "device" else on_host()
+    return contextlib.nullcontext() if is_device(kind) else on_host()
 
 
 def empty_block(
     shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device
 ) -> Tensor:
     """Returns memory for a block that is kept in a memory, of any content; for a block on disk, memory of the host."""
-    if kind == "device":
+    if is_device(kind):
         return torch.empty(shape, dtype=dtype, device=device)
     return host_empty(torch.Size(shape), dtype)
 
@@ -143,7 +143,7 @@ def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tens
     """
     value = codes_of(value)
     if isinstance(value, Tensor):
-        return value if kind == "device" else Fetch(value, device)
+        return value if is_device(kind) else Fetch(value, device)
     return Fetch(read_rows(value), device)
 
 
@@ -213,11 +213,11 @@ class Successor:
     def write(self, lo: int, rows: Tensor, place: MemoryKind) -> Pending[Any]:
         """Starts to write rows from `lo` on, which lie in the memory `place`."""
         if self._into is None:
-            return self._writer.write(lo, rows if place == "host" else to_host(rows).result())
+            return self._writer.write(lo, rows if is_host(place) else to_host(rows).result())
         if self._kind == place:  # made where they are kept; see `rows`
             return Pending.of(None)
         into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
-        return to_device(rows, into.device, into) if place == "host" else to_host(rows, into)
+        return to_device(rows, into.device, into) if is_host(place) else to_host(rows, into)
 
     def finish(self) -> StoredValue:
         """Returns the new value, when all rows are there."""
@@ -244,11 +244,11 @@ def bring_rows(
     if not isinstance(value, Tensor):
         if kind == place:
             return read_rows(value, lo, hi)
-        return read_rows(value, lo, hi, out) if place == "host" else Fetch(read_rows(value, lo, hi), device)
+        return read_rows(value, lo, hi, out) if is_host(place) else Fetch(read_rows(value, lo, hi), device)
     x = value if hi is None else value[lo:hi]
-    if place == "device":
+    if is_device(place):
         return to_device(x, device)
-    return to_host(x, out) if kind == "device" or out is None else out.copy_(x)
+    return to_host(x, out) if is_device(kind) or out is None else out.copy_(x)
 
 
 def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredValue:
@@ -256,7 +256,7 @@ def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredVal
     if not isinstance(value, Tensor):
         return new
     x = load(new)
-    if kind == "device":
+    if is_device(kind):
         to_device(x, value.device, value).result()
     else:
         value.copy_(x)
@@ -265,7 +265,7 @@ def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredVal
 
 def succeed(value: StoredValue, kind: MemoryKind, x: Tensor) -> StoredValue:
     """Returns a tensor of the device in the place of `value`: on the device itself, in host memory written over."""
-    if kind == "device" or (isinstance(value, Tensor) and x.data_ptr() == value.data_ptr()):
+    if is_device(kind) or (isinstance(value, Tensor) and x.data_ptr() == value.data_ptr()):
         return x
     if isinstance(value, Tensor):
         return to_host(x, out=value).result()
@@ -293,16 +293,16 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
     """Returns the inputs of a graph for these blocks, without data: a token for a block on disk."""
     out: list[Tensor] = []
     for x in leaves:
-        if x.memory_kind == "disk":
+        if is_disk(x.memory_kind):
             out.append(torch.empty(1, dtype=torch.int64))
         else:
-            out += fakes([as_graph_value(x.held)], "cpu" if x.memory_kind == "host" else device)
+            out += fakes([as_graph_value(x.held)], "cpu" if is_host(x.memory_kind) else device)
     return out
 
 
 def entered(x: Tensor, like: Likeness) -> StoredValue:
     """An input of a graph that is being captured, as a block."""
-    return TracedStored(x, like.shape, like.at.dtype) if like.at.memory_kind == "disk" else _in_codes(x, like)
+    return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _in_codes(x, like)
 
 
 def as_graph_value(value: StoredValue) -> Tensor:
@@ -315,7 +315,7 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
     """A result of a graph as a block with the shape and placement of the one before."""
-    return stored_of(x) if like.at.memory_kind == "disk" else _in_codes(x, like)
+    return stored_of(x) if is_disk(like.at.memory_kind) else _in_codes(x, like)
 
 
 def _in_codes(x: Tensor, like: Likeness) -> StoredValue:

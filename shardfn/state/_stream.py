@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, load, tree_leaves, tree_unflatten
+from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, is_device, is_host, load, tree_leaves, tree_unflatten
 from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
@@ -204,7 +204,7 @@ class _Stream:
         state = [self._u.state[k].home for k in self.owned(leaf)]
         param = self._u.params[leaf]
         assert param is not None
-        return any(home != "device" for home in state) if state else param.home != "device"
+        return any(not is_device(home) for home in state) if state else not is_device(param.home)
 
     def apply(self, token: Any, chunk: "list[tuple[LeafRows, list[Tensor]]]") -> None:
         """Steps a chunk in place."""
@@ -274,7 +274,7 @@ class _Chunk:
         into = self._stream.successor(column).rows(rows.lo, rows.hi, self._place)
         if into is not None and not (column.kept and column.read):
             return into
-        if into is None and self._host and column.home != "host":
+        if into is None and self._host and not is_host(column.home):
             into = self._buffer(rows, held)
         if column.read:
             return bring_rows(held, (rows.lo, rows.hi), (column.home, self._place), self._device, into)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P, raise_all
+from shardfn.core import P, is_device, raise_all
 from shardfn.state import fetch, succeed
 
 
@@ -47,7 +47,7 @@ class Argument(NamedTuple):
     @property
     def away(self) -> bool:
         """Whether its block is kept elsewhere than on the device."""
-        return self.spec is not None and self.given.memory_kind != "device"
+        return self.spec is not None and not is_device(self.given.memory_kind)
 
     @property
     def moves(self) -> bool:

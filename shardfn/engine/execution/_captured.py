@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError
-from shardfn.core import PyTree, StoredValue, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import CacheInfo, Jitted, ambient, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan
@@ -86,7 +86,7 @@ class CapturedSteps:
         for i, leaf in enumerate(plan.leaves):
             if leaf.trainable:
                 x = next(outs)
-                grads[i] = stored_of(x) if leaf.ways.summed.memory_kind == "disk" else x
+                grads[i] = stored_of(x) if is_disk(leaf.ways.summed.memory_kind) else x
         kept, treedef = tree_flatten(state.model_state)
         new = tree_unflatten(treedef, [next(outs) for _ in kept])
         metrics = dict(zip(program.metrics, outs, strict=True))
@@ -188,7 +188,7 @@ class CapturedSteps:
 
 def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
     """A gradient in the memory of its block, which is the host where a leaf on disk was read and changed."""
-    if x.memory_kind == "disk" and isinstance(x.held, Tensor):
+    if is_disk(x.memory_kind) and isinstance(x.held, Tensor):
         return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
     return x
 

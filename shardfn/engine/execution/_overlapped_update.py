@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardfn.core import tree_leaves
+from shardfn.core import is_device, is_disk, is_host, tree_leaves
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import WEIGHTED
 from shardfn.leaves import LeafLayout, Unit
@@ -111,11 +111,11 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
 
 def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
-    if not leaf.trainable or leaf.ways.state.memory_kind != "disk" or leaf.ways.summed.memory_kind == "device":
+    if not leaf.trainable or not is_disk(leaf.ways.state.memory_kind) or is_device(leaf.ways.summed.memory_kind):
         return False
     if leaf.refreshed and not leaf.ways.kept.is_plain:
         return False
-    return leaf.ways.kept.is_stored or leaf.ways.summed.memory_kind == "host" or leaf.shape.numel() <= small
+    return leaf.ways.kept.is_stored or is_host(leaf.ways.summed.memory_kind) or leaf.shape.numel() <= small
 
 
 def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:

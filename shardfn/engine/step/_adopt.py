@@ -8,6 +8,7 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     PyTree,
+    is_disk,
     named_leaves,
     raise_all,
     tree_entries,
@@ -84,7 +85,7 @@ def check_movable(state: TrainState) -> None:
         ValueError: lists the leaves.
     """
     pairs = named_leaves(state, "state")
-    there = [path for path, x in pairs if isinstance(x, GlobalTensor) and x.memory_kind == "disk"]
+    there = [path for path, x in pairs if isinstance(x, GlobalTensor) and is_disk(x.memory_kind)]
     raise_all(
         ValueError,
         "a state on disk is in the directory of its step; save it and restore the checkpoint into step.init(params):",

@@ -18,6 +18,7 @@ from shardfn.core import (
     StoredValue,
     block_slices,
     draw_block,
+    is_device,
     raise_all,
     tree_entries,
     tree_flatten,
@@ -195,7 +196,7 @@ class _OneByOne:
             elif self._train[owner] == leaf:
                 # A state may start as the parameters themselves; it gets memory of its own.
                 x = found[entry]
-                own = x.clone() if at.memory_kind == "device" and x.untyped_storage()._cdata == storage else x
+                own = x.clone() if is_device(at.memory_kind) and x.untyped_storage()._cdata == storage else x
                 self._found[entry] = store(own, at, self._pool)
 
     def state(self) -> PyTree:

@@ -10,6 +10,8 @@ from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
 from shardfn.core import (
     PyTree,
     StoredValue,
+    is_disk,
+    is_host,
     load,
     named_leaves,
     raise_all,
@@ -91,11 +93,11 @@ def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], row
 
 
 def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
-    if like.memory_kind == "disk":
+    if is_disk(like.memory_kind):
         return store(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
         here = load(value)
-    return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
+    return here if is_host(like.memory_kind) else here.to(plan.mesh.device, copy=True)
 
 
 def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:

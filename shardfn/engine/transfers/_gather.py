@@ -18,7 +18,7 @@ from shardfn.collectives import (
     AnyRounds,
     gather_wires,
 )
-from shardfn.core import Pending, RankError, StoredValue
+from shardfn.core import Pending, RankError, StoredValue, is_disk
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Turn, UseOrder
 from shardfn.leaves import LeafLayout, Unit
@@ -66,7 +66,7 @@ class Gatherer:
         keep: bool = True,
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
-        self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        self._on_disk = {u for u, unit in enumerate(units) if any(is_disk(leaves[i].home) for i in unit.leaves)}
         # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, psum
-from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, load
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, is_device, is_host, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
@@ -104,7 +104,7 @@ class GradientStore:
             return [False] * len(self._wires)
         return [
             wire.is_alone
-            and self._homes[u] == "device"
+            and is_device(self._homes[u])
             and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
             for u, wire in enumerate(self._wires)
         ]
@@ -166,7 +166,7 @@ class GradientStore:
             flat = self._pop(unit) if arrives else self._whole(unit)
         if isinstance(flat, Tensor):
             flat = flat.to(self._dtypes[unit])
-            here = wire.size == 1 and home == "device"
+            here = wire.size == 1 and is_device(home)
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
         pieces = _pieces(wire.packing, wire.index, flat)
@@ -221,7 +221,7 @@ class GradientStore:
                 dtype, and a whole gradient travels on in it.
             last: whether nothing will be added to it any more.
         """
-        if self._homes[unit] != "device":
+        if not is_device(self._homes[unit]):
             self._arrive(unit)
             if last and self._ahead is not None and unit in self._ahead.units:
                 taken = self._ahead.take(unit, to_host(part), self._at.pop(unit, None), self._dtypes[unit])
@@ -276,7 +276,7 @@ class GradientStore:
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
                 part = load(before).add_(part)
-        if self._homes[unit] == "host":
+        if is_host(self._homes[unit]):
             self._at[unit] = part
         else:
             assert self._pool is not None

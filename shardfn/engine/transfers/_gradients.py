@@ -16,6 +16,7 @@ from shardfn.core import (
     DonatedError,
     PyTree,
     StoredValue,
+    is_disk,
     load,
     raise_all,
     tree_leaves,
@@ -56,7 +57,7 @@ def as_tree(plan: Plan, grads: Blocks) -> PyTree:
             return None
         x = grads[i]
         # A pure step stores nothing on disk.
-        in_memory = leaf.ways.summed.memory_kind == "disk" and isinstance(x, Tensor)
+        in_memory = is_disk(leaf.ways.summed.memory_kind) and isinstance(x, Tensor)
         return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.ways.summed.memory_kind)
 
     return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
