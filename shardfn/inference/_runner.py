@@ -332,7 +332,7 @@ class Runner:
             hidden: whether the hidden states of the rows are wanted.
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
-        self._decoder.cache.move(cache, plan.moves)
+        cache = list(self._decoder.cache.move(cache, plan.moves))
         step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
         with self._threads():

@@ -25,6 +25,7 @@ from ._storage import (
     store as store,
     succeed as succeed,
     with_codes as with_codes,
+    zero_block as zero_block,
 )
 from ._masters import widest as widest
 from ._passed import check_passed as check_passed

@@ -136,6 +136,17 @@ def empty_block(
     return host_empty(torch.Size(shape), dtype)
 
 
+def zero_block(
+    shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device, pool: AnyPool | None
+) -> StoredValue:
+    """Returns a block of zeros that is kept in a memory."""
+    if is_device(kind):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    block = empty_block(shape, dtype, kind, device)
+    block.view(torch.uint8).zero_()  # not all dtypes of codes can be filled
+    return start_move(block, "host", kind, device, pool).result()
+
+
 def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor | Fetch:
     """Returns the elements of a value on the device, or on their way there; a tensor of the device, itself.
 
