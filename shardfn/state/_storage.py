@@ -152,7 +152,7 @@ def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tens
 
     Of a value in codes, returns the codes.
     """
-    value = codes_of(value)
+    value = value.blocks if isinstance(value, Coded) else value
     if isinstance(value, Tensor):
         return value if is_device(kind) else Fetch(value, device)
     return Fetch(read_rows(value), device)
@@ -221,12 +221,12 @@ class Successor:
             return None
         return self._into if hi is None else self._into[lo:hi]
 
-    def write(self, lo: int, rows: Tensor, place: MemoryKind) -> Pending[Any]:
-        """Starts to write rows from `lo` on, which lie in the memory `place`."""
+    def write(self, lo: int, rows: Tensor, place: MemoryKind) -> Pending[Any] | None:
+        """Starts to write rows from `lo` on, which lie in the memory `place`; None where they are the new value's."""
         if self._into is None:
             return self._writer.write(lo, rows if is_host(place) else to_host(rows).result())
         if self._kind == place:  # made where they are kept; see `rows`
-            return Pending.of(None)
+            return None
         into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
         return to_device(rows, into.device, into) if is_host(place) else to_host(rows, into)
 

@@ -77,6 +77,7 @@ class _Stream:
                 self._owned.setdefault(owner, []).append(k)
         # New values under way, by the column's address: the update holds its columns as long as this lives.
         self._successors: dict[int, Successor] = {}
+        self._on_host: dict[int, bool] = {}
         # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
         self.spare = Spare()
@@ -117,10 +118,11 @@ class _Stream:
 
     def successor(self, column: Column) -> Successor:
         """Returns the writer of the new value of a leaf."""
-        if id(column) not in self._successors:
+        made = self._successors.get(id(column))
+        if made is None:
             made = Successor(column.held, column.home, self._u.pool, beside=column.kept)
             self._successors[id(column)] = made
-        return self._successors[id(column)]
+        return made
 
     def finished(self, column: Column, done: StoredValue | None = None) -> StoredValue:
         """Returns the new value of a leaf; `done`, in its place, if it was stepped before."""
@@ -201,10 +203,12 @@ class _Stream:
 
     def on_host(self, leaf: int) -> bool:
         """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
-        state = [self._u.state[k].home for k in self.owned(leaf)]
-        param = self._u.params[leaf]
-        assert param is not None
-        return any(not is_device(home) for home in state) if state else not is_device(param.home)
+        if leaf not in self._on_host:
+            homes = [self._u.state[k].home for k in self.owned(leaf)]
+            param = self._u.params[leaf]
+            assert param is not None
+            self._on_host[leaf] = not all(map(is_device, homes or [param.home]))
+        return self._on_host[leaf]
 
     def apply(self, token: Any, chunk: "list[tuple[LeafRows, list[Tensor]]]") -> None:
         """Steps a chunk in place."""
@@ -295,7 +299,9 @@ class _Chunk:
         for rows, (param, _, *rest) in zip(self._rows, self._here, strict=True):
             own, _, *state = self._stream.columns(rows.leaf)
             for column, x in zip((own, *state), (param, *rest), strict=True):
-                self._going.append(self._stream.successor(column).write(rows.lo, x, self._place))
+                going = self._stream.successor(column).write(rows.lo, x, self._place)
+                if going is not None:
+                    self._going.append(going)
         self._here = []
 
     def settle(self) -> None:

@@ -47,6 +47,7 @@ class GradientStore:
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
         self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
         self._homes: list[MemoryKind] = [self._home(u) for u in range(len(own))]
+        self._stay = [is_device(home) for home in self._homes]
         self._dtypes = [self._members(u)[0].dtypes.accum for u in range(len(own))]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
@@ -103,9 +104,7 @@ class GradientStore:
         if self._plan.captured or self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
-            wire.is_alone
-            and is_device(self._homes[u])
-            and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
+            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
             for u, wire in enumerate(self._wires)
         ]
 
@@ -166,7 +165,7 @@ class GradientStore:
             flat = self._pop(unit) if arrives else self._whole(unit)
         if isinstance(flat, Tensor):
             flat = flat.to(self._dtypes[unit])
-            here = wire.size == 1 and is_device(home)
+            here = wire.size == 1 and self._stay[unit]
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
         pieces = _pieces(wire.packing, wire.index, flat)
@@ -221,7 +220,7 @@ class GradientStore:
                 dtype, and a whole gradient travels on in it.
             last: whether nothing will be added to it any more.
         """
-        if not is_device(self._homes[unit]):
+        if not self._stay[unit]:
             self._arrive(unit)
             if last and self._ahead is not None and unit in self._ahead.units:
                 taken = self._ahead.take(unit, to_host(part), self._at.pop(unit, None), self._dtypes[unit])

@@ -94,7 +94,9 @@ def _store(
             if leaf not in writers:
                 writers[leaf] = Successor(blocks[leaf], plan.leaves[leaf].home, pool)
             # Unit by unit: the device has room for one whole unit, and not for all.
-            writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device").result()
+            going = writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device")
+            if going is not None:
+                going.result()
     for leaf, writer in writers.items():
         out[leaf] = writer.finish()
 
