@@ -54,7 +54,7 @@ from ._per_mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
 from ._tracing import one_tracing as one_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
-from ._stored_value import as_stored as as_stored, as_tensor as as_tensor, load as load, read_rows as read_rows
+from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
 from ._shown import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,

@@ -108,11 +108,6 @@ def as_stored(value: StoredValue) -> Stored | None:
     return None if isinstance(value, Tensor) else cast(Stored, value)
 
 
-def as_tensor(value: StoredValue) -> Tensor | None:
-    """Returns a value that is a tensor, whose memory can be written over; None for the others."""
-    return value if isinstance(value, Tensor) else None
-
-
 def load(value: StoredValue) -> Tensor:
     """Returns a value as a tensor, in the memory where it lies; reads and decodes it where it is no tensor.
 
