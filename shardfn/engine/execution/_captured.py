@@ -15,8 +15,7 @@ from shardfn.engine.loss import CacheInfo, Jitted, ambient, noting_exceptions, p
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Blocks, Found, Metrics, StepCall, StepParts, as_tree, disk_of
 from shardfn.graph import Choice, Schedule
-from shardfn.memory import stored_of
-from shardfn.state import TrainState, as_graph_value, returned, scale_of, taken
+from shardfn.state import Likeness, TrainState, as_graph_value, returned, scale_of, taken
 
 from ._graphs import Graphs, Ready, signature
 from ._opened import GradientCall, Passed, kept_apart, run_update
@@ -86,7 +85,7 @@ class CapturedSteps:
         for i, leaf in enumerate(plan.leaves):
             if leaf.trainable:
                 x = next(outs)
-                grads[i] = stored_of(x) if is_disk(leaf.ways.summed.memory_kind) else x
+                grads[i] = returned(x, Likeness(x.shape, leaf.ways.summed))
         kept, treedef = tree_flatten(state.model_state)
         new = tree_unflatten(treedef, [next(outs) for _ in kept])
         metrics = dict(zip(program.metrics, outs, strict=True))

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from shardfn.capture import capturing
 from shardfn.collectives import AnyChannels, gather_wires
-from shardfn.core import Pending, StoredValue, is_device
+from shardfn.core import Pending, StoredValue
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import Unit
-from shardfn.memory import AnyPool, to_device
-from shardfn.state import Successor
+from shardfn.memory import AnyPool
+from shardfn.state import Successor, fetch
 
 
 def refresh(
@@ -109,7 +109,7 @@ def _made_whole(plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[St
     for i in unit.leaves:
         row = rows[i]
         assert isinstance(row, Tensor)
-        up[i] = row if is_device(plan.layers[i].home) else to_device(row, device).result()
+        up[i] = fetch(row, plan.layers[i].home, device)
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
     pending, landed = _start(plan, channels, unit, whole, up)
     arrived = pending.result()
