@@ -5,12 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing, traced_once
 from shardfn.collectives import psum
-from shardfn.core import load
 from shardfn.engine.plan import Chunks, Plan
-from shardfn.engine.transfers import GradientStore, Metrics, Outcome, summed_squares, summed_values
-from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
+from shardfn.engine.transfers import Metrics, Outcome, summed_squares, summed_values
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
@@ -101,25 +98,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
         kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
     sums: dict[tuple[str, ...], Tensor] = {}
     for (axes, added), own in kinds.items():
-        x = _sums(store, own).to(out.total.device, torch.float64).sum()
+        x = store.squares(own).to(out.total.device, torch.float64).sum()
         x = x if plan.num_left == 1 else x / (plan.num_left * added)
         sums[axes] = sums[axes] + x if axes in sums else x
     return sums
-
-
-def _sums(of: GradientStore, units: list[int]) -> Tensor:
-    """The sum of squares of each share; shares on disk are loaded one after another."""
-    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of.share(u), Tensor)]
-    if len(parts) < len(units):
-        found = [(of.square(u), u) for u in units]
-        return torch.cat([sum_squares([load(of.share(u))]) if x is None else x for x, u in found])
-    # In a capture the squares of large parts are written down once, for the layers of a stack are many.
-    if not capturing() or all(map(is_small, parts)):
-        return sum_squares(parts)
-    small = [part for part in parts if is_small(part)]
-    together = iter(sum_squares(small).unbind() if small else ())
-    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
-
-
-def _square(part: Tensor) -> list[Tensor]:
-    return [large_square(part).to(dtype_of_squares([part]))]

@@ -11,9 +11,6 @@ from ._gather import (
     Gatherer as Gatherer,
     IDLE as IDLE,
 )
-from ._gradient_store import (
-    GradientStore as GradientStore,
-)
 from ._gradients import (
     Blocks as Blocks,
     Found as Found,

@@ -14,6 +14,7 @@ from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
+from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import Ahead, fetch, slices_of, stack_values, store
 
 from ._local_sums import added
@@ -77,18 +78,28 @@ class GradientStore:
         """From now on gives complete gradients to an update that runs already, if it takes them."""
         self._ahead = ahead
 
-    def is_taken(self, unit: int) -> bool:
-        """Returns whether a unit has gone into an update that runs already."""
-        return unit in self._taken
-
-    def square(self, unit: int) -> Tensor | None:
-        """Returns the sum of squares, [1], of a unit that `is_taken`, and waits for it; None for the others."""
-        return self._ahead.square(unit) if self._ahead is not None and unit in self._taken else None
-
     def share(self, unit: int) -> StoredValue:
         """Returns this rank's share of a unit, in the memory where it waits."""
         self._arrive(unit)
         return self._at[unit]
+
+    def squares(self, units: Sequence[int]) -> Tensor:
+        """Returns the sum of squares of each share; shares on disk are loaded one after another."""
+        parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
+        if len(parts) < len(units):
+            return torch.cat([self._square(u) for u in units])
+        # In a capture the squares of large parts are written down once, for the layers of a stack are many.
+        if not capturing() or all(map(is_small, parts)):
+            return sum_squares(parts)
+        small = [part for part in parts if is_small(part)]
+        together = iter(sum_squares(small).unbind() if small else ())
+        return torch.stack([next(together) if is_small(x) else traced_once("squares", _large, [x])[0] for x in parts])
+
+    def _square(self, unit: int) -> Tensor:
+        """Returns the sum of squares, [1], of a unit, and waits for it, also if it has gone into an update."""
+        if self._ahead is not None and unit in self._taken:
+            return self._ahead.square(unit)
+        return sum_squares([load(self.share(unit))])
 
     def is_summed_in_one(self, unit: int) -> bool:
         """Returns whether one transfer makes a unit's sum whole: not if it is added to earlier or to later parts.
@@ -280,6 +291,10 @@ class GradientStore:
         else:
             assert self._pool is not None
             self._writing[unit] = self._pool.write(part)
+
+
+def _large(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(dtype_of_squares([part]))]
 
 
 def _pieces(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
