@@ -1,8 +1,8 @@
 """`StoredValue`: a block wherever and however it is kept. `Stored`: the interface of a block that is no tensor.
 
 The types are defined here so that rooms which carry such values need not import the rooms that keep them. The
-operations on them (`store`, `load`, `prefetch`, rows, successors, inputs and outputs of graphs) are in
-`shardfn.state`: they are the only code that asks which of the two a value is.
+operations on them that move a value (`store`, `prefetch`, successors, inputs and outputs of graphs) are in
+`shardfn.state`.
 """
 
 from typing import Protocol, cast, runtime_checkable

@@ -1,4 +1,4 @@
-"""The operations on a `StoredValue`: the only code that asks in which form and memory a block is kept.
+"""The operations on a `StoredValue`, which convert a block between the forms and memories in which it is kept.
 
 kept       value                      load, prefetch                           store
 device     a tensor                   the tensor itself                        the tensor itself
@@ -150,7 +150,7 @@ def zero_block(
 def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor | Fetch:
     """Returns the elements of a value on the device, or on their way there; a tensor of the device, itself.
 
-    Of a value in codes, returns the codes.
+    The codes of a value in codes are fetched, and not decoded.
     """
     value = value.blocks if isinstance(value, Coded) else value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Slices and stacks of stored values: stored values, in their turn. Of tensors they are tensors."""
+"""Slices and stacks of stored values: stored values, in their turn. Slices and stacks of tensors are tensors."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -83,7 +83,7 @@ def _store(
         out: parameters after the update; is changed.
         pool: the disk.
     """
-    # Of values on disk, new ones: the old ones belong to a commit.
+    # Values on disk are replaced: the old ones belong to a commit.
     where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
     writers: dict[int, Successor] = {}
     for unit in units:
