@@ -1,7 +1,7 @@
 """Derivatives that a loss takes itself, with respect to leaves that are not gathered yet.
 
 `torch.autograd.grad` gets the tensors at which the gradients of leaves arrive, in place of the leaves. `torch.func`
-refuses the saved-tensor hooks that keep whole tensors out of the graph; so these rest while it differentiates, and
+refuses the saved-tensor hooks that keep whole tensors out of the graph, so these rest while it differentiates, and
 autograd keeps the whole tensors of that part of the loss until the backward.
 """
 
@@ -21,7 +21,7 @@ class LeafEnds(NamedTuple):
     """The tensors at which the gradient of a leaf arrives.
 
     Attributes:
-        handles: its handle; for a stack, one per layer.
+        handles: handle; for a stack, one per layer.
         stacked: whether it is a stack.
     """
 
@@ -37,8 +37,8 @@ def gradients(
     Args:
         outputs: tensors.
         inputs: tensors and leaves.
-        ends_of: returns the `Ends` of a leaf; None for a tensor.
-        **options: those of `torch.autograd.grad`.
+        ends_of: returns the `Ends` of a leaf, or None for a tensor.
+        **options: options of `torch.autograd.grad`.
 
     Raises:
         RuntimeError: an input is not used, and `allow_unused` is not set.
@@ -69,7 +69,7 @@ def _whole_gradient(end: LeafEnds, grads: Sequence[Tensor | None]) -> Tensor | N
 
 
 def hooks_at_rest(are_ours: Callable[[Any], bool]) -> Replaced:
-    """A context that removes our hooks wherever torch.func refuses hooks.
+    """Returns a context that removes our hooks wherever torch.func refuses hooks.
 
     Args:
         are_ours: whether saved-tensor hooks are ours, from their pack function.

@@ -25,15 +25,15 @@ class LeafLayout:
     """The placements of one leaf and the routes between them.
 
     Attributes:
-        path: its name in errors.
+        path: name in errors.
         shape: global shape.
         trainable: whether it gets a gradient.
-        places: its specs, dtypes and memories.
+        places: specs, dtypes and memories.
         manner: the choices of its routes that the placements leave open.
         sizes: the mesh's axes.
         pieces: how the ZeRO ranks share this rank's block, the tensor that the loss sees.
         numel: elements of the largest rank's block: the same number on all ranks, since groupings follow from it.
-        layers: for a stacked leaf the layouts of this rank's layers, which enter the loss and travel one by one; else
+        layers: for a stacked leaf the layouts of this rank's layers, which enter the loss and travel one by one, else
             empty.
         apart: for such a layer the axes along which other ranks have other layers.
         frozen: whether it is a parameter with `requires_grad=False`, which a step trains only if `trainable=` includes
@@ -63,81 +63,87 @@ class LeafLayout:
 
     @functools.cached_property
     def compute(self) -> P:
-        """The spec of the tensor that the loss sees."""
+        """Returns the spec of the tensor that the loss sees."""
         return self.places.compute
 
     @functools.cached_property
     def own_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks see different elements, so that gradients are not summed over them."""
+        """Returns the axes along which ranks see different elements, so that gradients are not summed over them."""
         return self.apart + self.compute.axes
 
     @functools.cached_property
     def mean_axes(self) -> tuple[str, ...]:
-        """The axes of the batch over which its gradient has a mean; along its own ones the loss has added it up."""
+        """Returns the axes of the batch over which its gradient has a mean.
+
+        Along its own ones the loss has added it up.
+        """
         return tuple(a for a in self.places.batch_axes if a not in self.own_axes)
 
     @functools.cached_property
     def param(self) -> P:
-        """The spec in which the parameter is kept."""
+        """Returns the spec in which the parameter is kept."""
         return self.places.param
 
     @functools.cached_property
     def shard(self) -> P:
-        """The spec of the rows that this rank updates, and of their optimizer state."""
+        """Returns the spec of the rows that this rank updates, and of their optimizer state."""
         return self.places.shard
 
     @functools.cached_property
     def dtypes(self) -> Dtypes:
-        """The dtypes in which it is kept, updated, computed, sent and added up."""
+        """Returns the dtypes in which it is kept, updated, computed, sent and added up."""
         return self.places.dtypes
 
     @functools.cached_property
     def home(self) -> MemoryKind:
-        """The memory in which the parameter is kept."""
+        """Returns the memory in which the parameter is kept."""
         return self.places.memories.param
 
     @functools.cached_property
     def left_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is not summed, since the optimizer averages over them itself."""
+        """Returns the axes over which its gradient is not summed, since the optimizer averages over them itself."""
         return self.ways.summed.unreduced
 
     @functools.cached_property
     def refreshed(self) -> bool:
-        """Whether the parameter is resident, but each rank updates only rows of it, which are gathered afterwards."""
+        """Returns whether the parameter is resident, but each rank updates some rows, which are gathered afterwards."""
         return self.param != self.shard
 
     @functools.cached_property
     def zero_axes(self) -> tuple[str, ...]:
-        """The axes along which the ZeRO ranks share it."""
+        """Returns the axes along which the ZeRO ranks share it."""
         return tuple(a for a in self.shard.axes if a not in self.compute.axes)
 
     # Derived from its routes.
 
     @functools.cached_property
     def lazy(self) -> bool:
-        """Whether the parameter arrives when it is used: gathered, fetched from another memory, or decoded."""
+        """Returns whether the parameter arrives when it is used: gathered, fetched from another memory, or decoded."""
         return any(not isinstance(hop, Cast) for hop in self.ways.use.hops)
 
     @functools.cached_property
     def reduce_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed in one message; each rank keeps its rows if the route scatters."""
+        """Returns the axes over which its gradient is summed in one message.
+
+        Each rank keeps its rows if the route scatters.
+        """
         return self.zero_axes if self.ways.reduce.scatters else _summed_axes(self.ways.reduce)
 
     @functools.cached_property
     def extra_axes(self) -> tuple[str, ...]:
-        """The other axes over which its gradient is summed."""
+        """Returns the other axes over which its gradient is summed."""
         return _summed_axes(self.ways.reduce) if self.ways.reduce.scatters else ()
 
     # How its block is cut.
 
     @functools.cached_property
     def block(self) -> torch.Size:
-        """The shape of the tensor that the loss sees on this rank."""
+        """Returns the shape of the tensor that the loss sees on this rank."""
         return self.pieces.whole
 
     @functools.cached_property
     def dim(self) -> int | None:
-        """The dim along which the ZeRO ranks share it; None if they do not."""
+        """Returns the dim along which the ZeRO ranks share it, or None if they do not."""
         return self.pieces.dim
 
     @functools.cached_property
@@ -154,7 +160,7 @@ class LeafLayout:
         return dataclasses.replace(used, whole=torch.Size((*used.whole[:-1], block_bytes(used.whole[-1], code))))
 
     def opened(self, x: Tensor) -> Tensor:
-        """The block in the loss's dtype, from the tensor that was gathered."""
+        """Returns the block in the loss's dtype, from the tensor that was gathered."""
         if self.places.code is None:
             return x
         return decode_blocks(x, self.block[-1], self.dtypes.param).to(self.dtypes.compute)
@@ -165,7 +171,7 @@ class LeafLayout:
 
     @functools.cached_property
     def looks(self) -> object:
-        """A key that is equal for leaves that travel alike."""
+        """Returns a key that is equal for leaves that travel alike."""
         bounds = self.pieces.bounds
         cut = self.used.dim, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
         return (
@@ -181,17 +187,17 @@ class LeafLayout:
 
     @functools.cached_property
     def entry(self) -> Leaf:
-        """The leaf as the loss sees it, for the types of a captured step."""
+        """Returns the leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.own_axes, self.trainable)
 
     def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
-        """The layout in a step whose optimizer averages over `axes` itself."""
+        """Returns the layout in a step whose optimizer averages over `axes` itself."""
         # Units are made of layers, so these must agree with the leaf.
         layers = tuple(layer.left_to(axes) for layer in self.layers)
         return dataclasses.replace(self, manner=self.manner._replace(left=axes), layers=layers)
 
     def with_state_at(self, kind: MemoryKind) -> "LeafLayout":
-        """The layout with the optimizer's state in another memory."""
+        """Returns the layout with the optimizer's state in another memory."""
         memories = self.places.memories._replace(state=kind)
         return dataclasses.replace(self, places=self.places._replace(memories=memories))
 
@@ -215,8 +221,8 @@ def leaf_layout(
 ) -> LeafLayout:
     """Applies the ZeRO rule to one leaf.
 
-    A single dtype is used for all purposes; `home` overrides the rule's memory for the parameter, `codes` are those
-    in which it is kept. ZeRO does not cut the last dim of a leaf in codes, along which elements share scales.
+    A single dtype is used for all purposes. `home` overrides the rule's memory for the parameter, `codes` are those in
+    which it is kept. ZeRO does not cut the last dim of a leaf in codes, along which elements share scales.
     """
     cut = len(shape) if codes is None else len(shape) - 1
     shard = zero_spec(tuple(shape), compute, zero.axis, mesh, dims=cut) if zero.stage >= 1 else compute
@@ -245,7 +251,7 @@ def leaf_layout(
 
 
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
-    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`.
+    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]. See `leaf_layout`.
 
     If dim 0 is cut, a rank has some of the layers, and none of these is cut along that axis.
     """
@@ -281,7 +287,9 @@ def _bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, in
 
 
 def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
-    """The layout with the optimizer state of the first leaves that fit on the device: 1 - `ratio` of all elements.
+    """Returns the layout with the optimizer state of the first leaves that fit on the device.
+
+    1 - `ratio` of all elements.
 
     Raises:
         ValueError: no leaf is that small.

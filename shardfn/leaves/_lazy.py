@@ -34,7 +34,7 @@ _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole 
 
 
 class _FetchedLeaf(torch.autograd.Function):
-    """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
+    """handle -> whole tensor. The transpose is the identity, so a handle collects the sum over all uses of its leaf."""
 
     hands_on = True  # read where the gradients of weights are deferred
 
@@ -67,7 +67,7 @@ class LeafBook:
         self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     def fetch(self, leaf: int) -> Tensor:
-        """The whole tensor of a leaf, as a fresh alias."""
+        """Returns the whole tensor of a leaf, as a fresh alias."""
         if (fetch := _FETCH.innermost()) is not None:
             return fetch(self, leaf)
         # No op of the loss: remat's policy must not number it, as a recomputation may find the leaf still there.
@@ -75,7 +75,7 @@ class LeafBook:
             whole = self._source(leaf)
         self.note(leaf, whole)
         mark(whole, "whole_of", self.leaves[leaf].entry)
-        # Autograd makes the tensor that a Function returns its result; this one the source may give to other uses.
+        # Autograd makes the tensor that a Function returns its result. This one the source may give to other uses.
         return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:
@@ -120,7 +120,7 @@ class LeafBook:
         return known[0], x.size(), x.stride(), x.storage_offset()
 
     def values_of(self, saved: "_SavedLeaf") -> Tensor:
-        """The whole tensor of a leaf, without a link to its handle."""
+        """Returns the whole tensor of a leaf, without a link to its handle."""
         layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
         return torch.stack(layers) if saved.stacked else layers[0]
 
@@ -146,7 +146,7 @@ def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> AbstractContextManager
 
 
 def packs_leaves(pack: Any) -> bool:
-    """Whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    """Returns whether a saved-tensor hook is that of `keep_out_of_graph`."""
     return isinstance(getattr(pack, "__self__", None), LeafBook)
 
 
@@ -161,7 +161,7 @@ class LazyLeaf(MetadataTensor):
     """A parameter that arrives when it is used. Behaves as the whole tensor; must not be written to.
 
     Attributes:
-        number: its index in the layout.
+        number: index in the layout.
         handle: the tensor at which its gradient arrives; for a stacked leaf that of its first layer.
     """
 
@@ -175,7 +175,7 @@ class LazyLeaf(MetadataTensor):
 
     @staticmethod
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
-        """The lazy leaf of `handle`'s shape, dtype and device."""
+        """Returns the lazy leaf of `handle`'s shape, dtype and device."""
         leaf = _linked(handle)
         # Weakly: a lazy leaf that escapes from a loss must not keep the step's gatherer alive.
         leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
@@ -184,7 +184,7 @@ class LazyLeaf(MetadataTensor):
 
     @staticmethod
     def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
-        """The stack of `layers`, lazy leaves or tensors of one shape."""
+        """Returns the stack of `layers`, lazy leaves or tensors of one shape."""
         return LazyLeaf._stack(path, layers, weakref.proxy(book))
 
     @staticmethod
@@ -197,7 +197,7 @@ class LazyLeaf(MetadataTensor):
         return leaf
 
     def _part(self, which: slice) -> "LazyLeaf | None":
-        """The stack of some layers; None without any."""
+        """Returns the stack of some layers, or None without any."""
         layers = self._layers[which]
         return LazyLeaf._stack(self._path, layers, self._book) if layers else None
 
@@ -209,7 +209,7 @@ class LazyLeaf(MetadataTensor):
         return leaf
 
     def whole(self) -> Tensor:
-        """The whole tensor, connected to the handle that collects its gradient."""
+        """Returns the whole tensor, connected to the handle that collects its gradient."""
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
             return self._opened()
         # A constant of a transform of torch.func inside the loss; autograd follows it outside of the transform.
@@ -253,7 +253,7 @@ class LazyLeaf(MetadataTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Opens leaves that passed by `__torch_function__`, as arguments of a transform of torch.func do.
 
-        Autograd has noted already that the result depends on them; see `_Joined`.
+        Autograd has noted already that the result depends on them. See `_Joined`.
         """
         del types
         for a, x in zip(func._schema.arguments, args, strict=False):
@@ -263,7 +263,7 @@ class LazyLeaf(MetadataTensor):
         return func(*args, **kwargs)
 
     def ends(self) -> LeafEnds:
-        """The tensors at which its gradient arrives: its handle; for a stack, one per layer."""
+        """Returns the tensors at which its gradient arrives: its handle; for a stack, one per layer."""
         return LeafEnds([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
     def _saved(self) -> "_SavedLeaf":
@@ -300,7 +300,7 @@ def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
 
 
 def opened(x: Any) -> Any:
-    """A lazy leaf's whole tensor; other values unchanged."""
+    """Returns a lazy leaf's whole tensor; other values unchanged."""
     return x.whole() if type(x) is LazyLeaf else x
 
 

@@ -15,7 +15,10 @@ TAKING: Any = {
 
 
 def taken_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-    """The layers that `func` takes from a stack, without opening it; several as a slice. None for other operations."""
+    """Returns the layers that `func` takes from a stack, without opening it.
+
+    Several as a slice. None for other operations.
+    """
     if func is _TENSOR.__getitem__:
         first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
         if isinstance(first, slice) and not rest and first.step in (None, 1):
@@ -37,7 +40,7 @@ def taken_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: An
 
 
 def _narrowed(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
-    """The layers of a `narrow` along dim 0; None if torch is to refuse it."""
+    """Returns the layers of a `narrow` along dim 0, or None if torch is to refuse it."""
     del dim
     if not isinstance(start, int) or not isinstance(length, int):
         return None

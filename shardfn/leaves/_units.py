@@ -21,7 +21,7 @@ class Unit:
     """Leaves that travel in one message.
 
     Attributes:
-        leaves: their indices in the layout.
+        leaves: indices in the layout.
         nbytes: bytes of the whole leaves in the dtype in which they travel.
         packing: the places of their pieces in the message.
     """
@@ -32,7 +32,7 @@ class Unit:
 
     @staticmethod
     def of(leaves: Sequence[LeafLayout], members: Sequence[int], nbytes: int, pieces: "CutsOf") -> "Unit":
-        """A unit of these leaves; `pieces` gives the message of each."""
+        """Returns a unit of these leaves. `pieces` gives the message of each."""
         return Unit(tuple(members), nbytes, Packing([pieces(leaves[i]) for i in members]))
 
 
@@ -56,7 +56,7 @@ def make_units(
         bucket: bytes.
         key: the dtype in which a leaf travels, and a value that must be equal for leaves to share a unit.
         span: the bytes of other leaves that may lie between the first and the last leaf of a unit.
-        pieces: from a leaf to the cuts of its message.
+        pieces: function from a leaf to the cuts of its message.
     """
     units: list[Unit] = []
     open_units: dict[object, tuple[list[int], int, int]] = {}
@@ -78,7 +78,7 @@ def make_units(
 
 
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
-    """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
+    """Returns the units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
 
     Leaves that are not sent, or sent in a code, travel alone: in a shared block, leaves of unlike magnitude would share
     a scale.
@@ -98,14 +98,14 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
 
 
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
-    """The units in which resident leaves are gathered after their shards were updated."""
+    """Returns the units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
     key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home, leaf.ways.kept.is_plain))  # noqa: E731
     return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf, operator.attrgetter("pieces"))
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
-    """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
+    """Returns the units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
 
     Leaves that are not sent, or sent in a code, are not packed: blocks of a code must not span leaves.
     """
@@ -131,5 +131,5 @@ def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
 
 
 def _sent(leaf: LeafLayout) -> Cuts:
-    """The message of its gradient: each rank's rows, or the whole."""
+    """Returns the message of its gradient: each rank's rows, or the whole."""
     return leaf.pieces if leaf.ways.reduce.scatters else Cuts(leaf.block)

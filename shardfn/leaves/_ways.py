@@ -1,4 +1,4 @@
-"""A leaf's placements, by name, and the routes between them; ZeRO's stages, memories, precision and codes set both.
+"""A leaf's placements, by name, and the routes between them. ZeRO's stages, memories, precision and codes set both.
 
 placement   meaning                                   in pieces
 kept        the parameter between steps               at stage 3
@@ -38,9 +38,8 @@ class Manner(NamedTuple):
     """The choices of a leaf's routes that its placements leave open.
 
     Attributes:
-        far: the axes of the first hop where it is gathered in two; a gradient in code is summed along them last.
-        gather_code: (bits, elements that share a scale) in which it is gathered; None = in the dtype that the loss
-            sees.
+        far: the axes of the first hop where it is gathered in two. A gradient in code is summed along them last.
+        gather_code: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the loss sees.
         reduce_code: the same for its gradient, if that arrives in rows.
         left: the axes of the batch over which the optimizer averages itself.
     """
@@ -59,10 +58,10 @@ class Places(NamedTuple):
         param: the spec in which the parameter is kept.
         shard: the spec of the optimizer's state.
         batch_axes: the axes that cut the batch.
-        dtypes: those of parameter, gradient and state.
-        memories: those of parameter, gradient and state.
+        dtypes: dtypes of parameter, gradient and state.
+        memories: memories of parameter, gradient and state.
         stacked: whether dim 0 stacks layers.
-        code: the codes in which the kept parameter is, which is frozen then; None = it is not rounded.
+        code: the codes in which the kept parameter is, which is frozen then. None: it is not rounded.
     """
 
     compute: P
@@ -76,7 +75,7 @@ class Places(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The named placements of a leaf, and the routes between them; the routes' shape is a placeholder."""
+    """The named placements of a leaf, and the routes between them. The routes' shape is a placeholder."""
 
     kept: Placement
     summed: Placement
@@ -87,16 +86,16 @@ class Ways(NamedTuple):
 
     @property
     def at_home(self) -> bool:
-        """Whether parameter, gradient and state lie in the device's memory, and the parameter in no code."""
+        """Returns whether parameter, gradient and state lie in the device's memory, and the parameter in no code."""
         return self.kept.is_plain and is_device(self.summed.memory_kind) and is_device(self.state.memory_kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
-    """The placements and routes of a leaf.
+    """Returns the placements and routes of a leaf.
 
     Args:
-        ndim: its number of dims.
+        ndim: number of dims.
         places: where it is.
         manner: how it travels.
         sizes: the axes of the mesh.
@@ -119,7 +118,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
 
 
 def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
-    """Rows; or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
+    """Rows, or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
     spec = sent.spec if set(rows) & set(manner.left) else state.spec
     home = places.memories.grad
@@ -128,7 +127,9 @@ def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -
 
 
 def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]:
-    """The stops from `kept` to `used`: cast before sending, in code (if any) on all of the way, the far axes first.
+    """Returns the stops from `kept` to `used`.
+
+    Cast before sending, in code (if any) on all of the way, the far axes first.
 
     A leaf that is kept in codes is gathered in these.
     """
@@ -141,7 +142,7 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 
 
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
-    """Summed to rows, if these are cut along axes of the batch alone, then over the others; or summed whole, then cut.
+    """Summed to rows, if these are cut along axes of the batch alone, then over the others, or summed whole, then cut.
 
     All stops have the dtype that is sent; sums of codes are in float32.
     """

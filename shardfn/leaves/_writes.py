@@ -1,7 +1,7 @@
 """Finds writes to parameters inside a loss, which must not change them, and names the leaves.
 
 Tensors that share memory share a count of writes, their version, except with their `.data`. A lazy leaf's `.data` is
-made to share it; that of a leaf which enters as a plain tensor does not, because torch.compile accepts no other kind.
+made to share it. That of a leaf which enters as a plain tensor does not, because torch.compile accepts no other kind.
 For those leaves a sum of bits is compared too, once: a loss that bypasses the count does so in its first step already.
 In a capture the schemas of the graph's ops give the writes, through `.data` too.
 """
@@ -23,7 +23,7 @@ _UNCHANGED = "The state passed in is unchanged."
 
 
 def refused_write(line: str) -> ValueError:
-    """The error of a write to a parameter inside a loss that has not reached the state.
+    """Returns the error of a write to a parameter inside a loss that has not reached the state.
 
     Args:
         line: the leaf, and how it is written to.
@@ -38,7 +38,7 @@ def refused_write(line: str) -> ValueError:
 class Watch:
     """Tensors that must not be written to for as long as a loss and its backward run.
 
-    `check` compares versions with those at `add`; the caller must not write to an added tensor before the last `check`.
+    `check` compares versions with those at `add`. The caller must not write to an added tensor before the last `check`.
 
     Args:
         bits: whether the bits of the state's own tensors are compared as well, at the first `check` of each place.
@@ -108,7 +108,7 @@ class Watch:
         )
 
     def _changed(self, where: str) -> list[str]:
-        """The leaves whose sum of bits has changed since `keep`."""
+        """Returns the leaves whose sum of bits has changed since `keep`."""
         if not self._bits or where in self._compared:
             return []
         # Once, as it reads every parameter: a loss that bypasses the count does so the first time, too.
@@ -117,17 +117,17 @@ class Watch:
         return [path for (path, *_), is_same in zip(self._bits, same, strict=True) if not is_same]
 
     def forget_dead(self) -> None:
-        """Drops tensors that are gone; `check` has seen writes to them."""
+        """Drops tensors that are gone. `check` has seen writes to them."""
         self._seen = [x for x in self._seen if not x.memory.expired()]
 
 
 def _place_of(x: Tensor) -> int:
-    """The address of its data, or of its storage if it has no data."""
+    """Returns the address of its data, or of its storage if it has no data."""
     return x.data_ptr() if type(x) is Tensor else storage_of(x)
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """A checksum of the bits: other values change it, except by chance."""
+    """Returns a checksum of the bits: other values change it, except by chance."""
     with torch.no_grad():
         real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         size = real.element_size()
@@ -152,8 +152,8 @@ def check_graph(
 
     Args:
         graph: the part of the step captured so far: forward and backward.
-        leaves: by storage, the path of a leaf.
-        name: of the captured code, such as "the loss".
+        leaves: the path of a leaf by storage.
+        name: name of the captured code, such as "the loss".
         what: the leaves' tree, for the error.
         remedy: the remedy, for the error.
 
@@ -175,7 +175,7 @@ def check_graph(
 
 
 def _written(node: Node) -> Iterable[Tensor]:
-    """The tensors that an op writes to."""
+    """Yields the tensors that an op writes to."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return

@@ -1,6 +1,6 @@
 """An update that begins before the backward ends: of leaves that need nothing but their own gradient.
 
-It runs in a thread of its own, over leaves in the order in which their gradients are complete; so the state of the next
+It runs in a thread of its own, over leaves in the order in which their gradients are complete, so the state of the next
 leaf is read while its gradient is still computed. It writes nothing that the backward reads: new values are new files,
 and new host memory. So a step that fails leaves the state that it was given. The thread sends nothing to other ranks.
 """
@@ -24,9 +24,9 @@ class Ahead:
     """One step's update of some leaves, in a thread.
 
     Args:
-        update: all leaves; gradients of those that are stepped here are `Promised`.
+        update: all leaves. Gradients of those that are stepped here are `Promised`.
         order: the rows of each layer, in the order in which gradients come.
-        units: by unit, its layers: rows and the shape of their gradient.
+        units: layers by unit: rows and the shape of their gradient.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Ahead:
         self._update, self._order = update, order
         self._unit = {(rows.leaf, rows.lo): u for u, layers in units.items() for rows, _ in layers}
         # Written under `_change`: `_coming` (taken and not yet used), `_squares`, `_wanted` (the thread waits for a
-        # gradient that has not come), `_over` and `_stopped`. Only the thread uses `_here` and `_measures`; others may
+        # gradient that has not come), `_over` and `_stopped`. Only the thread uses `_here` and `_measures`. Others may
         # read `_done` and `_error` once `_over` is set.
         self._coming: dict[int, Pending[Tensor]] = {}
         self._here: dict[tuple[int, int], Tensor] = {}
@@ -60,10 +60,10 @@ class Ahead:
         """Takes the summed gradient of a unit, on its way to the host.
 
         Args:
-            unit: its index.
-            coming: its last part.
+            unit: index.
+            coming: last part.
             before: the sum so far, in `dtype`.
-            dtype: of the sum.
+            dtype: dtype of the sum.
 
         Returns:
             Done when the gradient is in use. It does not wait for that while the update itself waits for gradients.
@@ -76,7 +76,7 @@ class Ahead:
         return Pending(lambda: self.wait(unit), lambda: self.is_used(unit))
 
     def square(self, unit: int) -> Tensor:
-        """The sum of squares, [1], of a gradient that was taken; waits for it.
+        """Returns the sum of squares, [1], of a gradient that was taken, and waits for it.
 
         Raises:
             Exception: the error that ended the update.
@@ -88,7 +88,7 @@ class Ahead:
             return self._squares[unit]
 
     def finish(self) -> Done:
-        """Waits for the end of the update; nothing if it never began, or was stopped.
+        """Waits for the end of the update. Nothing if it never began, or was stopped.
 
         Raises:
             Exception: the error that ended it.
@@ -113,11 +113,14 @@ class Ahead:
             self._change.wait_for(lambda: self.is_used(unit) or self._wanted)
 
     def is_used(self, unit: int) -> bool:
-        """Whether the update has begun to use a gradient that was taken."""
+        """Returns whether the update has begun to use a gradient that was taken."""
         return self._over or unit not in self._coming
 
     def gradient(self, leaf: int, lo: int) -> Tensor:
-        """The gradient of the layer at row `lo` of a leaf; waits for it. In the thread of the update only."""
+        """Returns the gradient of the layer at row `lo` of a leaf, and waits for it.
+
+        In the thread of the update only.
+        """
         if (leaf, lo) not in self._here:
             unit = self._unit[leaf, lo]
             flat = self._await(unit).result()
@@ -167,9 +170,9 @@ class Promised:
     """The gradient of a leaf, as far as the backward has come: on the host, layer by layer of a stacked leaf. `Stored`.
 
     Args:
-        leaf: its index.
-        shape: of this rank's rows.
-        dtype: of the sum.
+        leaf: index.
+        shape: shape of this rank's rows.
+        dtype: dtype of the sum.
         stacked: whether each row is a layer.
     """
 
@@ -191,11 +194,11 @@ class Promised:
         raise NotImplementedError
 
     def load(self) -> Tensor:
-        """The whole of it."""
+        """Returns the whole of it."""
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
-        """Rows `lo:hi` on the host, not copied; the last rows of a layer let go of it, so rows are read in order."""
+        """Rows `lo:hi` on the host, not copied. The last rows of a layer let go of it, so rows are read in order."""
         assert out is None
         return Pending(lambda: self._rows(lo, hi))
 
@@ -213,7 +216,7 @@ class Promised:
 
 
 def _added(x: Tensor, before: StoredValue | None, dtype: torch.dtype) -> Tensor:
-    """The sum of a gradient on the host and `before`, in `dtype`."""
+    """Returns the sum of a gradient on the host and `before`, in `dtype`."""
     part = x if x.dtype == dtype else host_empty(x.shape, dtype).copy_(x)
     return part if before is None else load(before).add_(part)
 

@@ -17,7 +17,7 @@ class Column:
     """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
 
     Attributes:
-        held: its value before; a tensor is overwritten, a value on disk is not.
+        held: value before. A tensor is overwritten, a value on disk is not.
         home: the memory in which that is.
         read: whether the update looks at the value before.
         kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
@@ -42,7 +42,7 @@ class LeafRows:
         return x if self.hi is None else x[self.lo : self.hi]
 
     def shape(self, whole: torch.Size) -> torch.Size:
-        """The shape of these rows of a leaf of that shape."""
+        """Returns the shape of these rows of a leaf of that shape."""
         return whole if self.hi is None else torch.Size((self.hi - self.lo, *whole[1:]))
 
 
@@ -54,13 +54,13 @@ class Update:
         optimizer: the rule.
         treedef: the structure of params.
         specs: for each leaf of params, how its rows are cut out of the global leaf.
-        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
+        numels: elements on a rank for each leaf of params: the same number on all ranks, since a rule may sum over
             ranks, and so leaves must go through the update in the same groups everywhere.
-        params: for each leaf of params, this rank's rows; None where it is frozen.
+        params: for each leaf of params, this rank's rows, or None where it is frozen.
         grads: likewise, the summed gradient.
         state: for each leaf of the optimizer's state.
-        state_treedef: its structure.
-        owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
+        state_treedef: structure.
+        owners: for each leaf of the optimizer's state, the leaf of params it belongs to, or None for counters.
         scale: a factor by which gradients are multiplied first.
         device: where states of the device are stepped.
         pool: the disk.
@@ -84,7 +84,7 @@ class Update:
 
 @dataclasses.dataclass
 class Done:
-    """The new values of leaves stepped so far, by leaf of params and of the optimizer's state; and their measures."""
+    """The new values of leaves stepped so far, by leaf of params and of the optimizer's state, and their measures."""
 
     params: dict[int, StoredValue] = dataclasses.field(default_factory=dict)
     state: dict[int, StoredValue] = dataclasses.field(default_factory=dict)

@@ -9,7 +9,7 @@ from ._state import TrainState
 
 
 def widest(state: TrainState) -> PyTree:
-    """The parameters of a state, each as its master copy where the optimizer keeps one."""
+    """Returns the parameters of a state, each as its master copy where the optimizer keeps one."""
     nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, MasterState))
     wide: dict[Any, Any] = {}
     for node in nodes:

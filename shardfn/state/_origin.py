@@ -17,7 +17,7 @@ log = logging.getLogger("shardfn.memory")
 
 
 def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any]:
-    """The origin that a commit records.
+    """Returns the origin that a commit records.
 
     Args:
         mesh: the mesh.
@@ -29,7 +29,7 @@ def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any
 
 
 def cuts_of(mesh: Mesh, *named: tuple[str, PyTree]) -> dict[str, list[list[str]]]:
-    """By path, the axes that cut each dim of a leaf; leaves that are whole are left out."""
+    """Returns the axes that cut each dim of a leaf, by path, and leaves that are whole are left out."""
     leaves = [pair for name, tree in named for pair in named_leaves(tree, name)]
     cuts = {path: _cut(mesh, x.spec) for path, x in leaves if isinstance(x, GlobalTensor)}
     return {path: cut for path, cut in cuts.items() if any(cut)}
@@ -42,10 +42,10 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         mesh: the mesh.
         control: agreement between ranks.
         place: this rank's directory.
-        told: the origin in its last commit, empty if an older version wrote it; None without a commit.
+        told: the origin in its last commit, empty if an older version wrote it, or None without a commit.
 
     Raises:
-        ValueError: another number of ranks wrote them; or lists every rank whose directory is another one's.
+        ValueError: another number of ranks wrote them, or lists every rank whose directory is another one's.
     """
     mine = {k: told[k] for k in ("run", "rank", "mesh", "coords")} if told else {}
     beyond = _ranks_beside(place) if told == {} else -1
@@ -75,7 +75,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
 
 
 def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
-    """The problem of a rank's directory; empty if there is no problem."""
+    """Returns the problem of a rank's directory, empty if there is no problem."""
     if row["mesh"] != shape:
         return f"rank {row['here']}: {row['place']} was written on the mesh {row['mesh']}, this one is {shape}"
     at = {a: row["at"][a] for a in shape}
@@ -86,7 +86,7 @@ def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
 
 
 def _ranks_beside(place: pathlib.Path) -> int:
-    """The highest rank that has a directory beside this one; -1 without one."""
+    """Returns the highest rank that has a directory beside this one, or -1 without one."""
     found = [re.fullmatch(r"rank(\d+)", p.name) for p in place.parent.glob("rank*") if any(p.glob("manifest*.json"))]
     return max([int(match[1]) for match in found if match], default=-1)
 
@@ -96,7 +96,7 @@ def _cut(mesh: Mesh, spec: P) -> list[list[str]]:
 
 
 def _shape(mesh: Mesh) -> dict[str, int]:
-    """The axes that there are more than one of; the others cut nothing."""
+    """Returns the axes that there are more than one of. The others cut nothing."""
     return {a: n for a, n in mesh.shape.items() if n > 1}
 
 

@@ -15,7 +15,7 @@ class Spare:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of that shape, of any content."""
+        """Returns a tensor of that shape, of any content."""
         free = self._free.get((shape.numel(), dtype))
         return free.pop().view(shape) if free else host_empty(shape, dtype)
 

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: tree of `GlobalTensor`.
-        opt_state: the optimizer's state; its tensors are `GlobalTensor`s.
+        opt_state: the optimizer's state. Its tensors are `GlobalTensor`s.
         step: 0-d int64 tensor on the CPU: number of updates made.
         key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
         loss_scale: the state of the loss scale; `()` in a step without one.
@@ -69,7 +69,7 @@ class TrainState(NamedTuple):
         )
 
     def __repr__(self) -> str:
-        """A line a leaf: path, global shape, dtype, spec, memory, bytes here; long states are cut short."""
+        """Returns a line a leaf: path, global shape, dtype, spec, memory, bytes here; long states are cut short."""
         return _shown(self)
 
     def _repr_html_(self) -> str:
@@ -77,17 +77,17 @@ class TrainState(NamedTuple):
 
 
 def scale_of(state: TrainState) -> Tensor | None:
-    """The factor of the next step's loss; None without a loss scale."""
+    """Returns the factor of the next step's loss, or None without a loss scale."""
     return state.loss_scale.scale if state.loss_scale else None
 
 
 def looked_at(tree: PyTree) -> PyTree:
-    """Every `GlobalTensor` of a tree as this rank's block, in its stored form; it must not be written to."""
+    """Every `GlobalTensor` of a tree as this rank's block, in its stored form. It must not be written to."""
     return _map_held(lambda x: x.held, tree)
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often a tensor has been written to; None for one made in inference mode, which has no count."""
+    """How often a tensor has been written to, or None for one made in inference mode, which has no count."""
     return None if x.is_inference() else x._version
 
 
@@ -102,8 +102,8 @@ def _versions(xs: Sequence[Tensor]) -> list[int | None]:
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
 
-    If `tree` is donated, an update that ends consumes it. One that fails before it writes anything leaves it unchanged;
-    one that fails half-way consumes it, as its values are of no use.
+    If `tree` is donated, an update that ends consumes it. One that fails before it writes anything leaves it unchanged.
+    One that fails half-way consumes it, as its values are of no use.
     """
     leaves, treedef = tree_flatten(tree)
     owned = [x for x in leaves if isinstance(x, GlobalTensor)]
@@ -173,11 +173,11 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
 
     Args:
         state: the state.
-        name: its name in messages.
+        name: name in messages.
         abstract: whether shapes alone will do, as for the state into which a checkpoint is restored.
 
     Raises:
-        DonatedError: leaves were donated; lists them.
+        DonatedError: leaves were donated. The message lists them.
         ValueError: it is the stacked state of a population, or has no values.
     """
     leaves = tree_leaves(state)
@@ -206,9 +206,9 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
 def state_owners(
     opt_state: PyTree, params: PyTree, optimizer: GradientTransformation | None = None
 ) -> list[int | None]:
-    """Returns for each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
+    """Returns for each leaf of an optimizer's state the leaf of params that it belongs to, or None for a counter.
 
-    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d, or
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has. The others are 0-d, or
     `GlobalTensor`s with a placement of their own, and belong to no parameter.
 
     Args:

@@ -86,7 +86,7 @@ def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValu
 def start_move(
     value: StoredValue, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: AnyPool | None
 ) -> Pending[StoredValue]:
-    """Starts to move a value from one memory to another; a value that is there already is the result itself.
+    """Starts to move a value from one memory to another. A value that is there already is the result itself.
 
     Args:
         value: value in `src`.
@@ -159,7 +159,7 @@ def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tens
 
 
 def fetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor:
-    """Returns the elements of a value on the device, and waits for them; see `prefetch`."""
+    """Returns the elements of a value on the device, and waits for them. See `prefetch`."""
     found = prefetch(value, kind, device)
     return found if isinstance(found, Tensor) else found.result()
 
@@ -204,25 +204,31 @@ class Successor:
     def __init__(self, value: StoredValue, kind: MemoryKind, pool: AnyPool | None, *, beside: bool = False) -> None:
         self._shape, self._dtype, self._pool, self._made = value.shape, value.dtype, pool, None
         self._kind: MemoryKind = "host" if beside else kind
-        # The tensor whose memory the new value has; None for a value on disk.
+        # The tensor whose memory the new value has, or None for a value on disk.
         self._into = host_empty(value.shape, value.dtype) if beside else value if isinstance(value, Tensor) else None
 
     @property
     def _writer(self) -> Any:
-        """The writer of a value on disk, made when it is first needed: a value that is only read gets no successor."""
+        """Returns the writer of a value on disk, made when it is first needed.
+
+        A value that is only read gets no successor.
+        """
         if self._made is None:
             assert self._pool is not None
             self._made = self._pool.writer(self._shape, self._dtype)
         return self._made
 
     def rows(self, lo: int, hi: int | None, place: MemoryKind) -> Tensor | None:
-        """Returns the memory of rows `lo:hi` of the new value, if they can be made there from `place`; else None."""
+        """Returns the memory of rows `lo:hi` of the new value, if they can be made there from `place`, else None."""
         if self._into is None or self._kind != place:
             return None
         return self._into if hi is None else self._into[lo:hi]
 
     def write(self, lo: int, rows: Tensor, place: MemoryKind) -> Pending[Any] | None:
-        """Starts to write rows from `lo` on, which lie in the memory `place`; None where they are the new value's."""
+        """Starts to write rows from `lo` on, which lie in the memory `place`.
+
+        None where they are the new value's.
+        """
         if self._into is None:
             return self._writer.write(lo, rows if is_host(place) else to_host(rows).result())
         if self._kind == place:  # made where they are kept; see `rows`
@@ -249,7 +255,7 @@ def bring_rows(
         rows: `lo` and `hi`; with `hi=None` the whole value.
         ends: memory of the value, and the memory where its rows are wanted.
         device: device of the rows, if they are wanted on the device.
-        out: host tensor to fill, if they are wanted on the host; None for a fresh one.
+        out: host tensor to fill, if they are wanted on the host, or None for a fresh one.
     """
     (lo, hi), (kind, place) = rows, ends
     if not isinstance(value, Tensor):
@@ -312,12 +318,12 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
 
 
 def entered(x: Tensor, like: Likeness) -> StoredValue:
-    """An input of a graph that is being captured, as a block."""
+    """Returns an input of a graph that is being captured, as a block."""
     return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _in_codes(x, like)
 
 
 def as_graph_value(value: StoredValue) -> Tensor:
-    """The tensor of a block in a graph: at its entrance when it runs, at its exit when it is captured."""
+    """Returns the tensor of a block in a graph: at its entrance when it runs, at its exit when it is captured."""
     value = codes_of(value)
     if isinstance(value, Tensor):
         return value
@@ -325,11 +331,11 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
-    """A result of a graph as a block with the shape and placement of the one before."""
+    """Returns a result of a graph as a block with the shape and placement of the one before."""
     return stored_of(x) if is_disk(like.at.memory_kind) else _in_codes(x, like)
 
 
 def _in_codes(x: Tensor, like: Likeness) -> StoredValue:
-    """The block of a tensor: itself, or the one whose codes it has."""
+    """Returns the block of a tensor: itself, or the one whose codes it has."""
     code, kind = like.at.code, like.at.memory_kind
     return Coded(x, like.shape, like.at.dtype, code, kind) if isinstance(code, str) else x

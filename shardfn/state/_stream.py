@@ -1,6 +1,6 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
-While a part of a chunk is stepped, the next ones are read and the ones before are written; so the update takes the
+While a part of a chunk is stepped, the next ones are read and the ones before are written, so the update takes the
 memory of three chunks, however large the state is. Values on disk are never overwritten: after a step that fails the
 old ones are still there.
 """
@@ -30,14 +30,14 @@ PARTS = (AHEAD + 1 + BEHIND) // 3
 
 
 def stream(update: Update, done: Done) -> tuple[list[StoredValue | None], PyTree]:
-    """Runs an update; the values before are consumed, but for those on disk.
+    """Runs an update. The values before are consumed, but for those on disk.
 
     Args:
-        update: its operands.
-        done: leaves of it that have been stepped already; their new values in host memory go home now.
+        update: operands.
+        done: leaves of it that have been stepped already. Their new values in host memory go home now.
 
     Returns:
-        For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
+        For each leaf of params its new rows, None where it is frozen, and the optimizer's new state.
     """
     out = _Stream(update)
     order = [LeafRows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
@@ -105,15 +105,15 @@ class _Stream:
         return token
 
     def _fits(self, held: Iterable["_Chunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
-        """Whether chunks and one more are no larger than `parts` parts of a chunk."""
+        """Returns whether chunks and one more are no larger than `parts` parts of a chunk."""
         return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
     def end(self, token: Any, state: PyTree) -> PyTree:
-        """The state with its counters advanced."""
+        """Returns the state with its counters advanced."""
         return self._pieces.end(token, state)
 
     def owned(self, leaf: int) -> list[int]:
-        """The leaves of the optimizer's state that belong to a leaf of params."""
+        """Returns the leaves of the optimizer's state that belong to a leaf of params."""
         return self._owned.get(leaf, [])
 
     def successor(self, column: Column) -> Successor:
@@ -129,7 +129,7 @@ class _Stream:
         return self.successor(column).finish() if done is None else replace(column.held, column.home, done)
 
     def measures(self, done: Done) -> list[Tensor]:
-        """The optimizer's measure of each gradient; known already for leaves that have been stepped."""
+        """Returns the optimizer's measure of each gradient; known already for leaves that have been stepped."""
         u, measure = self._u, self._pieces.measure
         out: list[Tensor] = []
         for i, (param, grad) in enumerate(zip(u.params, u.grads, strict=True)):
@@ -191,7 +191,7 @@ class _Stream:
         return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
 
     def _moves(self, leaf: int) -> bool:
-        """Whether anything of a leaf must come to where it is stepped, or go from there."""
+        """Returns whether anything of a leaf must come to where it is stepped, or go from there."""
         place = "host" if self.on_host(leaf) else "device"
         return any(c.home != place for c in self.columns(leaf))
 
@@ -202,7 +202,7 @@ class _Stream:
         return [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
 
     def on_host(self, leaf: int) -> bool:
-        """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
+        """Returns whether a leaf is stepped on the host: where its state is, if it is not on the device."""
         if leaf not in self._on_host:
             homes = [self._u.state[k].home for k in self.owned(leaf)]
             param = self._u.params[leaf]
@@ -244,7 +244,7 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
 
 
 def _rows_a_page(held: StoredValue) -> int:
-    """The least number of rows that fill whole pages."""
+    """Returns the least number of rows that fill whole pages."""
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
 
 
@@ -264,7 +264,7 @@ class _Chunk:
         self._going: list[Pending[Any]] = []
 
     def _buffer(self, rows: LeafRows, held: StoredValue) -> Tensor | None:
-        """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
+        """Memory of the host for rows that come from elsewhere. It goes back to the stream when they have left."""
         if capturing():
             return None
         x = self._stream.spare.take(rows.shape(held.shape), held.dtype)
@@ -308,7 +308,7 @@ class _Chunk:
         """Waits until they have left."""
         for going in self._going:
             going.result()
-            # On an accelerator a result is there when its stream is; its source may be written only later.
+            # On an accelerator a result is there when its stream is. Its source may be written only later.
             going.wait()
         self._going = []
         # Only now: transfers wrote into these buffers, or read them, until here.

@@ -72,7 +72,7 @@ class StoredSlice:
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind of the base."""
+        """Returns the memory kind of the base."""
         return self._base.kind
 
     @property
@@ -85,7 +85,7 @@ class StoredSlice:
         return StoredSlice(self._base, self._start, torch.Size([self.shape.numel()]))
 
     def load(self) -> Tensor:
-        """The whole of it."""
+        """Returns the whole of it."""
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
@@ -117,7 +117,7 @@ class StoredStack:
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind of the parts."""
+        """Returns the memory kind of the parts."""
         return self._parts[0].kind
 
     @property
@@ -130,7 +130,7 @@ class StoredStack:
         raise NotImplementedError
 
     def load(self) -> Tensor:
-        """The whole of it."""
+        """Returns the whole of it."""
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:

@@ -1,4 +1,4 @@
-"""The chunks of the global batch that a rank runs, and the tree by which they are added up; see `_canonical`."""
+"""The chunks of the global batch that a rank runs, and the tree by which they are added up. See `_canonical`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,27 +26,27 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def of(total: int, mesh: Mesh, axes: tuple[str, ...]) -> "Chunks":
-        """The chunks of this rank, on a mesh whose `axes` cut the batch."""
+        """Returns the chunks of this rank, on a mesh whose `axes` cut the batch."""
         return Chunks(total, mesh.axis_size(axes), mesh.axis_index(axes))
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first chunk of this rank, and the first after its last."""
+        """Returns the first chunk of this rank, and the first after its last."""
         return self._bounds(self.rank)
 
     @property
     def most(self) -> int:
-        """The largest number of chunks that a rank has; every rank runs this number."""
+        """Returns the largest number of chunks that a rank has. Every rank runs this number."""
         return max(stop - start for start, stop in map(self._bounds, range(self.ranks)))
 
     @property
     def num(self) -> int:
-        """How many chunks this rank has."""
+        """Returns how many chunks this rank has."""
         start, stop = self.bounds
         return stop - start
 
     def nodes(self, rank: int) -> list[tuple[int, int]]:
-        """The nodes that a rank sends, in order: the largest nodes of the tree within its range.
+        """Returns the nodes that a rank sends, in order: the largest nodes of the tree within its range.
 
         Example:
             >>> [Chunks(8, 3, 0).nodes(r) for r in range(3)]

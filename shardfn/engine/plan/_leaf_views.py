@@ -1,7 +1,7 @@
 """Identifies the parameters of a function inside a step: the whole tensor and the block of each.
 
 The loss sees the leaves of the tree that the step has met. The function of a pipeline's layer sees one row of each leaf
-of the stack; so do others that are called with a part of the tree. `pick` is that part.
+of the stack, so do others that are called with a part of the tree. `pick` is that part.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class LeafView:
     """A tensor that a function is called with.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the whole.
         spec: how the whole is cut.
         block: the shape of this rank's block.
     """
@@ -33,13 +33,13 @@ class LeafView:
 
     @staticmethod
     def of(leaf: LeafLayout) -> "LeafView":
-        """A leaf, as a loss sees it."""
+        """Returns a leaf, as a loss sees it."""
         # The layers of a stacked leaf travel one by one, so its block is made of theirs.
         block = (len(leaf.layers), *leaf.layers[0].block) if leaf.layers else leaf.block
         return LeafView(tuple(leaf.shape), leaf.compute, tuple(block))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The shape of the block that is whole along some axes, and cut along all others.
+        """Returns the shape of the block that is whole along some axes, and cut along all others.
 
         Raises:
             ValueError: a dim is cut along another axis, too, after one of these.
@@ -67,7 +67,7 @@ Pick = Callable[[PyTree], Sequence[PyTree]]
 
 
 def every_leaf(tree: PyTree) -> Sequence[PyTree]:
-    """The leaves that a loss is called with: all of the tree."""
+    """Returns the leaves that a loss is called with: all of the tree."""
     return [tree]
 
 
@@ -76,7 +76,7 @@ class LeafViews:
     """The trees of leaves that a function may be called with, of each tree that a step has met.
 
     Attributes:
-        planner: of the step.
+        planner: planner of the step.
         pick: which trees these are.
     """
 
@@ -87,11 +87,11 @@ class LeafViews:
     )
 
     def seen_as(self, treedef: Any, blocks: Sequence[Tensor]) -> Sequence[LeafView]:
-        """The leaves that the tensors of a call are blocks of.
+        """Returns the leaves that the tensors of a call are blocks of.
 
         Args:
             treedef: the structure of the first argument.
-            blocks: its leaves.
+            blocks: leaves.
 
         Raises:
             ValueError: no tree has these blocks on this rank, or several have, of other shapes or specs.

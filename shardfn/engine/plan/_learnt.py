@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Learnt:
-    """All that the steps of one plan have learnt; empty until one has run."""
+    """All that the steps of one plan have learnt, empty until one has run."""
 
     # By kind of call, the order in which leaves are gathered. A `Gatherer` extends it at the end of each phase by the
     # units that ranks of one ZeRO group have agreed on, so it is equal on them. A call that some rank has forgotten is
     # forgotten by all before it runs.
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     # The order in which gradients become ready. Written at the end of the first step, with that of the first rank of
-    # each group that shares leaves; empty before, and where no gradient is sent.
+    # each group that shares leaves, empty before, and where no gradient is sent.
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     # The kinds of values that the loss returns. Written at the end of the first step, before all ranks of the mesh
     # compare it: where it differs, all of them raise. A capture writes its own.
@@ -39,14 +39,14 @@ class Learnt:
     # By optimizer, the same decided on this layout's leaves. A function of the layout alone, so ranks need not agree;
     # shared by all plans of one layout.
     rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
-    # The facts of the stages of a pipeline. Each rank finds the shapes for itself; the last stage's kinds of values are
+    # The facts of the stages of a pipeline. Each rank finds the shapes for itself. The last stage's kinds of values are
     # sent to the others in the first step.
     stages: StagesSeen = dataclasses.field(default_factory=StagesSeen)
     # By phase of an optimizer, the plan of its steps, which learns for itself. A function of the layout and the phase.
     phases: "dict[Phase, Plan]" = dataclasses.field(default_factory=dict)
 
     def use_order(self, key: Hashable) -> UseOrder:
-        """The order of use of one kind of call; created empty."""
+        """Returns the order of use of one kind of call; created empty."""
         return self.use_orders.setdefault(key, UseOrder())
 
     def forget_order(self, key: Hashable) -> None:
@@ -78,13 +78,13 @@ class Learnt:
     def rule(
         self, optimizer: GradientTransformation, decide: Callable[[], GradientTransformation]
     ) -> GradientTransformation:
-        """The optimizer decided on this layout: by `decide` the first time."""
+        """Returns the optimizer decided on this layout: by `decide` the first time."""
         if optimizer not in self.rules:
             self.rules[optimizer] = decide()
         return self.rules[optimizer]
 
     def phase(self, phase: Phase, make: "Callable[[], Plan]") -> "Plan":
-        """The plan of the steps in a phase: made by `make` the first time."""
+        """Returns the plan of the steps in a phase: made by `make` the first time."""
         if phase not in self.phases:
             self.phases[phase] = make()
         return self.phases[phase]

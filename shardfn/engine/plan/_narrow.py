@@ -14,7 +14,7 @@ def warn_of_narrow_updates(plan: Plan, opt_state: PyTree, *, has_policy: bool) -
     """Warns where trained leaves have 16 bits, no policy decides their precision and the optimizer keeps no copies.
 
     Args:
-        plan: of the parameters.
+        plan: plan of the parameters.
         opt_state: the first state of the optimizer.
         has_policy: whether the loss is one of `mixed_precision`.
     """

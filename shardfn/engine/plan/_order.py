@@ -1,6 +1,6 @@
 """The order of use: which units a step gathers, in which order, agreed by all ranks and learnt while running.
 
-A step has phases (a forward, a backward, for each microbatch). Within a phase the agreed order is a list of units; the
+A step has phases (a forward, a backward, for each microbatch). Within a phase the agreed order is a list of units. The
 first time it is empty. A rank that needs a unit which is not ahead in the list asks for it aloud, all ranks serve it,
 and it joins the list. So a branch that only some ranks take neither hangs nor goes unnoticed by the others.
 """
@@ -18,7 +18,7 @@ class Turn(NamedTuple):
 
     @staticmethod
     def between(held: Collection[int], ahead: Collection[int]) -> "Turn":
-        """The turn that leads from the units held now to those wanted."""
+        """Returns the turn that leads from the units held now to those wanted."""
         return Turn([u for u in held if u not in ahead], [u for u in ahead if u not in held])
 
 
@@ -27,12 +27,12 @@ class UseOrder:
     """The agreed order, phase by phase."""
 
     phases: list[list[int]] = dataclasses.field(default_factory=list)
-    # The result of `schedule` for the sizes and the limit of its first call since the last `extend`; a plan has but one
+    # The result of `schedule` for the sizes and the limit of its first call since the last `extend`. A plan has but one
     # of each.
     _moves: "list[list[Turn]]" = dataclasses.field(default_factory=list)
 
     def phase(self, index: int) -> list[int]:
-        """The units of one phase (created empty)."""
+        """Returns the units of one phase (created empty)."""
         while len(self.phases) <= index:
             self.phases.append([])
         return self.phases[index]
@@ -43,7 +43,7 @@ class UseOrder:
         self._moves = []
 
     def schedule(self, sizes: list[int], limit: int) -> "list[list[Turn]]":
-        """For each position of each phase, the units that a step drops and gathers there."""
+        """Returns the units that a step drops and gathers there for each position of each phase."""
         if not self._moves:
             held: dict[int, None] = {}
             for phase, units in enumerate(self.phases):
@@ -58,14 +58,17 @@ class UseOrder:
         return self._moves
 
     def find(self, phase: int, start: int, unit: int) -> int | None:
-        """The next position of `unit` in a phase, from `start` on."""
+        """Returns the next position of `unit` in a phase, from `start` on."""
         try:
             return self.phase(phase).index(unit, start)
         except ValueError:
             return None
 
     def window(self, phase: int, start: int, sizes: list[int], limit: int) -> dict[int, None]:
-        """The distinct units used from a position on, across phases, while they fit `limit` bytes; at least one."""
+        """Returns the distinct units used from a position on, across phases, while they fit `limit` bytes.
+
+        At least one.
+        """
         out: dict[int, None] = {}
         total = 0
         for p in range(phase, len(self.phases)):

@@ -16,16 +16,16 @@ from ._plan import Plan
 def in_phase(
     plan: Plan, optimizer: GradientTransformation, opt_state: PyTree = None, phase: Phase | None = None
 ) -> Plan:
-    """The plan of the step that comes after `opt_state`; `plan` itself for an optimizer without phases.
+    """Returns the plan of the step that comes after `opt_state`; `plan` itself for an optimizer without phases.
 
     Args:
         plan: the layout.
         optimizer: the optimizer.
-        opt_state: its state.
-        phase: the phase; None = that of the state.
+        opt_state: state.
+        phase: the phase. None: that of the state.
 
     Raises:
-        ValueError: the state has no values; or the layout does not fit the axes that the optimizer averages over.
+        ValueError: the state has no values, or the layout does not fit the axes that the optimizer averages over.
     """
     phases = optimizer.needs.phases
     if phases is None:
@@ -47,7 +47,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     """Refuses layouts in which an optimizer's own averages would mean something else.
 
     Raises:
-        ValueError: a leaf does not fit the axes that the optimizer averages over, which are listed; or these axes have
+        ValueError: a leaf does not fit the axes that the optimizer averages over, which are listed, or these axes have
             no effect.
     """
     phases = optimizer.needs.phases
@@ -91,7 +91,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
 
 
 def _idle(plan: Plan, over: set[str]) -> list[str]:
-    """The optimizer's axes along which there is nothing to average, or gradients are averaged already."""
+    """Returns the optimizer's axes along which there is nothing to average, or gradients are averaged already."""
     batch = tuple(a for a in plan.batch_axes if plan.mesh.axis_size(a) > 1)
     out = [f"the batch is not cut along {a!r}, so that all ranks there have one gradient" for a in over - set(batch)]
     if batch and not over:

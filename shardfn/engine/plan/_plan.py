@@ -1,6 +1,6 @@
 """The plan of a step: the consequences of its annotations and the shapes of a parameter tree, computed once.
 
-A plan is a layout, and never changes; `Learnt` has all that its steps learn.
+A plan is a layout, and never changes. `Learnt` has all that its steps learn.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ class Plan:
         mesh: the mesh.
         batch_axes: the axes that cut the batch.
         batch: prefix tree of the batch's specs.
-        stage_axes: the axis along which ranks run the stages of a pipeline; or ().
+        stage_axes: the axis along which ranks run the stages of a pipeline, or ().
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
-        phase: the optimizer's phase in the steps of this plan; None if it has no phases.
+        phase: the optimizer's phase in the steps of this plan, or None if it has no phases.
         left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
         learnt: the facts that its steps have learnt.
     """
@@ -71,7 +71,7 @@ class Plan:
 
     @functools.cached_property
     def layers(self) -> list[LeafLayout]:
-        """The tensors that enter the loss and are sent: the leaves, and for a stacked leaf each of its layers.
+        """Returns the tensors that enter the loss and are sent: the leaves, and for a stacked leaf each of its layers.
 
         Units count these.
         """
@@ -79,38 +79,41 @@ class Plan:
 
     @functools.cached_property
     def gather_units(self) -> list[Unit]:
-        """The groups of layers that are gathered together."""
+        """Returns the groups of layers that are gathered together."""
         # A graph holds a gather for each leaf and use; units are decided when it is scheduled.
         return gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
 
     @functools.cached_property
     def reduce_units(self) -> list[Unit]:
-        """The groups of layers whose gradients are reduced together."""
+        """Returns the groups of layers whose gradients are reduced together."""
         return reduce_units(self.layers, self.zero, self.mesh)
 
     @functools.cached_property
     def refresh_units(self) -> list[Unit]:
-        """The groups of layers that are gathered together after the update."""
+        """Returns the groups of layers that are gathered together after the update."""
         return refresh_units(self.layers, self.zero)
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
-        """The chunks of this rank, in a step with canonical sums."""
+        """Returns the chunks of this rank, in a step with canonical sums."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
     @functools.cached_property
     def has_stacks(self) -> bool:
-        """Whether there is a stacked leaf, which has several layers."""
+        """Returns whether there is a stacked leaf, which has several layers."""
         return any(leaf.layers for leaf in self.leaves)
 
     @functools.cached_property
     def at_home(self) -> bool:
-        """Whether everything that an update reads and writes lies in the device's memory, unconverted."""
+        """Returns whether everything that an update reads and writes lies in the device's memory, unconverted."""
         return all(leaf.ways.at_home for leaf in self.leaves if leaf.trainable)
 
     @functools.cached_property
     def shards(self) -> PyTree:
-        """The specs of the rows that are updated: a tree like the parameters, None for leaves that are not trained."""
+        """Returns the specs of the rows that are updated.
+
+        A tree like the parameters, None for leaves that are not trained.
+        """
         return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
 
     @functools.cached_property
@@ -135,7 +138,7 @@ class Plan:
 
     @functools.cached_property
     def _to_exchange(self) -> dict[str, tuple[str, ...]]:
-        """The blocks along axes of the batch; a stage of a pipeline may be one without them."""
+        """Returns the blocks along axes of the batch. A stage of a pipeline may be one without them."""
         return {} if self.stage_axes else blocks_of_batch_axes(self.leaves, self.following.batch)
 
     def follows(self) -> AbstractContextManager[Any]:
@@ -159,7 +162,7 @@ class Plan:
         return self._with(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
-        """The plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
+        """Returns the plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
 
         def make() -> Plan:
             left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
@@ -169,23 +172,23 @@ class Plan:
         return self.learnt.phase(phase, make)
 
     def _with(self, **changes: Any) -> "Plan":
-        """A plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
+        """Returns a plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
         same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
         return Plan(**(same | own | changes), learnt=Learnt(rules=self.learnt.rules))
 
     @property
     def trained(self) -> list[str]:
-        """The paths of the trainable leaves."""
+        """Returns the paths of the trainable leaves."""
         return [leaf.path for leaf in self.leaves if leaf.trainable]
 
     @property
     def num_left(self) -> int:
-        """The number of ranks whose gradients the optimizer averages itself."""
+        """Returns the number of ranks whose gradients the optimizer averages itself."""
         return self.mesh.axis_size(self.left_axes)
 
     def num_added(self, leaf: LeafLayout) -> int:
-        """The number of ranks among these whose terms a leaf's gradient has already: along axes of its own."""
+        """Returns the number of ranks among these whose terms a leaf's gradient has already: along axes of its own."""
         return self.num_left // self.mesh.axis_size(leaf.left_axes)
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
@@ -199,11 +202,11 @@ class Plan:
 
     @functools.cached_property
     def first_layers(self) -> list[int]:
-        """By leaf, the number of its first layer: a leaf that is no stack is a layer itself."""
+        """Returns the number of its first layer, by leaf: a leaf that is no stack is a layer itself."""
         return [0, *itertools.accumulate(1 if self.whole else len(x.layers) or 1 for x in self.leaves)][:-1]
 
     def guessed_order(self, used: UseOrder) -> list[int]:
-        """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
+        """Returns a guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
 
         Where no gradient is sent, and while a step is captured, no order need be agreed on: it is empty.
 
@@ -218,7 +221,7 @@ class Plan:
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
 
     def sent_last(self) -> frozenset[int]:
-        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order.
+        """Returns the layers whose gradients set out when a backward has ended: of the last units of the learnt order.
 
         None where gradients leave the device, which has room for few, or an update waits for them.
         """
@@ -234,18 +237,18 @@ class Plan:
 
     @functools.cached_property
     def psum_axes(self) -> list[tuple[str, ...]]:
-        """The sets of axes over which the step's measures are summed, in the mesh's order; sorted."""
+        """Returns the sets of axes over which the step's measures are summed, in the mesh's order; sorted."""
         sets = {self.batch_axes, *(self.norm_axes(leaf) for leaf in self.leaves if leaf.trainable)}
         return [tuple(a for a in self.mesh.axis_names if a in names) for names in sorted(sets)]
 
     @functools.cached_property
     def reduce_unit_of(self) -> dict[int, int]:
-        """By layer that is trained, the number of its unit of reduction."""
+        """Returns the number of its unit of reduction, by layer that is trained."""
         return {i: u for u, unit in enumerate(self.reduce_units) for i in unit.leaves}
 
     @functools.cached_property
     def units_by_norm(self) -> list[tuple[str, ...]]:
-        """For each unit of reduction, the axes along which the pieces of its leaves are disjoint."""
+        """Returns the axes along which the pieces of its leaves are disjoint for each unit of reduction."""
         return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     @functools.cached_property
@@ -254,13 +257,13 @@ class Plan:
         return [self.num_added(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
-        """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
+        """Returns the axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
         disjoint = leaf.reduce_axes + leaf.left_axes + leaf.own_axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
     @functools.cached_property
     def sharing_axes(self) -> tuple[str, ...]:
-        """The axes along which leaves or gradients are sent; ranks along others may run other actions."""
+        """Returns the axes along which leaves or gradients are sent. Ranks along others may run other actions."""
         used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
         return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
 

@@ -69,8 +69,8 @@ class Planner:
         specs: prefix tree of compute specs.
         batch: prefix tree of the batch's specs.
         zero: the ZeRO rule.
-        trainable: prefix tree of bools; None = all but frozen leaves; of several losses, their `Masks`.
-        policy: the precision; None = each leaf's own dtype.
+        trainable: prefix tree of bools. None: all but frozen leaves; of several losses, their `Masks`.
+        policy: the precision. None: each leaf's own dtype.
         stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
     """
 
@@ -93,10 +93,10 @@ class Planner:
         self._last: Plan | None = None
 
     def plan(self, treedef: Any, like: list[Any]) -> Plan:
-        """The plan for leaves of these shapes and dtypes.
+        """Returns the plan for leaves of these shapes and dtypes.
 
         Raises:
-            ValueError: specs do not fit; every leaf is listed.
+            ValueError: specs do not fit. Every leaf is listed.
         """
         shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
         key = treedef, shapes, dtypes, tuple(map(is_frozen, like))
@@ -106,25 +106,25 @@ class Planner:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans that were made."""
+        """Returns the plans that were made."""
         return list(self._plans.values())
 
     def plan_of(self, state: TrainState) -> Plan:
-        """The plan of a state, which must be laid out as the plan has it.
+        """Returns the plan of a state, which must be laid out as the plan has it.
 
         Raises:
             TypeError: it is not a state of global tensors.
-            ValueError: it was made under other annotations; every leaf is listed.
+            ValueError: it was made under other annotations. Every leaf is listed.
         """
         check_passed(state)
         return self.kept(state.params, OF_A_STATE)
 
     def kept(self, params: PyTree, words: "Words") -> Plan:
-        """The plan of params, which must be laid out as the plan has it.
+        """Returns the plan of params, which must be laid out as the plan has it.
 
         Raises:
             TypeError: they are not global tensors.
-            ValueError: they were made under other annotations; every leaf is listed.
+            ValueError: they were made under other annotations. Every leaf is listed.
         """
         leaves, treedef = tree_flatten(params)
         if self._last is not None and treedef == self._last.treedef and _made_by(self._last, leaves):
@@ -244,7 +244,7 @@ class Planner:
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes)
 
     def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
-        """The reasons why a leaf cannot be stacked; empty if it can."""
+        """Yields the reasons why a leaf cannot be stacked, empty if it can."""
         if not shape or not shape[0]:
             yield f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
             return
@@ -271,7 +271,7 @@ class Planner:
         codes: str,
         stacked: bool,
     ) -> Iterator[str]:
-        """The reasons why a leaf cannot be kept in codes; empty if it can."""
+        """Yields the reasons why a leaf cannot be kept in codes, empty if it can."""
         named = f"{path} of shape {tuple(shape)}"
         if codes not in GROUP_BYTES:
             yield f"{named} has codes={codes!r}; the codes are {(*GROUP_BYTES,)}"
@@ -300,7 +300,7 @@ def _told(x: GlobalTensor | Placement) -> str:
 
 
 def _made_by(plan: Plan, leaves: list[Any]) -> bool:
-    """Whether leaves are as steps of this plan make them: a quick check, in place of comparing everything."""
+    """Returns whether leaves are as steps of this plan make them: a quick check, in place of comparing everything."""
     mesh = plan.mesh
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:

@@ -13,8 +13,8 @@ class ActivationShapes(NamedTuple):
     Attributes:
         treedef: the structure.
         leaves: the tensors.
-        paths: their names.
-        axes: by leaf, the axes besides the batch's along which ranks hold different values.
+        paths: names.
+        axes: the axes besides the batch's along which ranks hold different values by leaf.
     """
 
     treedef: Any
@@ -25,7 +25,7 @@ class ActivationShapes(NamedTuple):
 
 @dataclasses.dataclass
 class StagesSeen:
-    """The facts that a plan's steps have learnt; empty until one has run.
+    """The facts that a plan's steps have learnt, empty until one has run.
 
     Attributes:
         ends: the kinds of values that the last stage returns.
@@ -36,12 +36,12 @@ class StagesSeen:
     between: dict[Any, ActivationShapes] = dataclasses.field(default_factory=dict)
 
     def take_ends(self, ends: Any) -> Any:
-        """Keeps the kinds of values that the last stage returns, equal on all stages; returns them."""
+        """Keeps the kinds of values that the last stage returns, equal on all stages, and returns them."""
         self.ends = ends
         return ends
 
     def shapes(self, key: Hashable, find: Callable[[], ActivationShapes]) -> ActivationShapes:
-        """The tensors that travel between stages for batches of one shape: found by `find` the first time."""
+        """Returns the tensors that travel between stages for batches of one shape: found by `find` the first time."""
         if key not in self.between:
             self.between[key] = find()
         return self.between[key]

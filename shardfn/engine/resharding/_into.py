@@ -27,17 +27,17 @@ class Write(NamedTuple):
 
     @property
     def target(self) -> str:
-        """The path of `y`."""
+        """Returns the path of `y`."""
         return into_path(self.path)
 
 
 def into_path(path: str) -> str:
-    """The path in `into` of the leaf that has `path` in `tree`."""
+    """Returns the path in `into` of the leaf that has `path` in `tree`."""
     return "into" + path.removeprefix("tree")
 
 
 def leaves_of_into(into: PyTree, tree: PyTree) -> list[GlobalTensor | None]:
-    """The leaf of `into` for each leaf of `tree`; None for a leaf that is not a `GlobalTensor`.
+    """Returns the leaf of `into` for each leaf of `tree`, or None for a leaf that is not a `GlobalTensor`.
 
     Raises:
         ValueError: lists every path that only one of the two trees has, or where only one has a `GlobalTensor`.
@@ -60,7 +60,7 @@ def leaves_of_into(into: PyTree, tree: PyTree) -> list[GlobalTensor | None]:
 
 
 def write_problems(write: Write) -> Iterator[str]:
-    """The reasons why a leaf cannot be overwritten; empty where it can. Neither leaf was donated."""
+    """Yields the reasons why a leaf cannot be overwritten, empty where it can. Neither leaf was donated."""
     path, x, y = write.target, write.x, write.y
     if y.shape != x.shape:
         yield f"{path} has shape {tuple(y.shape)}, and {write.path} {tuple(x.shape)}; pass leaves of the same shape"
@@ -93,7 +93,7 @@ def _block_problems(path: str, y: GlobalTensor, block: Tensor) -> Iterator[str]:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether elements may share memory: each stride must reach beyond the extent of the smaller ones."""
+    """Returns whether elements may share memory: each stride must reach beyond the extent of the smaller ones."""
     extent = 0
     for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride <= extent:
@@ -112,7 +112,7 @@ def overwrite(y: GlobalTensor, block: StoredValue) -> Tensor:
 
 
 def shared_memory(writes: Sequence[Write]) -> list[str]:
-    """The blocks on this rank that would be overwritten before they are read, or twice.
+    """Returns the blocks on this rank that would be overwritten before they are read, or twice.
 
     A leaf of `into` may be the leaf of `tree` itself, in the same layout: nothing is written then.
     """
@@ -157,7 +157,7 @@ def _has_memory(held: object) -> bool:
 
 
 def _same(write: Write) -> bool:
-    """Whether the two are one block in one layout."""
+    """Returns whether the two are one block in one layout."""
     x, y = write.x.held, write.y.held
     if write.x.mesh is not write.y.mesh or write.x.placement != write.y.placement or not _has_memory(y):
         return False

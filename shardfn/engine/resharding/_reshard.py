@@ -27,34 +27,34 @@ def reshard(
     dtype: torch.dtype | None = None,
     pool: Pool | None = None,
 ) -> PyTree:
-    """The same leaves in another layout, memory, dtype or mesh: `unshard(reshard(tree, to)) == unshard(tree)`.
+    """Returns the same leaves in another layout, memory, dtype or mesh: `unshard(reshard(tree, to)) == unshard(tree)`.
 
     On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It works under `jit` and inside
-    transforms of torch.func; its transpose is the way back. Between two meshes each rank sends the others only what
-    they lack, once, through the host and a few megabytes at a time; this is eager, and collective over the ranks of
+    transforms of torch.func. Its transpose is the way back. Between two meshes each rank sends the others only what
+    they lack, once, through the host and a few megabytes at a time. This is eager, and collective over the ranks of
     both meshes. Ranks compare their transfers before the first one.
 
     Args:
-        tree: its `GlobalTensor`s are placed; other leaves pass through (`shard` places a tensor that all ranks hold).
-        to: a prefix tree of targets: a `P` (on the device), a `Sharding`, or a `Placement`, which also has a dtype.
-            It may be left out with `into`.
+        tree: `GlobalTensor`s are placed. Other leaves pass through (`shard` places a tensor that all ranks hold).
+        to: a prefix tree of targets: a `P` (on the device), a `Sharding`, or a `Placement`, which also has a dtype. It
+            may be left out with `into`.
         into: leaves with the structure and shapes of `tree`, on the device or the host, that are overwritten and
-            returned. Their layouts, dtypes and meshes are the targets; `to`, `mesh` and `dtype` must equal them. Not
+            returned. Their layouts, dtypes and meshes are the targets. `to`, `mesh` and `dtype` must equal them. Not
             under `jit`, torch.func or autograd.
         mesh: the target mesh; default each leaf's own, or that of its leaf of `into`. It may have other ranks, or some
             of the same.
-        dtype: of floating-point leaves without a `Placement`; default their own. A cast to a narrower dtype comes
-            before the transfer.
+        dtype: dtype of floating-point leaves without a `Placement`. Default: their own. A cast to a narrower dtype
+            comes before the transfer.
         pool: where leaves on disk are written. One for each rank.
 
     Returns:
-        The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree` is
+        The tree. A leaf that is placed as asked is the same leaf. Every other one has memory of its own, and `tree` is
         not changed. With `into`, its leaves, in their own memory. On a rank outside of `mesh`, leaves have shape, dtype
         and layout, and no block.
 
     Raises:
         ValueError: a leaf does not fit its target or cannot be moved there, or leaves share memory with those of
-            `into`; the message lists all. Or this rank is outside of all the meshes.
+            `into`. The message lists all. Or this rank is outside of all the meshes.
         DonatedError: a step has consumed a leaf of `tree` or `into`.
         RankError: ranks disagree on the transfers, or one has failed.
 
@@ -114,7 +114,7 @@ def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mes
 
 
 def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
-    """The transfers that all ranks are about to make. Collective over the ranks of `meeting`."""
+    """Returns the transfers that all ranks are about to make. Collective over the ranks of `meeting`."""
     control = comms_of(meeting).control
     with told_before(control):
         transits = request.transits(pure=pure)
@@ -128,7 +128,9 @@ _MEETINGS: PerMesh[dict[tuple[int, ...], Mesh]] = PerMesh()
 
 
 def _meeting(meshes: Sequence[Mesh]) -> Mesh:
-    """The mesh of all ranks of some meshes: one of these, if it has them all; else one that the first of them keeps.
+    """Returns the mesh of all ranks of some meshes.
+
+    One of these, if it has them all, else one that the first of them keeps.
 
     Raises:
         ValueError: this rank is not one of them.

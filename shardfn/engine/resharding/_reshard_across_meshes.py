@@ -30,7 +30,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
 
 
 def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
-    """The overlaps of blocks of a leaf; cached, as leaves often share them."""
+    """Returns the overlaps of blocks of a leaf; cached, as leaves often share them."""
     # A call keeps its leaves, and so their meshes, alive.
     key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec, id(t.mesh)
     if key not in known:
@@ -39,7 +39,7 @@ def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list
 
 
 def _narrower(t: Transit) -> torch.dtype:
-    """The dtype in which a leaf is sent: the narrower one, as on a route."""
+    """Returns the dtype in which a leaf is sent: the narrower one, as on a route."""
     return t.dst.dtype if t.dst.dtype.itemsize <= t.src.dtype.itemsize else t.src.dtype
 
 
@@ -56,7 +56,7 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
 
 
 class _IncomingBlock:
-    """This rank's new block of a leaf. It is made when its first part arrives; `done` is called after all parts.
+    """This rank's new block of a leaf. It is made when its first part arrives. `done` is called after all parts.
 
     Where a leaf is overwritten, it is that leaf's block.
     """
@@ -84,7 +84,7 @@ class _IncomingBlock:
         self._block = None
 
     def leaf(self) -> GlobalTensor:
-        """The leaf, after `done`."""
+        """Returns the leaf, after `done`."""
         return self._t.elsewhere() if self._held is None else self._t.made(self._held)
 
     def _made(self) -> Tensor:
@@ -96,6 +96,6 @@ class _IncomingBlock:
 
 
 def _within(box: Box, shape: torch.Size, spec: P, mesh: Mesh) -> tuple[slice, ...]:
-    """A box in the coordinates of this rank's block."""
+    """Returns a box in the coordinates of this rank's block."""
     starts = [s.start for s in block_slices(shape, spec, mesh.shape, mesh.coords)]
     return tuple(slice(lo - start, hi - start) for (lo, hi), start in zip(box, starts, strict=True))

@@ -16,7 +16,7 @@ from ._reshard_request import Transit
 
 
 def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
-    """The leaves in their new placements, mesh by mesh, several at a time. Collective over each mesh."""
+    """Returns the leaves in their new placements, mesh by mesh, several at a time. Collective over each mesh."""
     out: dict[int, GlobalTensor] = {}
     # In the order of the leaves, so on all ranks in one order.
     for mesh in {id(t.mesh): t.mesh for t in transits}.values():
@@ -26,7 +26,7 @@ def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
 
 
 def moved_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
-    """The leaves in their new placements, by functions that torch can differentiate and capture."""
+    """Returns the leaves in their new placements, by functions that torch can differentiate and capture."""
 
     def one(t: Transit) -> GlobalTensor:
         if t.stays or not t.mesh.is_member:

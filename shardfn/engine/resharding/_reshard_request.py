@@ -34,10 +34,10 @@ class Transit:
     """A leaf, and where it is to go.
 
     Attributes:
-        path: its path.
+        path: path.
         x: the leaf.
-        src: its present placement, on `x.mesh`.
-        asked: its new placement.
+        src: present placement, on `x.mesh`.
+        asked: new placement.
         mesh: where.
         pool: the disk of this rank, if there is one.
         into: the leaf that is overwritten with it, if there is one.
@@ -58,33 +58,33 @@ class Transit:
 
     @property
     def on_one_mesh(self) -> bool:
-        """Whether it stays on its mesh."""
+        """Returns whether it stays on its mesh."""
         return self.x.mesh is self.mesh
 
     @property
     def stays(self) -> bool:
-        """Whether it is placed as asked already, and so the result itself."""
+        """Returns whether it is placed as asked already, and so the result itself."""
         return self.into is None and self.on_one_mesh and self.src == self.dst
 
     def route(self) -> Route:
-        """The route, on one mesh."""
+        """Returns the route, on one mesh."""
         return route(self.x.shape, self.src, self.dst, self.mesh, path=self.path)
 
     def describe(self) -> str:
-        """The text that must be equal on all ranks."""
+        """Returns the text that must be equal on all ranks."""
         ends = [f"{at!r} on {m.shape}, ranks {m.ranks}" for at, m in ((self.src, self.x.mesh), (self.asked, self.mesh))]
         verb = "to" if self.into is None else "into"
         return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} {verb} {ends[1]}"
 
     def made(self, held: StoredValue) -> GlobalTensor:
-        """The new leaf, made of its block; or the leaf whose block has been overwritten."""
+        """Returns the new leaf, made of its block, or the leaf whose block has been overwritten."""
         if self.into is not None:
             return self.into
         dst = self.dst
         return GlobalTensor(held, self.x.shape, dst.spec, self.mesh, dst.memory_kind, frozen=self.x.frozen)
 
     def elsewhere(self) -> GlobalTensor:
-        """The leaf on a rank that its mesh is not of."""
+        """Returns the leaf on a rank that its mesh is not of."""
         if self.into is not None:
             return self.into
         return absent(self.x.shape, self.dst.dtype, self.dst.spec, self.mesh, self.dst.memory_kind)
@@ -92,7 +92,7 @@ class Transit:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of a call; see `reshard`."""
+    """The arguments of a call. See `reshard`."""
 
     tree: PyTree
     to: PyTree
@@ -102,7 +102,7 @@ class Request:
     into: PyTree | None = None
 
     def transits(self, *, pure: bool) -> list[Transit]:
-        """A `Transit` for each global tensor of the tree.
+        """Returns a `Transit` for each global tensor of the tree.
 
         Args:
             pure: whether it is to be done by functions that torch differentiates and records.
@@ -155,7 +155,7 @@ class Request:
         return Placement(to.spec, memory_kind=to.memory_kind, dtype=dtype, stacked=to.stacked)
 
     def _unlike(self, t: Transit, to: Target | None) -> Iterator[str]:
-        """The arguments that differ from the leaf that is overwritten."""
+        """Yields the arguments that differ from the leaf that is overwritten."""
         if t.into is None:
             return
         path = into_path(t.path)
@@ -168,7 +168,7 @@ class Request:
 
 
 def is_followed(x: GlobalTensor) -> bool:
-    """Whether autograd is to follow a leaf."""
+    """Returns whether autograd is to follow a leaf."""
     return torch.is_grad_enabled() and not x.donated and isinstance(x.held, Tensor) and x.held.requires_grad
 
 

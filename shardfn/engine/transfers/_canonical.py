@@ -12,7 +12,7 @@ microbatches, so the sums of a chunk have the same bits on any rank. Chunks are 
                          0-7
 
 A rank adds up the nodes that lie entirely in its range (for the second of the three ranks: 2-3 and 4), and sends each
-rank a part of them; the owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
+rank a part of them. The owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
 as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop its gradients, because
 all ranks must take part in collectives of the loss.
 """
@@ -42,7 +42,7 @@ class ChunkSums:
     zeros. After the last chunk, `take` returns the nodes of a leaf, and drops them.
 
     Args:
-        chunks: of this rank.
+        chunks: chunks of this rank.
         zeros: makes the zeros of a leaf.
     """
 
@@ -65,7 +65,7 @@ class ChunkSums:
             push(stack, (self._next, self._next + 1, grad))
 
     def take(self, leaf: int) -> list[Tensor]:
-        """The nodes of a leaf, in order."""
+        """Returns the nodes of a leaf, in order."""
         stack = self._nodes.pop(leaf, [])
         self._fill(leaf, stack, self.chunks.bounds[1])
         return [x for _, _, x in stack]
@@ -103,11 +103,11 @@ class JoinedNodes(Pending[Tensor]):
         self._arriving, self._chunks = list(arriving), chunks
 
     def done(self) -> bool:
-        """Whether all have arrived."""
+        """Returns whether all have arrived."""
         return all(x.done() for x in self._arriving)
 
     def result(self) -> Tensor:
-        """The sum."""
+        """Returns the sum."""
         rows = [x.result().view(self._chunks.ranks, -1) for x in self._arriving]
         self._arriving = []
         nodes = [
@@ -125,7 +125,7 @@ class JoinedNodes(Pending[Tensor]):
 
 
 def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
-    """The description of a batch that ranks compare before a step; see `describe_batch`.
+    """Returns the description of a batch that ranks compare before a step. See `describe_batch`.
 
     Canonical sums use that of a chunk.
 
@@ -150,7 +150,7 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
 
 
 def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
-    """This rank's chunks of a batch from `describe_rows`; the last is repeated where other ranks have more.
+    """This rank's chunks of a batch from `describe_rows`. The last is repeated where other ranks have more.
 
     Args:
         plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
@@ -169,13 +169,13 @@ def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[
 
 
 def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
-    """For each leaf of a batch, whether chunks have different rows of it."""
+    """Returns whether chunks have different rows of it for each leaf of a batch."""
     specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
     return [bool(spec.dim_axes(0)) for spec in specs]
 
 
 def _rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
-    """The paths of the leaves that are cut, with their numbers of rows."""
+    """Returns the paths of the leaves that are cut, with their numbers of rows."""
     named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
     return [(path, len(x)) for path, x, is_cut in named if is_cut]
 
@@ -188,7 +188,10 @@ def _told(chunks: Chunks) -> str:
 
 
 def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
-    """The sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64. Collective."""
+    """Returns the sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64.
+
+    Collective.
+    """
     first, (start, _) = values[0], chunks.bounds
     rows = torch.zeros(chunks.total, 2 + 2 * len(first.aux), dtype=torch.float64, device=first.total.device)
     for k, value in enumerate(values[: chunks.num]):
@@ -201,7 +204,7 @@ def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]
 
 
 def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
-    """The sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
+    """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
     top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
     top = pmax(top, axes)
     limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]

@@ -30,7 +30,7 @@ from ._gathered import (
     arrived,
 )
 
-# The codes that a rank sends in a round where it wants no unit: it is done; it failed; it is done with the step's
+# The codes that a rank sends in a round where it wants no unit: it is done; it failed. It is done with the step's
 # backwards, without a gradient from any.
 DONE, FAILED, IDLE = -1, -2, -3
 # How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
@@ -38,12 +38,12 @@ FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 class Gatherer:
-    """Serves the whole leaves of one step. Made anew each step; only `order` is kept.
+    """Serves the whole leaves of one step. Made anew each step. Only `order` is kept.
 
     Args:
         leaves: the layout.
         units: groups of leaves gathered together.
-        blocks: this rank's piece of each leaf as stored; those of leaves in no unit are not read.
+        blocks: this rank's piece of each leaf as stored. Those of leaves in no unit are not read.
         channels: the step's communicators.
         rounds: agreement between the ranks that share the leaves.
         order: the agreed order of use; extended in place.
@@ -82,7 +82,7 @@ class Gatherer:
         self._scheduled: dict[int, GatheredUnit] = {}
         # The unit that this rank has asked for: held until it asks for another, or the phase ends.
         self._asked: tuple[int, GatheredUnit] | None = None
-        # Let go before they arrived; empty after `end_phase`.
+        # Let go before they arrived, empty after `end_phase`.
         self._unused: list[GatheredUnit] = []
         self._phase, self._pos = -1, 0
         # Units that were gathered in this phase because a rank asked: the same on all ranks. They join the order at its
@@ -98,7 +98,7 @@ class Gatherer:
         self._read_ahead()
 
     def whole(self, leaf: int) -> Tensor:
-        """The whole leaf. Waits for it, and starts the gathers of leaves that are used next."""
+        """Returns the whole leaf. Waits for it, and starts the gathers of leaves that are used next."""
         unit, slot = self._slot[leaf]
         with named_range("gather", self._leaves, self._units[unit].leaves, leaf):
             return self._need(unit).leaf(slot)
@@ -135,7 +135,7 @@ class Gatherer:
         return all(w == IDLE for w in wants)
 
     def fail(self, what: str) -> None:
-        """Sends the other ranks word that this one cannot go on; they raise `RankError` at their next agreement."""
+        """Sends the other ranks word that this one cannot go on. They raise `RankError` at their next agreement."""
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
@@ -209,7 +209,7 @@ class Gatherer:
                     self._brought[unit] = self._bring(unit)
 
     def _pieces(self, unit: int) -> list[Piece]:
-        """This rank's pieces of the leaves of a unit; those in other memories are being fetched."""
+        """This rank's pieces of the leaves of a unit. Those in other memories are being fetched."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
             out.append(prefetch(self._blocks[i], self._leaves[i].home, self._device))
@@ -261,7 +261,7 @@ class Gatherer:
         return GatheredUnit(self._wires[unit], brought or self._own(unit), members)
 
     def _secondary(self, unit: int) -> Tensor:
-        """The result of a unit's first hop."""
+        """Returns the result of a unit's first hop."""
         brought = self._brought.pop(unit, None)
         brought = self._bring(unit) if brought is None else brought
         piece = brought.result() if isinstance(brought, Pending) else brought

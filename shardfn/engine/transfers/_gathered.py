@@ -36,7 +36,7 @@ class GatheredUnit:
         self._tensors: list[Tensor] = []
         # Those in codes are decoded when they are first used.
         self._leaves, self._coded = leaves, {k for k, leaf in enumerate(leaves) if leaf.places.code is not None}
-        # In a capture a transfer is waited for where it is issued; the passes set the two apart.
+        # In a capture a transfer is waited for where it is issued. The passes set the two apart.
         self.arrived = capturing()
         # Neither sent nor packed: only the move from its memory is waited for.
         if wire.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
@@ -68,7 +68,7 @@ class GatheredUnit:
             self._pending, self.arrived = None, True
 
     def leaf(self, slot: int) -> Tensor:
-        """The whole leaf of that number in the unit; waits for it."""
+        """Returns the whole leaf of that number in the unit, and waits for it."""
         if not self._tensors:
             self.arrive()
             assert self._out is not None
@@ -82,7 +82,7 @@ class GatheredUnit:
 
 
 def arrived(pieces: Sequence[Piece]) -> list[Tensor]:
-    """The pieces on the device. All copies start before the first is waited for."""
+    """Returns the pieces on the device. All copies start before the first is waited for."""
     for piece in pieces:
         if isinstance(piece, Fetch):
             piece.move()

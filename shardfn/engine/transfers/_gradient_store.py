@@ -35,7 +35,7 @@ class GradientStore:
 
     Args:
         plan: the layout.
-        wires: by unit, the wire on which its parts arrive.
+        wires: the wire on which its parts arrive by unit.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
     """
 
@@ -58,7 +58,7 @@ class GradientStore:
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[StoredValue]] = {}
         self._leaving: dict[int, int] = {}
-        # The units whose tensor in `_at` is a sum; see `added`.
+        # The units whose tensor in `_at` is a sum. See `added`.
         self._summed: set[int] = set()
         self._ahead: Ahead | None = None
         self._taken: dict[int, Pending[Any]] = {}
@@ -71,7 +71,7 @@ class GradientStore:
 
     @property
     def units(self) -> list[int]:
-        """The units that have a share here, or have gone into an update that runs already; sorted."""
+        """Returns the units that have a share here, or have gone into an update that runs already; sorted."""
         return sorted({*self._at, *self._coming, *self._writing, *self._taken})
 
     def give_to(self, ahead: Ahead) -> None:
@@ -188,7 +188,7 @@ class GradientStore:
         return zip(leaves, pieces, strict=True)
 
     def _landed(self, leaf: LeafLayout, x: StoredValue, home: MemoryKind) -> StoredValue:
-        """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
+        """Returns the part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         summed = leaf.ways.summed
         if leaf.dim is not None and summed.spec == leaf.shard:
             x = leaf.rows(load(x), self._plan.zero_rank(leaf)).contiguous()
@@ -210,20 +210,20 @@ class GradientStore:
         return self._at.pop(unit)
 
     def _popped(self, unit: int) -> Tensor:
-        """The share of a unit, which is let go; on the device, wherever it has waited."""
+        """Returns the share of a unit, which is let go. On the device, wherever it has waited."""
         return fetch(self._pop(unit), self._homes[unit], self._plan.mesh.device)
 
     def _members(self, unit: int) -> list[LeafLayout]:
         return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
 
     def _home(self, unit: int) -> MemoryKind:
-        """The memory in which a unit is added up; the device, if its form must change after it arrives."""
+        """Returns the memory in which a unit is added up. The device, if its form must change after it arrives."""
         members, wire = self._members(unit), self._wires[unit]
         arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
         return members[0].ways.summed.memory_kind if arrives else "device"
 
     def _add(self, unit: int, part: Tensor, *, last: bool) -> None:
-        """Adds a share that lies on the device; a share that is kept elsewhere begins its way, and is added there.
+        """Adds a share that lies on the device. A share that is kept elsewhere begins its way, and is added there.
 
         Args:
             unit: number of the unit.
@@ -253,7 +253,7 @@ class GradientStore:
             self._at[unit] = x.to(self._dtypes[unit])
 
     def _hold_back(self) -> None:
-        """Sends on the shares that have arrived; waits for the oldest ones while too many are on their way."""
+        """Sends on the shares that have arrived, and waits for the oldest ones while too many are on their way."""
         for unit in [u for u in self._leaving if self._has_left(u)]:
             del self._leaving[unit]
         while sum(self._leaving.values()) > LEAVING_BYTES and len(self._leaving) > 1:
@@ -298,7 +298,7 @@ def _large(part: Tensor) -> list[Tensor]:
 
 
 def _pieces(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
-    """The pieces of single leaves in a rank's share."""
+    """Returns the pieces of single leaves in a rank's share."""
     if isinstance(flat, Tensor) and not capturing():
         return list(packing.split(flat, rank))
     shapes = packing.shapes(rank)

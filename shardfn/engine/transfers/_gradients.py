@@ -39,9 +39,9 @@ class Found(NamedTuple):
     """The result of `gradients`.
 
     Attributes:
-        grads: a tree like params, of `GlobalTensor`s; None for a leaf that is not trained.
+        grads: a tree like params, of `GlobalTensor`s, or None for a leaf that is not trained.
         model_state: the one that the loss has returned, a tree of `GlobalTensor`s.
-        metrics: of the loss and of the gradients.
+        metrics: metrics of the loss and of the gradients.
     """
 
     grads: PyTree
@@ -64,12 +64,12 @@ def as_tree(plan: Plan, grads: Blocks) -> PyTree:
 
 
 def by_leaf(plan: Plan, tree: PyTree) -> Blocks:
-    """The leaves of a tree of gradients, by number of the parameter."""
+    """Returns the leaves of a tree of gradients, by number of the parameter."""
     return dict(zip([i for i, leaf in enumerate(plan.leaves) if leaf.trainable], tree_leaves(tree), strict=True))
 
 
 def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
-    """The gradients with the factor that they still lack, by the operations of an update, so with the same bits."""
+    """Multiplies gradients by the factor that they still lack, with the operations and bits of an update."""
     if scale is None:
         return grads
     if plan.at_home:
@@ -80,7 +80,7 @@ def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
 
 
 def added(plan: Plan, a: Blocks, b: Blocks) -> Blocks:
-    """The sums of two sets of gradients, leaf by leaf, in the memory of the first; both are consumed."""
+    """Returns the sums of two sets of gradients, leaf by leaf, in the memory of the first. Both are consumed."""
     pool, out = pool_of(plan), dict(a)
     for i, y in b.items():
         x, at = out.get(i), plan.leaves[i].ways.summed
@@ -97,7 +97,7 @@ def _add(x: Tensor, y: StoredValue) -> Tensor:
 
 
 def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
-    """The metrics of an update, of the gradients that it was given. The mesh must be bound.
+    """Returns the metrics of an update, of the gradients that it was given. The mesh must be bound.
 
     The norm is summed in float64, where the squares of finite gradients do not overflow: so gradients that a step has
     found finite are finite here.
@@ -106,10 +106,10 @@ def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tenso
 
 
 def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
-    """The metrics of an update, as if it is not skipped.
+    """Returns the metrics of an update, as if it is not skipped.
 
     Args:
-        norm: of the gradients.
+        norm: norm of the gradients.
         finite: whether loss and gradients were finite where they were computed.
         loss_scale: the one that was used.
     """
@@ -136,9 +136,9 @@ def check_gradients(plan: Plan, grads: PyTree) -> None:
     """Refuses a tree that is not the gradients of a step of this plan.
 
     Raises:
-        TypeError: a leaf is not a `GlobalTensor`; all are listed.
+        TypeError: a leaf is not a `GlobalTensor`. All are listed.
         DonatedError: an update has consumed a leaf.
-        ValueError: leaves are missing or additional, or are of another mesh, layout, memory, dtype or shape; all are
+        ValueError: leaves are missing or additional, or are of another mesh, layout, memory, dtype or shape. All are
             listed by path.
     """
     _check_structure(plan, grads)
@@ -189,7 +189,7 @@ def _paths(plan: Plan) -> list[str]:
 
 
 def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Iterable[str]:
-    """The differences between a gradient and its layout in the plan; empty if they agree."""
+    """Yields the differences between a gradient and its layout in the plan, empty if they agree."""
     if not x.mesh.is_like(plan.mesh):
         yield f"{path} is on {x.mesh!r}; here the mesh is {plan.mesh!r}"
         return
@@ -213,6 +213,6 @@ def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Itera
 
 
 def _cut(plan: Plan, x: Any) -> list[tuple[str, ...]]:
-    """The axes that cut each dim."""
+    """Returns the axes that cut each dim."""
     spec = x.spec if isinstance(x, GlobalTensor) else x.shard
     return [plan.mesh.axes(spec.dim_axes(d)) for d in range(len(x.shape))]

@@ -21,7 +21,7 @@ def enter(
     reducer: Reducer | None,
     at_end: Collection[int] = (),
 ) -> tuple[PyTree, dict[int, Tensor]]:
-    """The parameter tree as the loss sees it, and by layer the handles at which its gradients arrive.
+    """Returns the parameter tree as the loss sees it, and by layer the handles at which its gradients arrive.
 
     Both serve all microbatches of a step; a gradient that arrives belongs to the backward that runs.
 
@@ -29,7 +29,7 @@ def enter(
         plan: the layout.
         blocks: this rank's block of each layer.
         book: gives the whole tensors of lazy leaves, and detects writes to the others.
-        reducer: collects gradients; None in a call without a backward.
+        reducer: collects gradients, or None in a call without a backward.
         at_end: the layers whose gradients are not taken as they arrive, but by the backward's caller, at its end.
     """
     entered: list[Tensor] = []
@@ -94,7 +94,7 @@ def check_capture(
 
 
 def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
-    """A tensor of the leaf's shape that costs one element."""
+    """Returns a tensor of the leaf's shape that costs one element."""
     dtype = leaf.dtypes.compute
 
     def make() -> list[Tensor]:
@@ -104,10 +104,10 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
 
 
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-    """A hook that hands a gradient to the reducer, and leaves autograd a tensor of its shape that costs no memory."""
+    """Returns a hook that hands a gradient to the reducer, and autograd a tensor of its shape without memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:
-        # It was taken before; or it is the loss's own, which differentiates something itself.
+        # It was taken before, or it is the loss's own, which differentiates something itself.
         if grad is None or not reducer.collects:
             return None
         reducer.take(leaf, alias(grad))

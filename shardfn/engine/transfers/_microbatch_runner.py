@@ -15,7 +15,7 @@ Seed = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Ends(NamedTuple):
-    """The start of a backward: outputs and their cotangents; and the further inputs whose gradients it computes.
+    """The start of a backward: outputs and their cotangents, and the further inputs whose gradients it computes.
 
     Attributes:
         outputs: tensors to differentiate.
@@ -31,7 +31,7 @@ class Ends(NamedTuple):
 class Course(Protocol):
     """One step's microbatches on this rank. Made anew each step.
 
-    For each action of `actions`, in order, the engine calls `receive` and then `forward`; or `receive`, `ends` and
+    For each action of `actions`, in order, the engine calls `receive` and then `forward`, or `receive`, `ends` and
     `send_back`. `receive` comes between two phases of the order of use, and is the only call that waits for another
     stage. At the end it calls `close` once, `values` and `kept`.
 
@@ -49,11 +49,11 @@ class Course(Protocol):
         ...
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
-        """Runs the forward of an action; returns the loss, or None if another stage has it."""
+        """Runs the forward of an action, and returns the loss, or None if another stage has it."""
         ...
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """The start of a microbatch's backward; the course drops it."""
+        """Returns the start of a microbatch's backward; the course drops it."""
         ...
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
@@ -65,11 +65,11 @@ class Course(Protocol):
         ...
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """The values of all microbatches, on all ranks, from those that this rank has seen."""
+        """Returns the values of all microbatches, on all ranks, from those that this rank has seen."""
         ...
 
     def kept(self, model_state: PyTree) -> PyTree:
-        """The model state after all microbatches, on all ranks, from the part that this rank has changed."""
+        """Returns the model state after all microbatches, on all ranks, from the part that this rank has changed."""
         ...
 
     def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
@@ -81,7 +81,7 @@ class Whole:
     """A `Course` of whole losses: each rank runs all of its microbatches by itself.
 
     Args:
-        loss: of one microbatch.
+        loss: loss of one microbatch.
         batches: the microbatches.
         rest: the further arguments of the loss.
         has_aux: whether it returns an aux.
@@ -99,13 +99,13 @@ class Whole:
         """Nothing."""
 
     def forward(self, action: Action, params: PyTree) -> Value:
-        """The loss."""
+        """Returns the loss."""
         k = action.microbatch
         value = self._open[k] = evaluate(self._loss, params, (self._batches[k], *self._rest), self._has_aux)
         return value
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """The loss, if it has a gradient."""
+        """Returns the loss, if it has a gradient."""
         value = self._open.pop(action.microbatch)
         if not value.total.requires_grad:
             return Ends([], [], [])

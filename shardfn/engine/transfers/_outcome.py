@@ -29,7 +29,7 @@ class Outcome:
 
 
 def outcome_of(values: list[Value], num: int, reducer: Reducer, model_state: PyTree) -> Outcome:
-    """The outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
+    """Returns the outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
     total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):

@@ -25,14 +25,14 @@ _RUNS: PerMesh[dict[str | None, str]] = PerMesh()
 
 
 def pool_of(plan: Plan) -> AnyPool | None:
-    """The pool of a plan, or a substitute while a step is captured; None without a directory."""
+    """Returns the pool of a plan, or a substitute while a step is captured, or None without a directory."""
     if plan.zero.directory is None:
         return None
     return TracedPool() if plan.captured else disk_of(plan)
 
 
 def disk_of(plan: Plan | Planner) -> Pool | None:
-    """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
+    """Returns the pool of a plan, opened on first use, or None if it keeps nothing on disk."""
     disk, pools = plan.zero.disk, _pools(plan.mesh)
     if disk is None:
         return None
@@ -43,7 +43,7 @@ def disk_of(plan: Plan | Planner) -> Pool | None:
 
 
 def _pools(mesh: Mesh) -> dict[str | None, Pool]:
-    """The pools of a mesh's steps by directory; they are closed with the mesh."""
+    """Returns the pools of a mesh's steps by directory. They are closed with the mesh."""
     pools = POOLS.of(mesh, dict)
     mesh.at_close("pools", lambda why: _close_all(pools))
     return pools
@@ -103,12 +103,12 @@ def commit(plan: Plan, state: TrainState) -> None:
 
 
 def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
-    """The parts of a state that are cut over ranks, each with its name in a commit."""
+    """Returns the parts of a state that are cut over ranks, each with its name in a commit."""
     return [("params", state.params), ("opt_state", state.opt_state), ("state.model_state", state.model_state)]
 
 
 def _commits(plan: Plan) -> dict[str | None, int]:
-    """By directory, the number of the last commit."""
+    """Returns the number of the last commit, by directory."""
     return _COMMITS.of(plan.mesh, dict)
 
 
@@ -125,10 +125,10 @@ def forget(plan: Plan) -> None:
 
 
 def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of the last commit that all ranks have, by path, and its description.
+    """Returns the values of the last commit that all ranks have, by path, and its description.
 
     Raises:
-        ValueError: the plan keeps nothing on disk; or a directory is another rank's, mesh's or run's.
+        ValueError: the plan keeps nothing on disk, or a directory is another rank's, mesh's or run's.
         FileNotFoundError: the ranks have no commit in common; lists those of each rank.
     """
     disk = plan.zero.disk
@@ -153,7 +153,9 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
 
 
 def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
-    """Each leaf of a state by path, and whether a commit keeps it: on disk, or small, or as the cast of a copy on disk.
+    """Returns each leaf of a state by path, and whether a commit keeps it.
+
+    On disk, or small, or as the cast of a copy on disk.
 
     The last is the same on all ranks, independent of their blocks.
     """
@@ -169,7 +171,7 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 
 def _value(x: Any) -> Any:
-    """The value that a commit holds of a leaf."""
+    """Returns the value that a commit holds of a leaf."""
     held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
     elsewhere = as_stored(held)
     if elsewhere is not None and is_disk(elsewhere.kind):
@@ -178,7 +180,7 @@ def _value(x: Any) -> Any:
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
-    """Whether a commit holds a leaf: it is on disk, or in memory and as small as leaves that never leave it."""
+    """Returns whether a commit holds a leaf: it is on disk, or in memory and as small as leaves that never leave it."""
     if isinstance(x, GlobalTensor) and is_disk(x.memory_kind):
         return True
     return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)

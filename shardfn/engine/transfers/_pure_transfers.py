@@ -4,7 +4,7 @@
     rows   = reduce_purely(plan, cotangents)      its transpose, summed: each rank's rows of the gradient
     blocks = refresh_purely(plan, blocks, rows)   updated rows -> storage
 
-Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
+Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own. Leaves of one
 unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K
 times as large.
 """
@@ -31,13 +31,13 @@ from shardfn.memory import put
 
 
 def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
-    """The leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
+    """Returns the leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
 
     Args:
         plan: the layout.
-        blocks: this rank's piece of each parameter, in the memory in which it is kept; blocks on disk have been read.
+        blocks: this rank's piece of each parameter, in the memory in which it is kept. Blocks on disk have been read.
         mode: the types of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are
-            cast; None in a loss, where each rank has its own.
+            cast, or None in a loss, where each rank has its own.
 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
@@ -72,7 +72,7 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
 
 
 def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The gradients summed over the ranks that share the batch: of each leaf the rows that this rank updates.
+    """Returns the gradients summed over the ranks that share the batch: of each leaf the rows that this rank updates.
 
     Args:
         plan: the layout.
@@ -89,13 +89,13 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
-    """The part of a parameter that this rank updates."""
+    """Returns the part of a parameter that this rank updates."""
     cut = plan.own_cuts.get(leaf.path)
     return block if cut is None else take_own_block(block, leaf.zero_axes, dim=cut[0])
 
 
 def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """The parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
+    """Returns the parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
     out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
     for unit in plan.refresh_units:
         for i, whole in _gathered(plan, unit, out, invariant=True):
@@ -104,7 +104,7 @@ def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor |
 
 
 def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool) -> Iterator[tuple[int, Tensor]]:
-    """The whole leaves of one unit, from every rank's rows."""
+    """Yields the whole leaves of one unit, from every rank's rows."""
     packing = EvenPacking([plan.leaves[i].pieces for i in unit.leaves])
     gather = all_gather_invariant if invariant else all_gather
     arrived = gather(packing.pack([pieces[i] for i in unit.leaves]), plan.leaves[unit.leaves[0]].zero_axes)

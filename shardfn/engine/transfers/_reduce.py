@@ -1,7 +1,7 @@
 """The transpose of storage -> compute: sums gradients over the batch's axes, into the optimizer's layout.
 
 Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
-the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
+the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order. A leaf that
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 
     LocalSums, ChunkSums   gradients that are added up on this rank before they are sent, by leaf
@@ -50,14 +50,14 @@ class Reducer:
     Args:
         plan: the layout.
         channels: the step's communicators.
-        order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
+        order: the agreed order in which units are sent, empty: as they become ready, which a captured program does
             alike on all ranks. See `expect`.
         late_axes: axes whose ranks run backwards of their own, so that the gradients of shared leaves are summed along
             them when each has run its last one.
-        chunks: this rank's chunks, if each backward is of one and they are summed by their tree; else None.
+        chunks: this rank's chunks, if each backward is of one and they are summed by their tree, else None.
 
     Attributes:
-        stage: its stage.
+        stage: stage.
         queue: the units on their way.
         store: the sums.
         received: whether any leaf has got a gradient on this rank, in any backward so far.
@@ -85,7 +85,10 @@ class Reducer:
 
     @property
     def collects(self) -> bool:
-        """Whether a backward has begun and not ended; a gradient that comes at another time is not the step's."""
+        """Returns whether a backward has begun and not ended.
+
+        A gradient that comes at another time is not the step's.
+        """
         return self.stage in (Stage.ADDS, Stage.SENDS, Stage.LAST)
 
     def begin(self, *, send: bool, last: bool) -> None:
@@ -113,7 +116,7 @@ class Reducer:
             self.queue.hold_back(keep)
 
     def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
-        """Takes the gradients of several leaves, in an eager step; the list is emptied."""
+        """Takes the gradients of several leaves, in an eager step. The list is emptied."""
         while grads:
             self._put(*grads.pop())
         self.queue.send(self._start)
@@ -144,11 +147,11 @@ class Reducer:
         return self.store
 
     def _arriving(self) -> Keep:
-        """The function that takes units as they arrive in this backward."""
+        """Returns the function that takes units as they arrive in this backward."""
         return functools.partial(self.store.receive, last=self.stage is Stage.LAST)
 
     def _staying(self) -> set[int]:
-        """The units that do not leave in this backward."""
+        """Returns the units that do not leave in this backward."""
         units = range(len(self._wires))
         if self.stage is Stage.ADDS:
             return set(units)
@@ -203,7 +206,7 @@ class Reducer:
         return Pending.of(part)
 
     def _absent(self, leaf: int) -> Tensor:
-        """The gradient of a leaf that has got none in this backward."""
+        """Returns the gradient of a leaf that has got none in this backward."""
         local = self._local.pop(leaf)
         return _zeros(self._plan, leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
 

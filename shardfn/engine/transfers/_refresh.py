@@ -22,7 +22,7 @@ def refresh(
     rows: Sequence[StoredValue | None],
     pool: AnyPool | None = None,
 ) -> list[StoredValue]:
-    """The parameters to keep, given the rows that each rank updated.
+    """Returns the parameters to keep, given the rows that each rank updated.
 
     Args:
         plan: the layout.
@@ -41,7 +41,7 @@ def refresh(
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].ways.kept.is_plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
-    # All are started before the first is waited for; every rank has the same units in the same order.
+    # All are started before the first is waited for. Every rank has the same units in the same order.
     started = list[tuple[Pending[Tensor], bool]]()
     for unit in resident:
         with named_range("refresh", plan.layers, unit.leaves):
@@ -102,7 +102,7 @@ def _store(
 
 
 def _made_whole(plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[StoredValue | None]) -> dict[int, Tensor]:
-    """The leaves of a unit on the device, from each rank's rows."""
+    """Returns the leaves of a unit on the device, from each rank's rows."""
     device = plan.mesh.device
     whole: list[Tensor | None] = [None] * len(rows)
     up: list[Tensor | None] = [None] * len(rows)

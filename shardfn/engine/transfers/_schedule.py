@@ -14,7 +14,7 @@ from shardfn.schedules import Action, Actions, as_text
 
 
 def accumulation(num_microbatches: int) -> Actions:
-    """Each backward right after its forward, so that one microbatch's activations are alive at a time.
+    """Returns each backward right after its forward, so that one microbatch's activations are alive at a time.
 
     Example:
         >>> as_text(accumulation(2))

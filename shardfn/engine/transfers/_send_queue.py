@@ -19,7 +19,7 @@ class Sent(NamedTuple):
     """A transfer of one unit.
 
     Attributes:
-        unit: its number.
+        unit: number.
         pending: the transfer.
         nbytes: the bytes that are let go when it has left.
     """
@@ -33,10 +33,10 @@ class SendQueue:
     """The units of one step's backwards, from complete to arrived.
 
     Ranks issue the same transfers in the same order: that of `order`, whatever their losses do. A backward begins with
-    `begin`; a unit that is `complete` leaves with the next `send`, once all before it in the order have left.
+    `begin`. A unit that is `complete` leaves with the next `send`, once all before it in the order have left.
 
     Args:
-        order: the agreed order; empty: as units are complete, which a captured program does alike on all ranks.
+        order: the agreed order, empty: as units are complete, which a captured program does alike on all ranks.
 
     Attributes:
         seen: the order in which units became complete in the last backward.
@@ -76,7 +76,7 @@ class SendQueue:
         """Sends the units whose turn it is.
 
         Args:
-            start: sends a unit; returns the transfer and the bytes that it lets go.
+            start: sends a unit, and returns the transfer and the bytes that it lets go.
         """
         while self._next < len(self.order):
             unit = self.order[self._next]
@@ -89,7 +89,7 @@ class SendQueue:
             self._next += 1
 
     def collect(self, keep: Keep, *, block: bool) -> None:
-        """Hands the units that have arrived to `keep`; with `block`, waits for all."""
+        """Hands the units that have arrived to `keep`. With `block`, waits for all."""
         while self._sent and (block or self._sent[0].pending.done()):
             unit, pending, nbytes = self._sent.pop(0)
             keep(unit, pending)
