@@ -247,7 +247,7 @@ def leaf_layout(
         code(zero.travel.gather, param != compute and codes is None),
         code(zero.travel.reduce, large),
     )
-    return _leaf(path, shape, trainable, places, manner, mesh)
+    return _lay_out_leaf(path, shape, trainable, places, manner, mesh)
 
 
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
@@ -261,10 +261,12 @@ def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, co
     places = one.places._replace(**specs, stacked=True)
     own = block_slices(tuple(shape[:1]), P(apart or None), mesh.shape, mesh.coords)[0]
     layers = tuple(dataclasses.replace(one, path=f"{path}[{i}]", apart=apart) for i in range(own.start, own.stop))
-    return dataclasses.replace(_leaf(path, shape, one.trainable, places, one.manner, mesh), layers=layers)
+    return dataclasses.replace(_lay_out_leaf(path, shape, one.trainable, places, one.manner, mesh), layers=layers)
 
 
-def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner: Manner, mesh: Mesh) -> LeafLayout:
+def _lay_out_leaf(
+    path: str, shape: torch.Size, trainable: bool, places: Places, manner: Manner, mesh: Mesh
+) -> LeafLayout:
     compute, shard = places.compute, places.shard
     dim = next((d for d in range(len(shape)) if shard.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in shard.axes if a not in compute.axes)
@@ -273,13 +275,13 @@ def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner:
     block = torch.Size(s.stop - s.start for s in slices)
     largest = block_slices(tuple(shape), compute, mesh.shape, {})
     numel = torch.Size(s.stop for s in largest).numel()
-    bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
+    bounds = () if dim is None else _find_bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     pieces = Cuts(block, dim, bounds)
     return LeafLayout(path, shape, trainable, places, manner, tuple(mesh.shape.items()), pieces, numel)
 
 
 @functools.lru_cache(maxsize=1024)
-def _bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
+def _find_bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
     sizes = dict(axes)
     # By the rule that cuts global tensors: a rank's piece of a block is its block under the storage spec.
     cuts = [block_slices((rows,), P(tuple(sizes)), sizes, coords)[0] for coords in all_coords(sizes)]

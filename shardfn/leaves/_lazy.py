@@ -88,7 +88,7 @@ class LeafBook:
             self.look_after(self.leaves[leaf].path, whole)
         else:
             # Requested again while it is alive, it has the same memory.
-            self._check(known, whole)
+            self._check_unchanged(known, whole)
 
     def look_after(self, path: str, whole: Tensor) -> None:
         """Watches a tensor of a leaf for writes."""
@@ -106,16 +106,16 @@ class LeafBook:
     @contextlib.contextmanager
     def keep_out_of_graph(self) -> Iterator[None]:
         """While it is active, autograd saves (leaf, geometry) in place of whole tensors and their views."""
-        with _RESTING, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with _RESTING, torch.autograd.graph.saved_tensors_hooks(self._pack_saved, self._unpack_saved):
             yield
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack_saved(self, x: Tensor) -> Any:
         if type(x) is LazyLeaf:  # saved by a Function that received the leaf itself
-            return x._saved()
+            return x._to_saved()
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
             return x
-        self._check(known, x)
+        self._check_unchanged(known, x)
         # No reference to the memory: so a whole leaf may die before the backward.
         return known[0], x.size(), x.stride(), x.storage_offset()
 
@@ -124,11 +124,11 @@ class LeafBook:
         layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
         return torch.stack(layers) if saved.stacked else layers[0]
 
-    def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
+    def _check_unchanged(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
         if x._version != known[1]:  # a TypeError would make Python try the reflected operator
             raise refused_write(f"{self.leaves[known[0]].path} is written to inside the loss, through a view of it")
 
-    def _unpack(self, saved: Any) -> Tensor:
+    def _unpack_saved(self, saved: Any) -> Tensor:
         if type(saved) is _SavedLeaf:
             return self.values_of(saved)
         if type(saved) is not tuple:
@@ -176,7 +176,7 @@ class LazyLeaf(MetadataTensor):
     @staticmethod
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """Returns the lazy leaf of `handle`'s shape, dtype and device."""
-        leaf = _linked(handle)
+        leaf = _link_handles(handle)
         # Weakly: a lazy leaf that escapes from a loss must not keep the step's gatherer alive.
         leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
         leaf._layers = ()
@@ -185,25 +185,25 @@ class LazyLeaf(MetadataTensor):
     @staticmethod
     def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
         """Returns the stack of `layers`, lazy leaves or tensors of one shape."""
-        return LazyLeaf._stack(path, layers, weakref.proxy(book))
+        return LazyLeaf._stack_layers(path, layers, weakref.proxy(book))
 
     @staticmethod
-    def _stack(path: str, layers: Sequence[Tensor], book: Any) -> "LazyLeaf":
+    def _stack_layers(path: str, layers: Sequence[Tensor], book: Any) -> "LazyLeaf":
         handles = [x.handle if type(x) is LazyLeaf else x for x in layers]
-        leaf = _linked(*handles, stacked=True)
+        leaf = _link_handles(*handles, stacked=True)
         leaf._path, leaf._layers, leaf._book = path, tuple(layers), book
         leaf.handle = handles[0]
         same_axes(leaf, layers[0])
         return leaf
 
-    def _part(self, which: slice) -> "LazyLeaf | None":
+    def _take_layers(self, which: slice) -> "LazyLeaf | None":
         """Returns the stack of some layers, or None without any."""
         layers = self._layers[which]
-        return LazyLeaf._stack(self._path, layers, self._book) if layers else None
+        return LazyLeaf._stack_layers(self._path, layers, self._book) if layers else None
 
     def with_handle(self, handle: Tensor) -> "LazyLeaf":
         """The same leaf, whose gradient arrives at another handle."""
-        leaf = _linked(handle)
+        leaf = _link_handles(handle)
         leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
         same_axes(leaf, self)
         return leaf
@@ -211,14 +211,14 @@ class LazyLeaf(MetadataTensor):
     def whole(self) -> Tensor:
         """Returns the whole tensor, connected to the handle that collects its gradient."""
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
-            return self._opened()
+            return self._open_stack()
         # A constant of a transform of torch.func inside the loss; autograd follows it outside of the transform.
         with clear_interpreter_stack():
-            return self._opened()
+            return self._open_stack()
 
-    def _opened(self) -> Tensor:
+    def _open_stack(self) -> Tensor:
         if self._layers:
-            out = torch.stack([_whole(x) for x in self._layers])
+            out = torch.stack([_gather_argument(x) for x in self._layers])
             self._book.look_after(self._path, out)
             return same_axes(out, self)
         book, index = self._book, self.number
@@ -238,16 +238,18 @@ class LazyLeaf(MetadataTensor):
         if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
             taken = taken_layers(func, args[0]._layers, *args[1:], **kwargs)
             if isinstance(taken, slice):
-                taken = args[0]._part(taken)
+                taken = args[0]._take_layers(taken)
             if taken is not None:
                 return taken
         if func is torch.autograd.grad:
-            return gradients(_whole(args[0]), args[1], lambda x: x.ends() if type(x) is LazyLeaf else None, **kwargs)
+            return gradients(
+                _gather_argument(args[0]), args[1], lambda x: x.ends() if type(x) is LazyLeaf else None, **kwargs
+            )
         _refuse_writes(func, args)
         if func == DATA:  # which would hide writes to it
-            return _whole(args[0]).detach()
-        args = tuple(_whole(a) for a in args)
-        return func(*args, **{k: _whole(v) for k, v in kwargs.items()})
+            return _gather_argument(args[0]).detach()
+        args = tuple(_gather_argument(a) for a in args)
+        return func(*args, **{k: _gather_argument(v) for k, v in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,14 +261,14 @@ class LazyLeaf(MetadataTensor):
         for a, x in zip(func._schema.arguments, args, strict=False):
             if a.alias_info is not None and a.alias_info.is_write:
                 _refuse_write(x, str(func))
-        args, kwargs = tree_map(_values, (tuple(args), kwargs or {}))  # pyright: ignore[reportGeneralTypeIssues]
+        args, kwargs = tree_map(_gather_arguments, (tuple(args), kwargs or {}))  # pyright: ignore[reportGeneralTypeIssues]
         return func(*args, **kwargs)
 
     def ends(self) -> LeafEnds:
         """Returns the tensors at which its gradient arrives: its handle; for a stack, one per layer."""
         return LeafEnds([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
-    def _saved(self) -> "_SavedLeaf":
+    def _to_saved(self) -> "_SavedLeaf":
         return _SavedLeaf(self._layers or (self,), bool(self._layers))
 
 
@@ -284,18 +286,18 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, stacked: bool, *handles: Tensor) -> Tensor:
         ctx.stacked = stacked
         shape = handles[0].shape
-        return _wrapper((len(handles), *shape) if stacked else shape, handles[0])
+        return _make_wrapper((len(handles), *shape) if stacked else shape, handles[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, *(grads[0].unbind(0) if ctx.stacked else grads)
 
 
-def _linked(*handles: Tensor, stacked: bool = False) -> Any:
+def _link_handles(*handles: Tensor, stacked: bool = False) -> Any:
     return _Joined.apply(stacked, *handles)
 
 
-def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
+def _make_wrapper(shape: Sequence[int], like: Tensor) -> Any:
     return LazyLeaf.empty(shape, like.dtype, like.device)
 
 
@@ -304,16 +306,16 @@ def opened(x: Any) -> Any:
     return x.whole() if type(x) is LazyLeaf else x
 
 
-def _whole(x: Any) -> Any:
+def _gather_argument(x: Any) -> Any:
     if type(x) is LazyLeaf:
         return x.whole()
     if type(x) in (list, tuple):
-        return type(x)(_whole(y) for y in x)
+        return type(x)(_gather_argument(y) for y in x)
     return x
 
 
-def _values(x: Any) -> Any:
-    return x._book.values_of(x._saved()) if type(x) is LazyLeaf else x
+def _gather_arguments(x: Any) -> Any:
+    return x._book.values_of(x._to_saved()) if type(x) is LazyLeaf else x
 
 
 _AUGMENTED = frozenset(

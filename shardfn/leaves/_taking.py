@@ -33,13 +33,13 @@ def taken_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: An
     if dim != 0:
         return None
     if func in _NARROWING:
-        return _narrowed(len(layers), **dict(zip(("dim", "start", "length"), args, strict=False)), **kwargs)
+        return _narrow_layers(len(layers), **dict(zip(("dim", "start", "length"), args, strict=False)), **kwargs)
     if func in (_TENSOR.unbind, torch.unbind):
         return layers
     return layers[args[1] if len(args) > 1 else kwargs["index"]]
 
 
-def _narrowed(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
+def _narrow_layers(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
     """Returns the layers of a `narrow` along dim 0, or None if torch is to refuse it."""
     del dim
     if not isinstance(start, int) or not isinstance(length, int):

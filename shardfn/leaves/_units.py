@@ -115,13 +115,13 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
 
     trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
     nbytes = [leaf.numel * leaf.dtypes.reduce.itemsize for leaf in leaves]
-    units = [Unit.of(leaves, (i,), nbytes[i], _sent) for i in trainable if alone(leaves[i])]
+    units = [Unit.of(leaves, (i,), nbytes[i], _choose_message) for i in trainable if alone(leaves[i])]
     shared = [i for i in trainable if not alone(leaves[i])]
     cut, whole = ([i for i in shared if leaves[i].ways.reduce.scatters == on] for on in (True, False))
-    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, _sent)
+    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, _choose_message)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     size = max(zero.travel.bucket_bytes, WHOLE_BUCKET) if zero.travel.bucket_bytes else 0
-    return units + make_units(leaves, whole, size, _reduce_key, math.inf, _sent)
+    return units + make_units(leaves, whole, size, _reduce_key, math.inf, _choose_message)
 
 
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
@@ -130,6 +130,6 @@ def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
     return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.code, *where)
 
 
-def _sent(leaf: LeafLayout) -> Cuts:
+def _choose_message(leaf: LeafLayout) -> Cuts:
     """Returns the message of its gradient: each rank's rows, or the whole."""
     return leaf.pieces if leaf.ways.reduce.scatters else Cuts(leaf.block)

@@ -107,7 +107,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     state = Placement(places.shard, (), places.memories.state, dtypes.master, stacked=places.stacked)
     grad = used.cotangent(places.batch_axes)
     sent = grad.with_(dtype=dtypes.reduce)
-    summed = _summed(places, manner, sent, state)
+    summed = _place_sum(places, manner, sent, state)
     # Hops depend on the number of dims alone, so leaves of all shapes share the cache.
     shape = (2,) * ndim
     use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
@@ -117,7 +117,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     return Ways(kept, summed, state, use, reduce, refresh)
 
 
-def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
+def _place_sum(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
     """Rows, or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
     spec = sent.spec if set(rows) & set(manner.left) else state.spec

@@ -66,13 +66,13 @@ class Watch:
         self._kept += [(path, x, x._version) for path, x in named if not x.is_inference()]
         for path, x in named:
             if x.is_inference():  # inference tensors have no count of their own
-                self._witness(path, x, kept=True)
+                self._add_witness(path, x, kept=True)
 
     def add(self, path: str, x: Tensor) -> None:
         """Watches a tensor of a leaf that is not the state's, without keeping its memory alive."""
-        self._witness(path, x, kept=False)
+        self._add_witness(path, x, kept=False)
 
-    def _witness(self, path: str, x: Tensor, *, kept: bool) -> None:
+    def _add_witness(self, path: str, x: Tensor, *, kept: bool) -> None:
         # A detached alias has the count of `x`, and once it is given other memory holds none of its own.
         witness = x.detach()
         witness.data = x.new_empty(0)
@@ -89,7 +89,7 @@ class Watch:
         """
         written = [x for x in self._seen if x.witness._version != x.version]
         own = [path for path, x, version in self._kept if x._version != version]
-        changed = self._changed(where)
+        changed = self._find_changed(where)
         moved = [path for path, x, memory in self._entered if _place_of(x) != memory]
         lost = bool(changed or own) or any(x.kept for x in written)
         state = (
@@ -107,7 +107,7 @@ class Watch:
             ],
         )
 
-    def _changed(self, where: str) -> list[str]:
+    def _find_changed(self, where: str) -> list[str]:
         """Returns the leaves whose sum of bits has changed since `keep`."""
         if not self._bits or where in self._compared:
             return []
@@ -162,7 +162,7 @@ def check_graph(
     """
     found: dict[str, None] = {}
     for node in graph.nodes:
-        for x in _written(node):
+        for x in _find_written(node):
             # By memory: a write through any view counts.
             if storage_of(x) in leaves:
                 where = node.meta.get("where", "a line outside of " + name + "'s own")
@@ -174,7 +174,7 @@ def check_graph(
     )
 
 
-def _written(node: Node) -> Iterable[Tensor]:
+def _find_written(node: Node) -> Iterable[Tensor]:
     """Yields the tensors that an op writes to."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:

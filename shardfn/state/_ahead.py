@@ -53,7 +53,7 @@ class Ahead:
 
     def begin(self) -> None:
         """Begins to read the states that the first gradients will update."""
-        self._thread = threading.Thread(target=adopting(self._run), name="shardfn-update", daemon=True)
+        self._thread = threading.Thread(target=adopting(self._run_updates), name="shardfn-update", daemon=True)
         self._thread.start()
 
     def take(self, unit: int, coming: Pending[Tensor], before: StoredValue | None, dtype: torch.dtype) -> Pending[None]:
@@ -71,7 +71,7 @@ class Ahead:
         with self._change:
             # Gradients after the end are dropped: `square` and `finish` raise the error that ended it.
             if not self._over:
-                self._coming[unit] = coming.then(lambda x: _added(x, before, dtype))
+                self._coming[unit] = coming.then(lambda x: _add_gradient(x, before, dtype))
                 self._change.notify_all()
         return Pending(lambda: self.wait(unit), lambda: self.is_used(unit))
 
@@ -123,7 +123,7 @@ class Ahead:
         """
         if (leaf, lo) not in self._here:
             unit = self._unit[leaf, lo]
-            flat = self._await(unit).result()
+            flat = self._await_unit(unit).result()
             square = sum_squares([flat])
             sizes = [shape.numel() for _, shape in self.units[unit]]
             for (rows, shape), piece in zip(self.units[unit], flat.split_with_sizes(sizes), strict=True):
@@ -139,7 +139,7 @@ class Ahead:
         """Lets go of a gradient."""
         del self._here[leaf, lo]
 
-    def _await(self, unit: int) -> Pending[Tensor]:
+    def _await_unit(self, unit: int) -> Pending[Tensor]:
         with self._change:
             self._wanted = unit not in self._coming
             self._change.notify_all()
@@ -151,7 +151,7 @@ class Ahead:
             self._change.notify_all()
             return coming
 
-    def _run(self) -> None:
+    def _run_updates(self) -> None:
         try:
             with torch.no_grad(), background():
                 self._done = stream_some(self._update, self._order)
@@ -200,9 +200,9 @@ class Promised:
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """Rows `lo:hi` on the host, not copied. The last rows of a layer let go of it, so rows are read in order."""
         assert out is None
-        return Pending(lambda: self._rows(lo, hi))
+        return Pending(lambda: self._read_rows(lo, hi))
 
-    def _rows(self, lo: int, hi: int | None) -> Tensor:
+    def _read_rows(self, lo: int, hi: int | None) -> Tensor:
         ahead = self.ahead
         assert ahead is not None
         if self._stacked:
@@ -215,7 +215,7 @@ class Promised:
         return x if hi is None else x[lo:hi]
 
 
-def _added(x: Tensor, before: StoredValue | None, dtype: torch.dtype) -> Tensor:
+def _add_gradient(x: Tensor, before: StoredValue | None, dtype: torch.dtype) -> Tensor:
     """Returns the sum of a gradient on the host and `before`, in `dtype`."""
     part = x if x.dtype == dtype else host_empty(x.shape, dtype).copy_(x)
     return part if before is None else load(before).add_(part)

@@ -24,14 +24,14 @@ def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any
         run: an identifier of the run.
         *named: parts of the state, each with the name that its paths begin with.
     """
-    shape, coords = _shape(mesh), {a: mesh.coords[a] for a in _shape(mesh)}
+    shape, coords = _find_shape(mesh), {a: mesh.coords[a] for a in _find_shape(mesh)}
     return {"run": run, "rank": mesh.rank, "mesh": shape, "coords": coords, "cut": cuts_of(mesh, *named)}
 
 
 def cuts_of(mesh: Mesh, *named: tuple[str, PyTree]) -> dict[str, list[list[str]]]:
     """Returns the axes that cut each dim of a leaf, by path, and leaves that are whole are left out."""
     leaves = [pair for name, tree in named for pair in named_leaves(tree, name)]
-    cuts = {path: _cut(mesh, x.spec) for path, x in leaves if isinstance(x, GlobalTensor)}
+    cuts = {path: _find_cut(mesh, x.spec) for path, x in leaves if isinstance(x, GlobalTensor)}
     return {path: cut for path, cut in cuts.items() if any(cut)}
 
 
@@ -51,8 +51,10 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
     beyond = _ranks_beside(place) if told == {} else -1
     mine |= {"here": mesh.rank, "at": mesh.coords, "place": str(place), "beyond": beyond}
     rows: list[Any] = control.gather(mine)
-    known, shape = [row for row in rows if "rank" in row], _shape(mesh)
-    worlds = {_size(row["mesh"]) for row in known} | {row["beyond"] + 1 for row in rows if row["beyond"] >= mesh.size}
+    known, shape = [row for row in rows if "rank" in row], _find_shape(mesh)
+    worlds = {_count_ranks(row["mesh"]) for row in known} | {
+        row["beyond"] + 1 for row in rows if row["beyond"] >= mesh.size
+    }
     if worlds - {mesh.size}:
         there = max(worlds - {mesh.size})
         raise ValueError(
@@ -62,7 +64,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
     raise_all(
         ValueError,
         "ranks find files that others have written; give each rank the directory that it wrote:",
-        [problem for row in known if (problem := _problem(row, shape))],
+        [problem for row in known if (problem := _find_problem(row, shape))],
     )
     several = len({row["run"] for row in known}) > 1
     raise_all(
@@ -74,7 +76,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         log.warning("%s has no record of the rank that wrote it; that it is this rank's own was not checked.", place)
 
 
-def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
+def _find_problem(row: dict[str, Any], shape: dict[str, int]) -> str:
     """Returns the problem of a rank's directory, empty if there is no problem."""
     if row["mesh"] != shape:
         return f"rank {row['here']}: {row['place']} was written on the mesh {row['mesh']}, this one is {shape}"
@@ -91,14 +93,14 @@ def _ranks_beside(place: pathlib.Path) -> int:
     return max([int(match[1]) for match in found if match], default=-1)
 
 
-def _cut(mesh: Mesh, spec: P) -> list[list[str]]:
+def _find_cut(mesh: Mesh, spec: P) -> list[list[str]]:
     return [list(mesh.axes(spec.dim_axes(d))) for d in range(len(spec))]
 
 
-def _shape(mesh: Mesh) -> dict[str, int]:
+def _find_shape(mesh: Mesh) -> dict[str, int]:
     """Returns the axes that there are more than one of. The others cut nothing."""
     return {a: n for a, n in mesh.shape.items() if n > 1}
 
 
-def _size(shape: dict[str, int]) -> int:
+def _count_ranks(shape: dict[str, int]) -> int:
     return math.prod(shape.values())

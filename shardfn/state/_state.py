@@ -70,7 +70,7 @@ class TrainState(NamedTuple):
 
     def __repr__(self) -> str:
         """Returns a line a leaf: path, global shape, dtype, spec, memory, bytes here; long states are cut short."""
-        return _shown(self)
+        return _show_state(self)
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -91,7 +91,7 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _versions(xs: Sequence[Tensor]) -> list[int | None]:
+def _read_versions(xs: Sequence[Tensor]) -> list[int | None]:
     try:
         return [x._version for x in xs]
     except RuntimeError:  # one of them was made in inference mode
@@ -117,11 +117,11 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
         rest = iter(given)
         blocks = [next(rest) if isinstance(x, GlobalTensor) else x for x in leaves]
     held = [x for x in blocks if isinstance(x, Tensor)]
-    before = _versions(held)
+    before = _read_versions(held)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
-        if donate and (None in before or before != _versions(held)):
+        if donate and (None in before or before != _read_versions(held)):
             for x in owned:
                 x.donate()
         raise
@@ -134,7 +134,7 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
 _SHOWN = 40
 
 
-def _shown(state: TrainState) -> str:
+def _show_state(state: TrainState) -> str:
     named = [
         (path, x)
         for name in ("params", "opt_state", "model_state")
@@ -144,12 +144,12 @@ def _shown(state: TrainState) -> str:
     number = "without data" if state.step.is_meta or type(state.step) is not Tensor else f"step {int(state.step)}"
     head = f"TrainState({number}, {len(named)} leaves, {size(sum(here))} here)"
     rows = [("path", "shape", "dtype", "spec", "memory", "here")]
-    rows += [_row(path, x, n) for (path, x), n in zip(named[:_SHOWN], here, strict=False)]
+    rows += [_format_row(path, x, n) for (path, x), n in zip(named[:_SHOWN], here, strict=False)]
     rest = [f"and {len(named) - _SHOWN} more, {size(sum(here[_SHOWN:]))} here"] if len(named) > _SHOWN else []
     return "\n".join([head, columns(rows), *rest])
 
 
-def _row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
+def _format_row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
     if not isinstance(x, GlobalTensor):
         looks = (str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__, "")
         return (path, *looks, "", "", size(nbytes))
@@ -229,7 +229,7 @@ def state_owners(
     for path, (name, leaf), owner in rows:
         if isinstance(leaf, GlobalTensor) or path in counters:
             owner = None
-        elif owner is None and len(leaf.shape) > 0 and path not in (placed := _placed(optimizer, params, placed)):
+        elif owner is None and len(leaf.shape) > 0 and path not in (placed := _find_placed(optimizer, params, placed)):
             raise ValueError(
                 f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding is unknown;"
                 " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
@@ -238,7 +238,9 @@ def state_owners(
     return out
 
 
-def _placed(optimizer: GradientTransformation | None, params: PyTree, known: frozenset[Any] | None) -> frozenset[Any]:
+def _find_placed(
+    optimizer: GradientTransformation | None, params: PyTree, known: frozenset[Any] | None
+) -> frozenset[Any]:
     """Returns the paths of states that a rule makes with a placement of their own, such as factored moments."""
     if known is not None or optimizer is None:
         return known or frozenset()

@@ -208,7 +208,7 @@ class Successor:
         self._into = host_empty(value.shape, value.dtype) if beside else value if isinstance(value, Tensor) else None
 
     @property
-    def _writer(self) -> Any:
+    def _open_writer(self) -> Any:
         """Returns the writer of a value on disk, made when it is first needed.
 
         A value that is only read gets no successor.
@@ -230,7 +230,7 @@ class Successor:
         None where they are the new value's.
         """
         if self._into is None:
-            return self._writer.write(lo, rows if is_host(place) else to_host(rows).result())
+            return self._open_writer.write(lo, rows if is_host(place) else to_host(rows).result())
         if self._kind == place:  # made where they are kept; see `rows`
             return None
         into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
@@ -238,7 +238,7 @@ class Successor:
 
     def finish(self) -> StoredValue:
         """Returns the new value, when all rows are there."""
-        return self._writer.finish() if self._into is None else self._into
+        return self._open_writer.finish() if self._into is None else self._into
 
 
 def bring_rows(
@@ -287,10 +287,10 @@ def succeed(value: StoredValue, kind: MemoryKind, x: Tensor) -> StoredValue:
     if isinstance(value, Tensor):
         return to_host(x, out=value).result()
     assert isinstance(value, DiskTensor)  # arguments of other kinds are refused
-    return _write(x, value.pool)
+    return _write_value(x, value.pool)
 
 
-def _write(x: Tensor, pool: AnyPool) -> StoredValue:
+def _write_value(x: Tensor, pool: AnyPool) -> StoredValue:
     return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
 
 
@@ -319,7 +319,7 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
 
 def entered(x: Tensor, like: Likeness) -> StoredValue:
     """Returns an input of a graph that is being captured, as a block."""
-    return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _in_codes(x, like)
+    return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _encode_like(x, like)
 
 
 def as_graph_value(value: StoredValue) -> Tensor:
@@ -332,10 +332,10 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
     """Returns a result of a graph as a block with the shape and placement of the one before."""
-    return stored_of(x) if is_disk(like.at.memory_kind) else _in_codes(x, like)
+    return stored_of(x) if is_disk(like.at.memory_kind) else _encode_like(x, like)
 
 
-def _in_codes(x: Tensor, like: Likeness) -> StoredValue:
+def _encode_like(x: Tensor, like: Likeness) -> StoredValue:
     """Returns the block of a tensor: itself, or the one whose codes it has."""
     code, kind = like.at.code, like.at.memory_kind
     return Coded(x, like.shape, like.at.dtype, code, kind) if isinstance(code, str) else x

@@ -84,19 +84,19 @@ class _Stream:
 
     def run(self, order: Sequence[LeafRows], measures: Sequence[Tensor] | None) -> Any:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
-        token = self._begin(measures)
-        chunks = list(self._chunks(order))
+        token = self._begin_chunks(measures)
+        chunks = list(self._cut_chunks(order))
         coming: collections.deque[_Chunk] = collections.deque()
         leaving: collections.deque[_Chunk] = collections.deque()
         for k in range(len(chunks)):
             while k + len(coming) < len(chunks) and (
-                len(coming) < 2 or self._fits(coming, chunks[k + len(coming)], AHEAD + 1)
+                len(coming) < 2 or self._fits_part(coming, chunks[k + len(coming)], AHEAD + 1)
             ):
                 rows, nbytes = chunks[k + len(coming)]
                 coming.append(_Chunk(self, self._u.device, rows, nbytes))
             now = coming.popleft()
             now.step(token)
-            while leaving and not self._fits(leaving, chunks[k], BEHIND):
+            while leaving and not self._fits_part(leaving, chunks[k], BEHIND):
                 leaving.popleft().settle()
             now.leave()
             leaving.append(now)
@@ -104,7 +104,7 @@ class _Stream:
             chunk.settle()
         return token
 
-    def _fits(self, held: Iterable["_Chunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
+    def _fits_part(self, held: Iterable["_Chunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
         """Returns whether chunks and one more are no larger than `parts` parts of a chunk."""
         return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
@@ -142,18 +142,18 @@ class _Stream:
             out.append(done.measures[i].to(u.device))
         return out
 
-    def _begin(self, measures: Sequence[Tensor] | None) -> Any:
+    def _begin_chunks(self, measures: Sequence[Tensor] | None) -> Any:
         u = self._u
         counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
         specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]
         state = tree_unflatten(u.state_treedef, counters)
         return self._pieces.begin(state, measures, specs=tree_unflatten(u.treedef, specs))
 
-    def _chunks(self, order: Sequence[LeafRows]) -> Iterator[tuple[list[LeafRows], int]]:
+    def _cut_chunks(self, order: Sequence[LeafRows]) -> Iterator[tuple[list[LeafRows], int]]:
         """Neighbouring rows that are stepped in one memory, up to the size of a part of a chunk, and their bytes."""
         group: list[LeafRows] = []
         size = 0
-        for rows, nbytes in self._cuts(order):
+        for rows, nbytes in self._cut_rows(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
             apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
             if group and (apart or size + nbytes > self._size) and self._pieces.granularity != "tree":
@@ -164,11 +164,11 @@ class _Stream:
         if group:
             yield group, size
 
-    def _cuts(self, order: Sequence[LeafRows]) -> Iterator[tuple[LeafRows, int]]:
+    def _cut_rows(self, order: Sequence[LeafRows]) -> Iterator[tuple[LeafRows, int]]:
         for rows in order:
             i, column = rows.leaf, self._u.params[rows.leaf]
             assert column is not None
-            shape, total = column.held.shape, self._bytes(i)
+            shape, total = column.held.shape, self._count_bytes(i)
             if rows.hi is not None:
                 yield rows, total * (rows.hi - rows.lo) // shape[0]
                 continue
@@ -176,7 +176,7 @@ class _Stream:
                 self._pieces.granularity != "element"
                 or not all(shape[:1] or (0,))
                 or total <= self._size
-                or not self._moves(i)
+                or not self._must_move(i)
             ):
                 yield LeafRows(i), total
                 continue
@@ -187,10 +187,10 @@ class _Stream:
                 hi = min(lo + step, shape[0])
                 yield LeafRows(i, lo, hi), total * (hi - lo) // shape[0]
 
-    def _bytes(self, leaf: int) -> int:
+    def _count_bytes(self, leaf: int) -> int:
         return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
 
-    def _moves(self, leaf: int) -> bool:
+    def _must_move(self, leaf: int) -> bool:
         """Returns whether anything of a leaf must come to where it is stepped, or go from there."""
         place = "host" if self.on_host(leaf) else "device"
         return any(c.home != place for c in self.columns(leaf))
@@ -230,13 +230,13 @@ class _Stream:
         given = tree_unflatten(u.state_treedef, state)
         gs, ps, cuts = (tree_unflatten(u.treedef, x) for x in (grads, params, specs))
         new, after = self._pieces.apply(token, gs, given, ps, specs=cuts)
-        _keep([*tree_leaves(ps), *tree_leaves(given)], [*tree_leaves(new), *tree_leaves(after)])
+        _keep_buffers([*tree_leaves(ps), *tree_leaves(given)], [*tree_leaves(new), *tree_leaves(after)])
         for k, x in beside.items():
             if state[k] is not x:
                 x.copy_(state[k])
 
 
-def _keep(before: list[Tensor], after: list[Tensor]) -> None:
+def _keep_buffers(before: list[Tensor], after: list[Tensor]) -> None:
     """A rule may return other tensors than those it was given."""
     for x, y in zip(before, after, strict=True):
         if x is not y:
@@ -259,11 +259,11 @@ class _Chunk:
         # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
         # have left.
         self._buffers: list[Tensor] = []
-        self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
+        self._coming = [[self._bring_rows(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
         self._going: list[Pending[Any]] = []
 
-    def _buffer(self, rows: LeafRows, held: StoredValue) -> Tensor | None:
+    def _take_buffer(self, rows: LeafRows, held: StoredValue) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere. It goes back to the stream when they have left."""
         if capturing():
             return None
@@ -271,7 +271,7 @@ class _Chunk:
         self._buffers.append(x)
         return x
 
-    def _bring(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
+    def _bring_rows(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
         """Brings rows to where they are stepped; a view of those that are there already."""
         held = column.held
         # The memory of the new value, if the rows can be stepped there.
@@ -279,7 +279,7 @@ class _Chunk:
         if into is not None and not (column.kept and column.read):
             return into
         if into is None and self._host and not is_host(column.home):
-            into = self._buffer(rows, held)
+            into = self._take_buffer(rows, held)
         if column.read:
             return bring_rows(held, (rows.lo, rows.hi), (column.home, self._place), self._device, into)
         shape = rows.shape(held.shape)

@@ -22,7 +22,7 @@ def layers_of(value: StoredValue) -> Sequence[StoredValue]:
 
 def slices_of(value: StoredValue, shapes: Sequence[torch.Size]) -> Sequence[StoredValue]:
     """Returns the parts of these shapes that lie one after another in a value that is no tensor."""
-    flat, sizes = _stored(value).flat(), [shape.numel() for shape in shapes]
+    flat, sizes = _read_stored(value).flat(), [shape.numel() for shape in shapes]
     return [StoredSlice(flat, sum(sizes[:k]), shape) for k, shape in enumerate(shapes)]
 
 
@@ -32,10 +32,10 @@ def stack_values(parts: Sequence[StoredValue]) -> StoredValue:
     if len(here) == len(parts):
         whole = _stack_of(here)
         return torch.stack(here) if whole is None else whole
-    return StoredStack([_stored(x) for x in parts])
+    return StoredStack([_read_stored(x) for x in parts])
 
 
-def _stored(value: StoredValue) -> Stored:
+def _read_stored(value: StoredValue) -> Stored:
     out = as_stored(value)
     assert out is not None
     return out

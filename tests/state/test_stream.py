@@ -154,5 +154,5 @@ def test_rows_are_views_and_shapes() -> None:
 
 def test_rules_may_return_other_tensors() -> None:
     x, y = torch.zeros(2), torch.ones(2)
-    _stream._keep([x, y], [torch.ones(2), y])
+    _stream._keep_buffers([x, y], [torch.ones(2), y])
     assert tree_map(torch.Tensor.tolist, [x, y]) == [[1, 1], [1, 1]]

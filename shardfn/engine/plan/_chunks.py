@@ -32,12 +32,12 @@ class Chunks(NamedTuple):
     @property
     def bounds(self) -> tuple[int, int]:
         """Returns the first chunk of this rank, and the first after its last."""
-        return self._bounds(self.rank)
+        return self._find_bounds(self.rank)
 
     @property
     def most(self) -> int:
         """Returns the largest number of chunks that a rank has. Every rank runs this number."""
-        return max(stop - start for start, stop in map(self._bounds, range(self.ranks)))
+        return max(stop - start for start, stop in map(self._find_bounds, range(self.ranks)))
 
     @property
     def num(self) -> int:
@@ -53,14 +53,14 @@ class Chunks(NamedTuple):
             [[(0, 2)], [(2, 4), (4, 5)], [(5, 6), (6, 8)]]
         """
         stack: list[tuple[int, int]] = []
-        for k in range(*self._bounds(rank)):
+        for k in range(*self._find_bounds(rank)):
             stack.append((k, k + 1))
             while _are_siblings(stack):
                 (start, _), (_, stop) = stack[-2:]
                 stack[-2:] = [(start, stop)]
         return stack
 
-    def _bounds(self, rank: int) -> tuple[int, int]:
+    def _find_bounds(self, rank: int) -> tuple[int, int]:
         return rank * self.total // self.ranks, (rank + 1) * self.total // self.ranks
 
 

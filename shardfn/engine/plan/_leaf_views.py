@@ -101,7 +101,7 @@ class LeafViews:
         if key not in self._found:
             found = {
                 views
-                for known, views in self._trees()
+                for known, views in self._build_trees()
                 if known == treedef and tuple(view.block for view in views) == shapes
             }
             if len(found) != 1:
@@ -112,7 +112,7 @@ class LeafViews:
             self._found[key] = found.pop()
         return self._found[key]
 
-    def _trees(self) -> Iterator[tuple[Any, tuple[LeafView, ...]]]:
+    def _build_trees(self) -> Iterator[tuple[Any, tuple[LeafView, ...]]]:
         for plan in self.planner.plans:
             for tree in self.pick(tree_unflatten(plan.treedef, [LeafView.of(leaf) for leaf in plan.leaves])):
                 views, treedef = tree_flatten(tree)

@@ -67,7 +67,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
             for leaf in blocks
         ],
     )
-    raise_all(ValueError, whose, _idle(plan, over))
+    raise_all(ValueError, whose, _find_idle_axes(plan, over))
     raise_all(
         ValueError,
         whose,
@@ -90,7 +90,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     )
 
 
-def _idle(plan: Plan, over: set[str]) -> list[str]:
+def _find_idle_axes(plan: Plan, over: set[str]) -> list[str]:
     """Returns the optimizer's axes along which there is nothing to average, or gradients are averaged already."""
     batch = tuple(a for a in plan.batch_axes if plan.mesh.axis_size(a) > 1)
     out = [f"the batch is not cut along {a!r}, so that all ranks there have one gradient" for a in over - set(batch)]

@@ -137,7 +137,7 @@ class Plan:
         return Following(self.mesh, self.following.axes, batch=self.batch_axes)
 
     @functools.cached_property
-    def _to_exchange(self) -> dict[str, tuple[str, ...]]:
+    def _list_exchanged_blocks(self) -> dict[str, tuple[str, ...]]:
         """Returns the blocks along axes of the batch. A stage of a pipeline may be one without them."""
         return {} if self.stage_axes else blocks_of_batch_axes(self.leaves, self.following.batch)
 
@@ -149,17 +149,17 @@ class Plan:
         """
         own = {a for leaf in self.leaves for a in leaf.own_axes} - {*self.batch_axes}
         at_once = not own.isdisjoint(self.following.axes)
-        if self._to_exchange:
-            return exchanging(self.following, self._to_exchange, at_once=at_once)
+        if self._list_exchanged_blocks:
+            return exchanging(self.following, self._list_exchanged_blocks, at_once=at_once)
         return following(self.following, at_once=at_once)
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
-        return self._with(captured=True)
+        return self._replace_fields(captured=True)
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
-        return self._with(whole=True) if self.has_stacks else self
+        return self._replace_fields(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
         """Returns the plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
@@ -167,11 +167,11 @@ class Plan:
         def make() -> Plan:
             left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
             leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
-            return self._with(leaves=leaves, phase=phase, left_axes=left)
+            return self._replace_fields(leaves=leaves, phase=phase, left_axes=left)
 
         return self.learnt.phase(phase, make)
 
-    def _with(self, **changes: Any) -> "Plan":
+    def _replace_fields(self, **changes: Any) -> "Plan":
         """Returns a plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
         same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}

@@ -101,7 +101,7 @@ class Planner:
         shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
         key = treedef, shapes, dtypes, tuple(map(is_frozen, like))
         if key not in self._plans:
-            self._plans[key] = self._make(*key)
+            self._plans[key] = self._make_plan(*key)
         return self._plans[key]
 
     @property
@@ -127,7 +127,7 @@ class Planner:
             ValueError: they were made under other annotations. Every leaf is listed.
         """
         leaves, treedef = tree_flatten(params)
-        if self._last is not None and treedef == self._last.treedef and _made_by(self._last, leaves):
+        if self._last is not None and treedef == self._last.treedef and _is_made_by(self._last, leaves):
             return self._last
         wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
         if wrong:
@@ -145,7 +145,7 @@ class Planner:
             ValueError,
             words.shardings,
             [
-                f"{leaf.path} is kept as {_told(x)}; here it is {_told(leaf.ways.kept)}"
+                f"{leaf.path} is kept as {_describe_leaf(x)}; here it is {_describe_leaf(leaf.ways.kept)}"
                 for leaf, x in pairs
                 if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
             ],
@@ -177,7 +177,7 @@ class Planner:
         rows = num // zero.reduction_chunks
         return slice(start * rows, stop * rows)
 
-    def _make(
+    def _make_plan(
         self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...], frozen: tuple[bool, ...]
     ) -> Plan:
         tree = tree_unflatten(treedef, list(range(len(shapes))))
@@ -295,11 +295,11 @@ class Planner:
             yield f"{named} would be on disk; codes={codes!r} are kept on the device or on the host"
 
 
-def _told(x: GlobalTensor | Placement) -> str:
+def _describe_leaf(x: GlobalTensor | Placement) -> str:
     return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
 
 
-def _made_by(plan: Plan, leaves: list[Any]) -> bool:
+def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
     """Returns whether leaves are as steps of this plan make them: a quick check, in place of comparing everything."""
     mesh = plan.mesh
     for x, leaf in zip(leaves, plan.leaves, strict=True):

@@ -116,14 +116,20 @@ def shared_memory(writes: Sequence[Write]) -> list[str]:
 
     A leaf of `into` may be the leaf of `tree` itself, in the same layout: nothing is written then.
     """
-    regions = [_Extent(*_extent(w.y.held), w.target, True) for w in writes if _has_memory(w.y.held)]
-    regions += [_Extent(*_extent(w.x.held), w.path, False) for w in writes if _has_memory(w.x.held) and not _same(w)]
+    regions = [_Extent(*_find_extent(w.y.held), w.target, True) for w in writes if _has_memory(w.y.held)]
+    regions += [
+        _Extent(*_find_extent(w.x.held), w.path, False)
+        for w in writes
+        if _has_memory(w.x.held) and not _is_same_block(w)
+    ]
     problems: list[str] = []
     reached: dict[bool, _Extent] = {}  # the region with the highest end so far: of targets, of sources
     for region in sorted(regions):
         others = reached.values() if region.target else [reached[True]] if True in reached else []
         problems += [
-            _both(region, other) for other in others if other.device == region.device and region.start < other.stop
+            _intersect_regions(region, other)
+            for other in others
+            if other.device == region.device and region.start < other.stop
         ]
         last = reached.get(region.target)
         if last is None or last.device != region.device or last.stop < region.stop:
@@ -141,12 +147,12 @@ class _Extent(NamedTuple):
     target: bool
 
 
-def _both(*regions: _Extent) -> str:
+def _intersect_regions(*regions: _Extent) -> str:
     (first, start), (second, start_2) = sorted((region.path, region.start) for region in regions)
     return f"{first} and {second} share memory, at {start:#x} and {start_2:#x}; {_UNTIE}"
 
 
-def _extent(held: object) -> tuple[str, int, int]:
+def _find_extent(held: object) -> tuple[str, int, int]:
     assert isinstance(held, Tensor)
     last = sum((n - 1) * stride for n, stride in zip(held.shape, held.stride(), strict=True))
     return str(held.device), held.data_ptr(), held.data_ptr() + (last + 1) * held.dtype.itemsize
@@ -156,11 +162,11 @@ def _has_memory(held: object) -> bool:
     return isinstance(held, Tensor) and not held.is_meta and not isinstance(held, FakeTensor) and held.numel() > 0
 
 
-def _same(write: Write) -> bool:
+def _is_same_block(write: Write) -> bool:
     """Returns whether the two are one block in one layout."""
     x, y = write.x.held, write.y.held
     if write.x.mesh is not write.y.mesh or write.x.placement != write.y.placement or not _has_memory(y):
         return False
     assert isinstance(x, Tensor)
     assert isinstance(y, Tensor)
-    return x.stride() == y.stride() and _extent(x) == _extent(y)
+    return x.stride() == y.stride() and _find_extent(x) == _find_extent(y)

@@ -86,23 +86,23 @@ def reshard(
         raise ValueError("reshard: where to? Pass to=, such as P('dp'), or into=, leaves that are to be overwritten.")
     on = mesh if mesh is None or isinstance(mesh, Mesh) else as_mesh(mesh)
     meshes = {id(m): m for m in (*(() if on is None else (on,)), *(x.mesh for x in (*targets, *held)))}
-    out = _placed(Request(tree, to, on, dtype, pool, into), held, list(meshes.values()))
+    out = _place_leaves(Request(tree, to, on, dtype, pool, into), held, list(meshes.values()))
     for i, x in zip(at, out, strict=True):
         leaves[i] = x
     return tree_unflatten(treedef, leaves)
 
 
-def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
+def _place_leaves(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
     raise_all(ValueError, "reshard: nothing can be moved:", abstract)
     if capturing():  # a capture sends no messages; the graph is the program of the ranks
         return moved_purely(request.transits(pure=True))
-    meeting = _meeting(meshes)
+    meeting = _join_meshes(meshes)
     if transforming() or any(map(is_followed, held)):
         with DisableFuncTorch(), disable_current_modes():  # messages, which transforms must not see
-            transits = _agreed(meeting, request, pure=True)
+            transits = _agree_on_transfers(meeting, request, pure=True)
         return moved_purely(transits)
-    transits = _agreed(meeting, request, pure=False)
+    transits = _agree_on_transfers(meeting, request, pure=False)
     # In the order of the tree, first those that stay on a mesh: the same on all ranks, as they have agreed on the list.
     here = [i for i, t in enumerate(transits) if t.on_one_mesh]
     away = [i for i, t in enumerate(transits) if not t.on_one_mesh]
@@ -113,7 +113,7 @@ def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mes
     return [out[i] for i in range(len(transits))]
 
 
-def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
+def _agree_on_transfers(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
     """Returns the transfers that all ranks are about to make. Collective over the ranks of `meeting`."""
     control = comms_of(meeting).control
     with told_before(control):
@@ -127,7 +127,7 @@ def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
 _MEETINGS: PerMesh[dict[tuple[int, ...], Mesh]] = PerMesh()
 
 
-def _meeting(meshes: Sequence[Mesh]) -> Mesh:
+def _join_meshes(meshes: Sequence[Mesh]) -> Mesh:
     """Returns the mesh of all ranks of some meshes.
 
     One of these, if it has them all, else one that the first of them keeps.

@@ -22,14 +22,16 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
     known: dict[object, list[Overlap]] = {}
     arrivals = [_IncomingBlock(t) for t in transits]
     crossings = [
-        LeafCrossing(_overlaps(t, ranks[comms.mesh.rank], known), _narrower(t), _source(t), a.put, a.done)
+        LeafCrossing(
+            _find_overlaps(t, ranks[comms.mesh.rank], known), _choose_narrower_dtype(t), _read_boxes(t), a.put, a.done
+        )
         for t, a in zip(transits, arrivals, strict=True)
     ]
     cross(crossings, channels.between(comms.mesh.axis_names), {rank: i for i, rank in enumerate(ranks)})
     return [a.leaf() for a in arrivals]
 
 
-def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
+def _find_overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
     """Returns the overlaps of blocks of a leaf; cached, as leaves often share them."""
     # A call keeps its leaves, and so their meshes, alive.
     key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec, id(t.mesh)
@@ -38,17 +40,17 @@ def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list
     return known[key]
 
 
-def _narrower(t: Transit) -> torch.dtype:
+def _choose_narrower_dtype(t: Transit) -> torch.dtype:
     """Returns the dtype in which a leaf is sent: the narrower one, as on a route."""
     return t.dst.dtype if t.dst.dtype.itemsize <= t.src.dtype.itemsize else t.src.dtype
 
 
-def _source(t: Transit) -> Callable[[Box], Tensor]:
+def _read_boxes(t: Transit) -> Callable[[Box], Tensor]:
     """Gives parts of this rank's block of a leaf, box by box; of a block on disk only these rows are read."""
     held = t.x.held
 
     def take(box: Box) -> Tensor:
-        where = _within(box, t.x.shape, t.x.spec, t.x.mesh)
+        where = _to_local_box(box, t.x.shape, t.x.spec, t.x.mesh)
         rows = read_rows(held, where[0].start, where[0].stop) if where else read_rows(held)
         return rows.result()[(slice(None), *where[1:])] if where else rows.result()
 
@@ -70,7 +72,7 @@ class _IncomingBlock:
     def put(self, box: Box, piece: Tensor) -> None:
         """Puts a part into it."""
         t = self._t
-        self._made()[_within(box, t.x.shape, t.dst.spec, t.mesh)].copy_(piece)
+        self._make_block()[_to_local_box(box, t.x.shape, t.dst.spec, t.mesh)].copy_(piece)
 
     def done(self) -> None:
         """Moves the complete block to its memory kind."""
@@ -78,7 +80,7 @@ class _IncomingBlock:
         if not self._t.mesh.is_member:
             return
         # Also where no part came: a block may be empty.
-        self._held = block = self._made()
+        self._held = block = self._make_block()
         kind, pool = self._t.dst.memory_kind, self._t.pool
         self._held = start_move(block, kind_when_loaded(kind), kind, block.device, pool).result()
         self._block = None
@@ -87,7 +89,7 @@ class _IncomingBlock:
         """Returns the leaf, after `done`."""
         return self._t.elsewhere() if self._held is None else self._t.made(self._held)
 
-    def _made(self) -> Tensor:
+    def _make_block(self) -> Tensor:
         if self._block is None:
             t, mesh = self._t, self._t.mesh
             shape = t.dst.block_shape(t.x.shape, mesh.shape, mesh.coords)
@@ -95,7 +97,7 @@ class _IncomingBlock:
         return self._block
 
 
-def _within(box: Box, shape: torch.Size, spec: P, mesh: Mesh) -> tuple[slice, ...]:
+def _to_local_box(box: Box, shape: torch.Size, spec: P, mesh: Mesh) -> tuple[slice, ...]:
     """Returns a box in the coordinates of this rank's block."""
     starts = [s.start for s in block_slices(shape, spec, mesh.shape, mesh.coords)]
     return tuple(slice(lo - start, hi - start) for (lo, hi), start in zip(box, starts, strict=True))

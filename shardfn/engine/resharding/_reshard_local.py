@@ -21,7 +21,7 @@ def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
     # In the order of the leaves, so on all ranks in one order.
     for mesh in {id(t.mesh): t.mesh for t in transits}.values():
         mine = [i for i, t in enumerate(transits) if t.mesh is mesh]
-        out |= zip(mine, _moved_on(mesh, [transits[i] for i in mine]), strict=True)
+        out |= zip(mine, _move_blocks(mesh, [transits[i] for i in mine]), strict=True)
     return [out[i] for i in range(len(transits))]
 
 
@@ -32,12 +32,12 @@ def moved_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
         if t.stays or not t.mesh.is_member:
             return t.x if t.stays else t.elsewhere()
         with bind_mesh(t.mesh):
-            return t.made(carry(t.x.local, t.route(), move=functools.partial(_put, device=t.mesh.device)))
+            return t.made(carry(t.x.local, t.route(), move=functools.partial(_put_block, device=t.mesh.device)))
 
     return [one(t) for t in transits]
 
 
-def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
+def _move_blocks(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
     if not mesh.is_member:
         return [t.x if t.stays else t.elsewhere() for t in transits]
 
@@ -62,5 +62,5 @@ def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
     return [t.x if t.stays else t.made(end) for t, end in zip(transits, ends, strict=True)]
 
 
-def _put(block: Tensor, kind: MemoryKind, *, device: torch.device) -> Tensor:
+def _put_block(block: Tensor, kind: MemoryKind, *, device: torch.device) -> Tensor:
     return put(block, kind, device if is_device(kind) else None)

@@ -117,15 +117,15 @@ class Request:
             f"{into_path(path)} of shape {tuple(y.shape)}" for path, _, _, y in rows if y is not None and y.donated
         ]
         raise_all(DonatedError, "reshard: a step has consumed these leaves; go on from the state it returned:", gone)
-        out = [self._transit(*row) for row in rows]
+        out = [self._make_transit(*row) for row in rows]
         problems = [
-            f"{_named(t)}: {why}"
+            f"{_name_transit(t)}: {why}"
             for t, (_, _, to, _) in zip(out, rows, strict=True)
-            for why in (*_problems(t, pure=pure), *self._unlike(t, to))
+            for why in (*_find_problems(t, pure=pure), *self._find_differences(t, to))
         ]
-        if self.dtype is not None and all(isinstance(to, Placement) or not _floats(x) for _, x, to, _ in rows):
+        if self.dtype is not None and all(isinstance(to, Placement) or not _has_floats(x) for _, x, to, _ in rows):
             problems.append(f"dtype={self.dtype} has no effect: it is for floating-point leaves without a Placement")
-        problems += [] if pure else shared_memory(list(filter(None, map(_write, out))))
+        problems += [] if pure else shared_memory(list(filter(None, map(_make_write, out))))
         raise_all(ValueError, "reshard: these cannot be, and nothing has moved:", problems)
         return out
 
@@ -139,7 +139,7 @@ class Request:
         rows = zip(paths, leaves, targets, overwritten, strict=True)
         return [row for row in rows if isinstance(row[1], GlobalTensor)]
 
-    def _transit(self, path: str, x: GlobalTensor, to: Target | None, into: GlobalTensor | None) -> Transit:
+    def _make_transit(self, path: str, x: GlobalTensor, to: Target | None, into: GlobalTensor | None) -> Transit:
         if into is not None:
             asked, mesh = into.placement.with_(code=None), into.mesh
         else:
@@ -151,17 +151,17 @@ class Request:
         if isinstance(to, Placement):
             return to
         to = to if isinstance(to, Sharding) else Sharding(to)
-        dtype = self.dtype if self.dtype is not None and _floats(x) else x.dtype
+        dtype = self.dtype if self.dtype is not None and _has_floats(x) else x.dtype
         return Placement(to.spec, memory_kind=to.memory_kind, dtype=dtype, stacked=to.stacked)
 
-    def _unlike(self, t: Transit, to: Target | None) -> Iterator[str]:
+    def _find_differences(self, t: Transit, to: Target | None) -> Iterator[str]:
         """Yields the arguments that differ from the leaf that is overwritten."""
         if t.into is None:
             return
         path = into_path(t.path)
         if to is not None and (asked := self._asked(t.x, to)).with_(stacked=False) != t.dst:
             yield f"{path} is {t.dst!r}, and to has {asked!r}; leave out to=, or pass an equal one"
-        if to is None and self.dtype is not None and _floats(t.x) and self.dtype != t.dst.dtype:
+        if to is None and self.dtype is not None and _has_floats(t.x) and self.dtype != t.dst.dtype:
             yield f"{path} has dtype {t.dst.dtype}, and dtype= is {self.dtype}; leave out dtype="
         if self.mesh is not None and self.mesh is not t.mesh:
             yield f"{path} is on {t.mesh!r}, and mesh= is {self.mesh!r}; leave out mesh=, or pass leaves on that mesh"
@@ -176,24 +176,24 @@ def _is_target(x: Any) -> bool:
     return isinstance(x, Target)
 
 
-def _floats(x: GlobalTensor) -> bool:
+def _has_floats(x: GlobalTensor) -> bool:
     return x.dtype.is_floating_point
 
 
-def _named(t: Transit) -> str:
+def _name_transit(t: Transit) -> str:
     return f"{t.path} of shape {tuple(t.x.shape)}, from {t.src!r} on {t.x.mesh!r} to {t.asked!r} on {t.mesh!r}"
 
 
-def _write(t: Transit) -> Write | None:
+def _make_write(t: Transit) -> Write | None:
     return None if t.into is None else Write(t.path, t.x, t.into)
 
 
-def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
+def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
     if pure and t.into is not None:
         why = "into= overwrites memory, which no graph and no gradient follows"
         yield f"{why}; call this outside of jit and torch.func, under torch.no_grad(), or leave out into="
         return
-    if (write := _write(t)) is not None:
+    if (write := _make_write(t)) is not None:
         yield from write_problems(write)
     yield from t.asked.problems(tuple(t.x.shape), t.mesh)
     if t.asked.code is not None:

@@ -61,13 +61,13 @@ class ChunkSums:
         """Adds a leaf's gradient of the current chunk; dropped if the chunk was run before."""
         stack, (_, stop) = self._nodes.setdefault(leaf, []), self.chunks.bounds
         if self._next < stop:
-            self._fill(leaf, stack, self._next)
+            self._fill_tree(leaf, stack, self._next)
             push(stack, (self._next, self._next + 1, grad))
 
     def take(self, leaf: int) -> list[Tensor]:
         """Returns the nodes of a leaf, in order."""
         stack = self._nodes.pop(leaf, [])
-        self._fill(leaf, stack, self.chunks.bounds[1])
+        self._fill_tree(leaf, stack, self.chunks.bounds[1])
         return [x for _, _, x in stack]
 
     def send(self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]]) -> Pending[Tensor]:
@@ -85,7 +85,7 @@ class ChunkSums:
         ]
         return JoinedNodes([send(row) for row in rows], chunks)
 
-    def _fill(self, leaf: int, stack: list[Node], until: int) -> None:
+    def _fill_tree(self, leaf: int, stack: list[Node], until: int) -> None:
         for k in range(stack[-1][1] if stack else self.chunks.bounds[0], until):
             push(stack, (k, k + 1, self._zeros(leaf)))
 
@@ -136,14 +136,14 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     chunks = plan.chunks
     if chunks is None or not chunks.num:
         return text, sizes
-    rows = _rows(plan, batch)
+    rows = _count_rows(plan, batch)
     uneven = [f"{path} has {n} rows" for path, n in rows if n % chunks.num]
-    raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
+    raise_all(ValueError, f"{_describe_chunks(chunks)}; pass a multiple:", uneven)
     if len({n for _, n in rows}) > 1:
         raise_all(
             ValueError,
-            f"{_told(chunks)}, and the leaves of the batch have different numbers of rows; give each leaf one entry for"
-            " a row:",
+            f"{_describe_chunks(chunks)}, and the leaves of the batch have different numbers of rows; give each leaf"
+            " one entry for a row:",
             [f"{path} has {n} rows" for path, n in rows],
         )
     return text, tuple(n // chunks.num for n in sizes)
@@ -162,8 +162,8 @@ def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[
         ValueError: other ranks have other numbers of rows a chunk.
     """
     if not even:
-        rows = [f"{path} has {n} rows" for path, n in _rows(plan, batch)]
-        raise_all(ValueError, f"{_told(chunks)}; other ranks pass other numbers:", rows)
+        rows = [f"{path} has {n} rows" for path, n in _count_rows(plan, batch)]
+        raise_all(ValueError, f"{_describe_chunks(chunks)}; other ranks pass other numbers:", rows)
     own = cut_rows(batch, chunks.num, _is_cut(plan, batch))
     return own + own[-1:] * (chunks.most - chunks.num)
 
@@ -174,13 +174,13 @@ def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
     return [bool(spec.dim_axes(0)) for spec in specs]
 
 
-def _rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
+def _count_rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
     """Returns the paths of the leaves that are cut, with their numbers of rows."""
     named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
     return [(path, len(x)) for path, x, is_cut in named if is_cut]
 
 
-def _told(chunks: Chunks) -> str:
+def _describe_chunks(chunks: Chunks) -> str:
     return (
         f"Zero(reduction='canonical', reduction_chunks={chunks.total}): rank {chunks.rank} of the {chunks.ranks} that"
         f" share the batch runs {chunks.num} of the {chunks.total} chunks, all of one number of rows"

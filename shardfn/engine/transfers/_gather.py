@@ -101,7 +101,7 @@ class Gatherer:
         """Returns the whole leaf. Waits for it, and starts the gathers of leaves that are used next."""
         unit, slot = self._slot[leaf]
         with named_range("gather", self._leaves, self._units[unit].leaves, leaf):
-            return self._need(unit).leaf(slot)
+            return self._request_unit(unit).leaf(slot)
 
     def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
         """Starts the gathers of the agreed order that this rank did not use, and serves ranks that need more.
@@ -120,9 +120,9 @@ class Gatherer:
             return False
         self._catch_up()
         # A rank that is done serves until all are: it has a piece of each unit that another still wants.
-        wants = self._ask(says)
+        wants = self._ask_ranks(says)
         while any(w >= 0 for w in wants):
-            wants = self._ask(says)
+            wants = self._ask_ranks(says)
         # Not before: within a phase the order is the one that all ranks began with.
         if self._served:
             self._order.extend(self._phase, self._served)
@@ -156,7 +156,7 @@ class Gatherer:
         self._asked = None
         self._channels.flush()
 
-    def _need(self, unit: int) -> GatheredUnit:
+    def _request_unit(self, unit: int) -> GatheredUnit:
         if self._asked is not None and self._asked[0] == unit:
             return self._asked[1]
         order = self._order.phase(self._phase)
@@ -175,9 +175,9 @@ class Gatherer:
         return self._scheduled[unit]
 
     def _step(self) -> None:
-        move = self._move() if self._schedule is None else self._schedule[self._phase][self._pos]
+        move = self._advance_fetches() if self._schedule is None else self._schedule[self._phase][self._pos]
         for unit in move.drop:
-            self._drop(self._scheduled.pop(unit))
+            self._drop_unit(self._scheduled.pop(unit))
         self._read_ahead()
         self._bring_ahead()
         if self._on_disk:
@@ -185,7 +185,7 @@ class Gatherer:
                 self._scheduled[unit].move_if_ready()
         for unit in move.issue:
             with named_range("gather", self._leaves, self._units[unit].leaves):
-                self._scheduled[unit] = self._issue(unit)
+                self._scheduled[unit] = self._issue_gather(unit)
         self._pos += 1
 
     def _read_ahead(self) -> None:
@@ -197,7 +197,7 @@ class Gatherer:
         for unit in ahead:
             here = unit in self._scheduled or unit in self._brought or unit in self._reads
             if unit in self._on_disk and not here:
-                self._reads[unit] = self._pieces(unit)
+                self._reads[unit] = self._fetch_pieces(unit)
 
     def _bring_ahead(self) -> None:
         """Starts first hops, across the far axes, before they are needed; like all transfers, by position alone."""
@@ -206,16 +206,16 @@ class Gatherer:
         for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
             if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
                 with named_range("gather", self._leaves, self._units[unit].leaves):
-                    self._brought[unit] = self._bring(unit)
+                    self._brought[unit] = self._bring_unit(unit)
 
-    def _pieces(self, unit: int) -> list[Piece]:
+    def _fetch_pieces(self, unit: int) -> list[Piece]:
         """This rank's pieces of the leaves of a unit. Those in other memories are being fetched."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
             out.append(prefetch(self._blocks[i], self._leaves[i].home, self._device))
         return out
 
-    def _move(self) -> Turn:
+    def _advance_fetches(self) -> Turn:
         ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
         return Turn.between(self._scheduled, ahead)
 
@@ -228,10 +228,10 @@ class Gatherer:
         self._asked = None
         # A round serves the units that any rank wants, this rank's among them.
         while self._asked is None:
-            self._ask(unit)
+            self._ask_ranks(unit)
         return self._asked[1]
 
-    def _ask(self, want: int) -> list[int]:
+    def _ask_ranks(self, want: int) -> list[int]:
         """One round of requests: gathers the units that any rank needs.
 
         Returns each rank's request: a unit, or a code below 0.
@@ -242,43 +242,43 @@ class Gatherer:
         # In rank order, each once: all ranks have heard the same, and send the same.
         for unit in dict.fromkeys(w for w in wants if w >= 0):
             with named_range("gather", self._leaves, self._units[unit].leaves):
-                whole = self._issue(unit)
+                whole = self._issue_gather(unit)
             self._served.append(unit)
             if unit == want:
                 self._asked = (unit, whole)
             else:
-                self._drop(whole)
+                self._drop_unit(whole)
         return wants
 
-    def _drop(self, whole: GatheredUnit) -> None:
+    def _drop_unit(self, whole: GatheredUnit) -> None:
         """Drops a unit. One that was never used must still arrive, since other ranks may wait for its transfer."""
         if not whole.arrived:
             self._unused.append(whole)
 
-    def _issue(self, unit: int) -> GatheredUnit:
+    def _issue_gather(self, unit: int) -> GatheredUnit:
         members = [self._leaves[i] for i in self._units[unit].leaves]
-        brought = [self._secondary(unit)] if unit in self._hops else None
-        return GatheredUnit(self._wires[unit], brought or self._own(unit), members)
+        brought = [self._take_secondary(unit)] if unit in self._hops else None
+        return GatheredUnit(self._wires[unit], brought or self._own_pieces(unit), members)
 
-    def _secondary(self, unit: int) -> Tensor:
+    def _take_secondary(self, unit: int) -> Tensor:
         """Returns the result of a unit's first hop."""
         brought = self._brought.pop(unit, None)
-        brought = self._bring(unit) if brought is None else brought
+        brought = self._bring_unit(unit) if brought is None else brought
         piece = brought.result() if isinstance(brought, Pending) else brought
         if self._keep:
             self._brought[unit] = piece
         return piece
 
-    def _bring(self, unit: int) -> Pending[Tensor]:
-        wire, own = self._wires[unit], arrived(self._own(unit))
+    def _bring_unit(self, unit: int) -> Pending[Tensor]:
+        wire, own = self._wires[unit], arrived(self._own_pieces(unit))
         if not capturing():
             return wire.bring(own)
         looks = *(self._leaves[i].looks for i in self._units[unit].leaves), wire.axes
         (piece,) = traced_once(("bring", looks), lambda *own: [wire.bring(own).result()], own)
         return Pending.of(piece)
 
-    def _own(self, unit: int) -> list[Piece]:
-        return self._reads.pop(unit, None) or self._pieces(unit)
+    def _own_pieces(self, unit: int) -> list[Piece]:
+        return self._reads.pop(unit, None) or self._fetch_pieces(unit)
 
 
 def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:

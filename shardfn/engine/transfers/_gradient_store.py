@@ -47,9 +47,9 @@ class GradientStore:
         # All ranks along these axes have the same units.
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
         self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
-        self._homes: list[MemoryKind] = [self._home(u) for u in range(len(own))]
+        self._homes: list[MemoryKind] = [self._choose_home(u) for u in range(len(own))]
         self._stay = [is_device(home) for home in self._homes]
-        self._dtypes = [self._members(u)[0].dtypes.accum for u in range(len(own))]
+        self._dtypes = [self._list_members(u)[0].dtypes.accum for u in range(len(own))]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
@@ -80,22 +80,24 @@ class GradientStore:
 
     def share(self, unit: int) -> StoredValue:
         """Returns this rank's share of a unit, in the memory where it waits."""
-        self._arrive(unit)
+        self._wait_for_share(unit)
         return self._at[unit]
 
     def squares(self, units: Sequence[int]) -> Tensor:
         """Returns the sum of squares of each share; shares on disk are loaded one after another."""
         parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
         if len(parts) < len(units):
-            return torch.cat([self._square(u) for u in units])
+            return torch.cat([self._wait_for_square(u) for u in units])
         # In a capture the squares of large parts are written down once, for the layers of a stack are many.
         if not capturing() or all(map(is_small, parts)):
             return sum_squares(parts)
         small = [part for part in parts if is_small(part)]
         together = iter(sum_squares(small).unbind() if small else ())
-        return torch.stack([next(together) if is_small(x) else traced_once("squares", _large, [x])[0] for x in parts])
+        return torch.stack(
+            [next(together) if is_small(x) else traced_once("squares", _is_large, [x])[0] for x in parts]
+        )
 
-    def _square(self, unit: int) -> Tensor:
+    def _wait_for_square(self, unit: int) -> Tensor:
         """Returns the sum of squares, [1], of a unit, and waits for it, also if it has gone into an update."""
         if self._ahead is not None and unit in self._taken:
             return self._ahead.square(unit)
@@ -115,7 +117,7 @@ class GradientStore:
         if self._plan.captured or self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
-            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
+            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._list_members(u))
             for u, wire in enumerate(self._wires)
         ]
 
@@ -127,24 +129,24 @@ class GradientStore:
             self._wholes[unit] = x
             # A half each, so that a norm counts every element once.
             halves = x.split_with_sizes(dealt(x.numel(), 2))
-            self._add(unit, halves[self._wires[unit].index], last=True)
+            self._add_share(unit, halves[self._wires[unit].index], last=True)
             return
-        self._add(unit, x, last=last)
+        self._add_share(unit, x, last=last)
         wire = self._wires[unit]
         if last and self._overlaps and unit not in self._late and not wire.scatters and wire.size > 1:
             with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
-                self._join(unit)
+                self._join_unit(unit)
 
     def finish(self) -> None:
         """Sums along the remaining axes, once a step, when its microbatches have been added up."""
         for u in self.units:
             if self._wires[u].scatters:
-                leaf = self._members(u)[0]
+                leaf = self._list_members(u)[0]
                 if self._plan.mesh.axis_size(leaf.extra_axes) > 1:
-                    self._add(u, psum(self._popped(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
+                    self._add_share(u, psum(self._pop_on_device(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self._end_sum(u)
         for u in sorted(self._late):
-            self._add(u, psum(self._popped(u), self._late_axes), last=True)
+            self._add_share(u, psum(self._pop_on_device(u), self._late_axes), last=True)
             self._end_sum(u)
 
     def split(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> None:
@@ -156,7 +158,7 @@ class GradientStore:
         """
         for u in order:
             if u not in self._taken:
-                self._parts.update(self._split(u, is_made_here))
+                self._parts.update(self._split_unit(u, is_made_here))
 
     def take(self, leaf: int) -> StoredValue:
         """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
@@ -169,60 +171,60 @@ class GradientStore:
         """Returns by leaf the parts that the optimizer takes, and lets go of them."""
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
-    def _split(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
-        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._members(unit), self._wires[unit]
+    def _split_unit(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
+        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._list_members(unit), self._wires[unit]
         arrives, home = wire.scatters or wire.size == 1, self._homes[unit]
         with named_range("reduce", self._plan.layers, leaves):
-            flat = self._pop(unit) if arrives else self._whole(unit)
+            flat = self._pop_share(unit) if arrives else self._wait_for_whole(unit)
         if isinstance(flat, Tensor):
             flat = flat.to(self._dtypes[unit])
             here = wire.size == 1 and self._stay[unit]
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
-        pieces = _pieces(wire.packing, wire.index, flat)
+        pieces = _split_share(wire.packing, wire.index, flat)
         if not arrives:
             for place in (self._coming, self._writing, self._at):
                 place.pop(unit, None)
         if not wire.scatters:
-            pieces = [self._landed(leaf, x, home) for leaf, x in zip(members, pieces, strict=True)]
+            pieces = [self._land_part(leaf, x, home) for leaf, x in zip(members, pieces, strict=True)]
         return zip(leaves, pieces, strict=True)
 
-    def _landed(self, leaf: LeafLayout, x: StoredValue, home: MemoryKind) -> StoredValue:
+    def _land_part(self, leaf: LeafLayout, x: StoredValue, home: MemoryKind) -> StoredValue:
         """Returns the part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         summed = leaf.ways.summed
         if leaf.dim is not None and summed.spec == leaf.shard:
             x = leaf.rows(load(x), self._plan.zero_rank(leaf)).contiguous()
         return x if home == summed.memory_kind else store(load(x), summed, self._pool)
 
-    def _whole(self, unit: int) -> Tensor:
+    def _wait_for_whole(self, unit: int) -> Tensor:
         if unit not in self._wholes:
-            self._join(unit)
+            self._join_unit(unit)
         whole = self._wholes.pop(unit)
         return whole.result() if isinstance(whole, Pending) else whole
 
-    def _join(self, unit: int) -> None:
+    def _join_unit(self, unit: int) -> None:
         part = self.share(unit)
         assert isinstance(part, Tensor)
         self._wholes[unit] = self._wires[unit].join(part)
 
-    def _pop(self, unit: int) -> StoredValue:
-        self._arrive(unit)
+    def _pop_share(self, unit: int) -> StoredValue:
+        self._wait_for_share(unit)
         return self._at.pop(unit)
 
-    def _popped(self, unit: int) -> Tensor:
+    def _pop_on_device(self, unit: int) -> Tensor:
         """Returns the share of a unit, which is let go. On the device, wherever it has waited."""
-        return fetch(self._pop(unit), self._homes[unit], self._plan.mesh.device)
+        return fetch(self._pop_share(unit), self._homes[unit], self._plan.mesh.device)
 
-    def _members(self, unit: int) -> list[LeafLayout]:
+    def _list_members(self, unit: int) -> list[LeafLayout]:
         return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
 
-    def _home(self, unit: int) -> MemoryKind:
+    def _choose_home(self, unit: int) -> MemoryKind:
         """Returns the memory in which a unit is added up. The device, if its form must change after it arrives."""
-        members, wire = self._members(unit), self._wires[unit]
+        members, wire = self._list_members(unit), self._wires[unit]
         arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
         return members[0].ways.summed.memory_kind if arrives else "device"
 
-    def _add(self, unit: int, part: Tensor, *, last: bool) -> None:
+    def _add_share(self, unit: int, part: Tensor, *, last: bool) -> None:
         """Adds a share that lies on the device. A share that is kept elsewhere begins its way, and is added there.
 
         Args:
@@ -232,7 +234,7 @@ class GradientStore:
             last: whether nothing will be added to it any more.
         """
         if not self._stay[unit]:
-            self._arrive(unit)
+            self._wait_for_share(unit)
             if last and self._ahead is not None and unit in self._ahead.units:
                 taken = self._ahead.take(unit, to_host(part), self._at.pop(unit, None), self._dtypes[unit])
                 self._taken[unit] = taken
@@ -258,7 +260,7 @@ class GradientStore:
             del self._leaving[unit]
         while sum(self._leaving.values()) > LEAVING_BYTES and len(self._leaving) > 1:
             oldest = next(iter(self._leaving))
-            self._arrive(oldest)
+            self._wait_for_share(oldest)
             self._leaving.pop(oldest, None)
 
     def _has_left(self, unit: int) -> bool:
@@ -268,7 +270,7 @@ class GradientStore:
         coming = self._coming.get(unit) or self._writing.get(unit) or self._taken.get(unit)
         return coming is None or coming.done()
 
-    def _arrive(self, unit: int) -> None:
+    def _wait_for_share(self, unit: int) -> None:
         """Waits until a unit is at home, or has gone into the update."""
         if unit in self._taken:
             self._taken[unit].result()
@@ -293,20 +295,20 @@ class GradientStore:
             self._writing[unit] = self._pool.write(part)
 
 
-def _large(part: Tensor) -> list[Tensor]:
+def _is_large(part: Tensor) -> list[Tensor]:
     return [large_square(part).to(dtype_of_squares([part]))]
 
 
-def _pieces(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
+def _split_share(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
     """Returns the pieces of single leaves in a rank's share."""
     if isinstance(flat, Tensor) and not capturing():
         return list(packing.split(flat, rank))
     shapes = packing.shapes(rank)
     if isinstance(flat, Tensor):
-        return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
+        return list(traced_once(("pieces", *shapes), functools.partial(_view_leaves, shapes), [flat]))
     return list(slices_of(flat, shapes))
 
 
-def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+def _view_leaves(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
     pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
     return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]

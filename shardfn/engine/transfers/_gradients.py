@@ -75,7 +75,7 @@ def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
     if plan.at_home:
         torch._foreach_mul_([x for x in grads.values() if isinstance(x, Tensor)], scale)
         return grads
-    pool, by = pool_of(plan), functools.partial(_multiply, y=scale)
+    pool, by = pool_of(plan), functools.partial(_multiply_blocks, y=scale)
     return {i: change(x, plan.leaves[i].ways.summed, pool, by) for i, x in grads.items()}
 
 
@@ -84,15 +84,15 @@ def added(plan: Plan, a: Blocks, b: Blocks) -> Blocks:
     pool, out = pool_of(plan), dict(a)
     for i, y in b.items():
         x, at = out.get(i), plan.leaves[i].ways.summed
-        out[i] = y if x is None else change(x, at, pool, functools.partial(_add, y=y))
+        out[i] = y if x is None else change(x, at, pool, functools.partial(_add_blocks, y=y))
     return out
 
 
-def _multiply(x: Tensor, y: Tensor) -> Tensor:
+def _multiply_blocks(x: Tensor, y: Tensor) -> Tensor:
     return x.mul_(y.to(x.device))
 
 
-def _add(x: Tensor, y: StoredValue) -> Tensor:
+def _add_blocks(x: Tensor, y: StoredValue) -> Tensor:
     return x.add_(load(y))
 
 
@@ -102,7 +102,7 @@ def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tenso
     The norm is summed in float64, where the squares of finite gradients do not overflow: so gradients that a step has
     found finite are finite here.
     """
-    return of_update(torch.sqrt(_squares(plan, grads).sum()).to(plan.mesh.device), finite, loss_scale)
+    return of_update(torch.sqrt(_sum_squares(plan, grads).sum()).to(plan.mesh.device), finite, loss_scale)
 
 
 def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
@@ -120,7 +120,7 @@ def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) ->
     return metrics
 
 
-def _squares(plan: Plan, grads: Blocks) -> Tensor:
+def _sum_squares(plan: Plan, grads: Blocks) -> Tensor:
     specs = [plan.leaves[i].shard for i in grads]
     if plan.at_home:
         return squares_of([load(x) for x in grads.values()], specs, torch.float64)
@@ -142,7 +142,7 @@ def check_gradients(plan: Plan, grads: PyTree) -> None:
             listed by path.
     """
     _check_structure(plan, grads)
-    named = list(zip(_paths(plan), [x for x in plan.leaves if x.trainable], tree_leaves(grads), strict=True))
+    named = list(zip(_list_paths(plan), [x for x in plan.leaves if x.trainable], tree_leaves(grads), strict=True))
     raise_all(
         TypeError,
         "gradients are GlobalTensors; of a changed block make one, g.with_block(block):",
@@ -158,7 +158,7 @@ def check_gradients(plan: Plan, grads: PyTree) -> None:
     raise_all(
         ValueError,
         "gradients are where step.gradients(state, batch) of this step leaves them; these are of another step:",
-        [problem for path, leaf, x in named for problem in _problems(plan, path, leaf, x)],
+        [problem for path, leaf, x in named for problem in _find_problems(plan, path, leaf, x)],
     )
 
 
@@ -170,7 +170,7 @@ def _check_structure(plan: Plan, grads: PyTree) -> None:
         raise TypeError(
             "update got the pair that gradients returns; unpack it: grads, metrics = step.gradients(state, batch)."
         )
-    there, needed = tree_paths(grads, "grads"), _paths(plan)
+    there, needed = tree_paths(grads, "grads"), _list_paths(plan)
     frozen = {leaf.path.replace("params", "grads", 1) for leaf in plan.leaves if not leaf.trainable}
     problems = [f"{path} is missing; pass zeros where a leaf has no gradient" for path in needed if path not in there]
     problems += [
@@ -184,11 +184,11 @@ def _check_structure(plan: Plan, grads: PyTree) -> None:
     raise_all(ValueError, "the tree of gradients has other leaves than the step trains:", problems)
 
 
-def _paths(plan: Plan) -> list[str]:
+def _list_paths(plan: Plan) -> list[str]:
     return [leaf.path.replace("params", "grads", 1) for leaf in plan.leaves if leaf.trainable]
 
 
-def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Iterable[str]:
+def _find_problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Iterable[str]:
     """Yields the differences between a gradient and its layout in the plan, empty if they agree."""
     if not x.mesh.is_like(plan.mesh):
         yield f"{path} is on {x.mesh!r}; here the mesh is {plan.mesh!r}"
@@ -196,7 +196,7 @@ def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Itera
     if x.shape != leaf.shape:
         yield f"{path} has shape {tuple(x.shape)}; here it is {tuple(leaf.shape)}"
         return
-    if _cut(plan, x) != _cut(plan, leaf):
+    if _axes_of_dims(plan, x) != _axes_of_dims(plan, leaf):
         yield f"{path} is cut as {x.spec!r}; here it is {leaf.shard!r}: sf.reshard(grads, to) moves it"
         return
     # A block that was read from disk, and changed, lies on the host.
@@ -212,7 +212,7 @@ def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Itera
         yield f"{path} has a block of shape {tuple(x.held.shape)} on rank {plan.mesh.rank}; here it is {tuple(block)}"
 
 
-def _cut(plan: Plan, x: Any) -> list[tuple[str, ...]]:
+def _axes_of_dims(plan: Plan, x: Any) -> list[tuple[str, ...]]:
     """Returns the axes that cut each dim."""
     spec = x.spec if isinstance(x, GlobalTensor) else x.shard
     return [plan.mesh.axes(spec.dim_axes(d)) for d in range(len(x.shape))]

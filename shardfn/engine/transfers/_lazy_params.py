@@ -38,7 +38,7 @@ def enter(
     aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         if leaf.lazy:
-            handle = _handle(plan, leaf)
+            handle = _make_handle(plan, leaf)
         else:
             assert isinstance(block, Tensor)
             handle = aliased(block.to(leaf.dtypes.compute) if leaf.ways.use.hops else block)
@@ -48,7 +48,7 @@ def enter(
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             if i not in at_end:
-                handle.register_hook(_taker(reducer, i, alias(handle)))
+                handle.register_hook(_make_hook(reducer, i, alias(handle)))
             handles[i] = handle
         seen = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
         if leaf.own_axes:
@@ -93,7 +93,7 @@ def check_capture(
     check_graph(notes.tracer.graph, leaves, name)
 
 
-def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
+def _make_handle(plan: Plan, leaf: LeafLayout) -> Tensor:
     """Returns a tensor of the leaf's shape that costs one element."""
     dtype = leaf.dtypes.compute
 
@@ -103,7 +103,7 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
     return traced_once(("handle", leaf.block, dtype), make, [])[0]
 
 
-def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+def _make_hook(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
     """Returns a hook that hands a gradient to the reducer, and autograd a tensor of its shape without memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:

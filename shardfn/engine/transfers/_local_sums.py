@@ -66,7 +66,7 @@ class LocalSums:
         if before is not None and leaf in self._made:  # as nearly always, of many microbatches
             before.add_(grad.to(before.dtype))
             return
-        self._at[leaf] = self._sum(before, leaf, grad, stays)
+        self._at[leaf] = self._add_gradient(before, leaf, grad, stays)
 
     def total(self, leaf: int, grad: Tensor, *, stays: bool) -> Tensor:
         """Returns the sum with a last gradient, which is let go. A gradient that is alone is as it came."""
@@ -74,7 +74,7 @@ class LocalSums:
         if before is None:
             self._made.discard(leaf)
             return grad
-        return self._sum(before, leaf, grad, stays)
+        return self._add_gradient(before, leaf, grad, stays)
 
     def pop(self, leaf: int) -> Tensor | None:
         """Returns the sum so far, which is let go, or None if nothing was added."""
@@ -84,19 +84,19 @@ class LocalSums:
         """Returns whether the last sum of a leaf was made here."""
         return leaf in self._made
 
-    def _sum(self, before: Tensor | None, leaf: int, grad: Tensor, stays: bool) -> Tensor:
+    def _add_gradient(self, before: Tensor | None, leaf: int, grad: Tensor, stays: bool) -> Tensor:
         # Gradients are added up in the dtype of sums.
         grad = grad.to(self._leaves[leaf].dtypes.accum)
         first = stays and leaf not in self._made and type(before) is Tensor and type(grad) is Tensor
-        row = self._row(leaf, grad) if first else None
+        row = self._find_row(leaf, grad) if first else None
         if before is None or row is None:
             return added(before, grad, leaf, self._made)
         self._made.add(leaf)
         return torch.add(before, grad, out=row)
 
-    def _row(self, leaf: int, like: Tensor) -> Tensor | None:
+    def _find_row(self, leaf: int, like: Tensor) -> Tensor | None:
         """Returns the place of the sum of a stack's layer, or None for other leaves."""
-        place = self._places.get(leaf)
+        place = self._find_places.get(leaf)
         if place is None:
             return None
         first, num = place
@@ -105,7 +105,7 @@ class LocalSums:
         return self._stacks[first][leaf - first]
 
     @functools.cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
+    def _find_places(self) -> dict[int, tuple[int, int]]:
         """Returns the first layer of its stack and how many it has, by layer."""
         stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
         return {first + k: (first, num) for first, num in stacks for k in range(num)}

@@ -33,16 +33,16 @@ def pool_of(plan: Plan) -> AnyPool | None:
 
 def disk_of(plan: Plan | Planner) -> Pool | None:
     """Returns the pool of a plan, opened on first use, or None if it keeps nothing on disk."""
-    disk, pools = plan.zero.disk, _pools(plan.mesh)
+    disk, pools = plan.zero.disk, _open_pools(plan.mesh)
     if disk is None:
         return None
     if disk.directory not in pools:
         # One for all steps on the mesh: a directory has one owner.
-        pools[disk.directory] = Pool(_place(disk, plan.mesh), checksum=disk.checksum)
+        pools[disk.directory] = Pool(_find_directory(disk, plan.mesh), checksum=disk.checksum)
     return pools[disk.directory]
 
 
-def _pools(mesh: Mesh) -> dict[str | None, Pool]:
+def _open_pools(mesh: Mesh) -> dict[str | None, Pool]:
     """Returns the pools of a mesh's steps by directory. They are closed with the mesh."""
     pools = POOLS.of(mesh, dict)
     mesh.at_close("pools", lambda why: _close_all(pools))
@@ -71,17 +71,17 @@ def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
     """
     if plan.zero.directory is None:
         return
-    if plan.zero.directory in _commits(plan):
+    if plan.zero.directory in _count_commits(plan):
         raise ValueError(
             f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close"
             " the step and remove it."
         )
-    lost = [path for path, _, kept in _leaves(plan, state) if not kept]
+    lost = [path for path, _, kept in _list_leaves(plan, state) if not kept]
     if lost:
         where = plan.zero.directory
         log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
     # Rank 0's draw identifies the run, so that parts of different runs are not put together.
-    _runs(plan)[plan.zero.directory] = str(control.gather(secrets.token_hex(4))[0])
+    _identify_runs(plan)[plan.zero.directory] = str(control.gather(secrets.token_hex(4))[0])
     commit(plan, state)
 
 
@@ -91,15 +91,15 @@ def commit(plan: Plan, state: TrainState) -> None:
     Commits have numbers of their own, as a step that is skipped or repeated has the number of another step.
     """
     disk, pool = plan.zero.disk, disk_of(plan)
-    leaves = [] if pool is None else _leaves(plan, state)
+    leaves = [] if pool is None else _list_leaves(plan, state)
     if disk is None or pool is None or not all(kept for _, _, kept in leaves):
         return
-    number = _commits(plan).get(disk.directory, -1) + 1
-    values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
-    run = _runs(plan).get(disk.directory, "")
+    number = _count_commits(plan).get(disk.directory, -1) + 1
+    values = {path: _committed_value(x) for path, x, _ in leaves if _is_held(plan, x)}
+    run = _identify_runs(plan).get(disk.directory, "")
     about = origin_of(plan.mesh, run, *cut_parts(state))
     pool.commit(values, number, durable=disk.durable, keep_before=True, about=about)
-    _commits(plan)[disk.directory] = number
+    _count_commits(plan)[disk.directory] = number
 
 
 def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
@@ -107,12 +107,12 @@ def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
     return [("params", state.params), ("opt_state", state.opt_state), ("state.model_state", state.model_state)]
 
 
-def _commits(plan: Plan) -> dict[str | None, int]:
+def _count_commits(plan: Plan) -> dict[str | None, int]:
     """Returns the number of the last commit, by directory."""
     return _COMMITS.of(plan.mesh, dict)
 
 
-def _runs(plan: Plan) -> dict[str | None, str]:
+def _identify_runs(plan: Plan) -> dict[str | None, str]:
     """By directory, an identifier of its run, equal on all ranks and after `resume`."""
     return _RUNS.of(plan.mesh, dict)
 
@@ -136,7 +136,7 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
         raise ValueError(
             "resume() reads the files that the step left on disk, but nothing is kept there: Zero(disk=Disk(...))."
         )
-    place = _place(disk, plan.mesh)
+    place = _find_directory(disk, plan.mesh)
     told = Pool.about(place)
     check_origins(plan.mesh, control, place, told if Pool.steps(place) else None)
     steps: list[Any] = control.gather(Pool.steps(place))
@@ -146,13 +146,13 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
         had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
         raise_all(FileNotFoundError, f"no commit under {disk.directory} is there on all ranks:", had)
     opened = Pool.open(place, max(common), checksum=disk.checksum)
-    _pools(plan.mesh)[disk.directory] = opened.pool
-    _commits(plan)[disk.directory] = opened.step
-    _runs(plan)[disk.directory] = told.get("run", "")
+    _open_pools(plan.mesh)[disk.directory] = opened.pool
+    _count_commits(plan)[disk.directory] = opened.step
+    _identify_runs(plan)[disk.directory] = told.get("run", "")
     return opened.values, told
 
 
-def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
+def _list_leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
     """Returns each leaf of a state by path, and whether a commit keeps it.
 
     On disk, or small, or as the cast of a copy on disk.
@@ -170,7 +170,7 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
     return [(path, x, _is_held(plan, x) or path in casts) for path, x in named]
 
 
-def _value(x: Any) -> Any:
+def _committed_value(x: Any) -> Any:
     """Returns the value that a commit holds of a leaf."""
     held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
     elsewhere = as_stored(held)
@@ -186,7 +186,7 @@ def _is_held(plan: Plan, x: Any) -> bool:
     return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)
 
 
-def _place(disk: Disk, mesh: Mesh) -> pathlib.Path:
+def _find_directory(disk: Disk, mesh: Mesh) -> pathlib.Path:
     return pathlib.Path(disk.directory) / f"rank{mesh.rank}"
 
 

@@ -58,7 +58,7 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
         if first.used.dim is None:  # brought from another memory, and here by now
             continue
         invariant = mode is not None or not first.ways.reduce.scatters
-        for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
+        for i, whole in _gather_leaves(plan, unit, blocks, invariant=invariant):
             wholes[i] = whole
             if not invariant:  # the gather's transpose sums over its own axes
                 unsummed[i] = plan.leaves[i].extra_axes
@@ -83,7 +83,11 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         first = plan.leaves[unit.leaves[0]]
         leaves = [plan.leaves[i] for i in unit.leaves]
         given = [grads[i].to(first.dtypes.reduce) for i in unit.leaves]
-        pieces = _scattered(plan, leaves, given) if first.ways.reduce.scatters else _summed(plan, leaves, given)
+        pieces = (
+            _reduce_scatter(plan, leaves, given)
+            if first.ways.reduce.scatters
+            else _all_reduce_rows(plan, leaves, given)
+        )
         out.update({i: piece.to(first.dtypes.accum) for i, piece in zip(unit.leaves, pieces, strict=True)})
     return out
 
@@ -98,12 +102,14 @@ def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor |
     """Returns the parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
     out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
     for unit in plan.refresh_units:
-        for i, whole in _gathered(plan, unit, out, invariant=True):
+        for i, whole in _gather_leaves(plan, unit, out, invariant=True):
             out[i] = whole
     return out
 
 
-def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool) -> Iterator[tuple[int, Tensor]]:
+def _gather_leaves(
+    plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool
+) -> Iterator[tuple[int, Tensor]]:
     """Yields the whole leaves of one unit, from every rank's rows."""
     packing = EvenPacking([plan.leaves[i].pieces for i in unit.leaves])
     gather = all_gather_invariant if invariant else all_gather
@@ -111,14 +117,14 @@ def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bo
     yield from zip(unit.leaves, packing.unpack(arrived), strict=True)
 
 
-def _scattered(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+def _reduce_scatter(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
     """This rank's rows of the sum over all axes of the batch, in one message."""
     packing = EvenPacking([leaf.pieces for leaf in leaves])
     own = psum(psum_scatter(packing.lay(grads), leaves[0].reduce_axes), leaves[0].extra_axes)
     return packing.split(own, plan.zero_rank(leaves[0]))
 
 
-def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+def _all_reduce_rows(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
     """This rank's rows of the sum over all axes of the batch, cut after the sum."""
     flat = psum(torch.cat([g.reshape(-1) for g in grads]), leaves[0].reduce_axes + leaves[0].extra_axes)
     parts = flat.split([leaf.block.numel() for leaf in leaves])

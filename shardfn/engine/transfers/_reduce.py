@@ -75,7 +75,7 @@ class Reducer:
         ways = [plan.layers[unit.leaves[0]].ways.reduce for unit in plan.reduce_units]
         self._wires = [SumWire(channels, way, x.packing) for way, x in zip(ways, plan.reduce_units, strict=True)]
         self._local = LocalSums(plan)
-        self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_zeros, plan))
+        self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_make_zeros, plan))
         self.store = GradientStore(plan, self._wires, late_axes)
         self.queue = SendQueue(order)
         self.stage, self.received = Stage.IDLE, False
@@ -95,7 +95,7 @@ class Reducer:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         assert self.stage is Stage.IDLE
         self.stage = Stage.LAST if last else Stage.SENDS if send else Stage.ADDS
-        stays = self._staying()
+        stays = self._find_staying_units()
         self._missing = [0 if u in stays else len(unit.leaves) for u, unit in enumerate(self._plan.reduce_units)]
         self.queue.begin(stays)
         if self._chunks is not None:
@@ -107,19 +107,19 @@ class Reducer:
         `grad` is an alias that only the caller has. It is written to only if no other tensor shares its memory, either.
         """
         mark(grad, "gradient_to", self._plan.layers[leaf].entry)
-        if self._put(leaf, grad):
-            self.queue.send(self._start)
+        if self._put_gradient(leaf, grad):
+            self.queue.send(self._start_unit)
         if self.stage is not Stage.ADDS:
             # At each chance, so that messages go as they come.
-            keep = self._arriving()
+            keep = self._take_arrivals()
             self.queue.collect(keep, block=False)
             self.queue.hold_back(keep)
 
     def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
         """Takes the gradients of several leaves, in an eager step. The list is emptied."""
         while grads:
-            self._put(*grads.pop())
-        self.queue.send(self._start)
+            self._put_gradient(*grads.pop())
+        self.queue.send(self._start_unit)
 
     def end(self) -> None:
         """Sends the units that are left, with zeros for leaves without a gradient, and waits for everything."""
@@ -130,11 +130,11 @@ class Reducer:
         for u, unit in enumerate(self._plan.reduce_units):
             if self._missing[u]:
                 if self._chunks is None:
-                    self._grads.update({i: self._absent(i) for i in unit.leaves if i not in self._grads})
+                    self._grads.update({i: self._zero_gradient(i) for i in unit.leaves if i not in self._grads})
                 self._missing[u] = 0
                 self.queue.complete(u)
-        self.queue.send(self._start)
-        self.queue.collect(self._arriving(), block=True)
+        self.queue.send(self._start_unit)
+        self.queue.collect(self._take_arrivals(), block=True)
         if self.stage is Stage.LAST:
             self.store.finish()
         self.stage = Stage.DONE if self.stage is Stage.LAST else Stage.IDLE
@@ -146,11 +146,11 @@ class Reducer:
         self._channels.flush()  # the optimizer may write to tensors that were sent
         return self.store
 
-    def _arriving(self) -> Keep:
+    def _take_arrivals(self) -> Keep:
         """Returns the function that takes units as they arrive in this backward."""
         return functools.partial(self.store.receive, last=self.stage is Stage.LAST)
 
-    def _staying(self) -> set[int]:
+    def _find_staying_units(self) -> set[int]:
         """Returns the units that do not leave in this backward."""
         units = range(len(self._wires))
         if self.stage is Stage.ADDS:
@@ -158,7 +158,7 @@ class Reducer:
         # One that no other rank gets is added up here until the last backward.
         return set() if self.stage is Stage.LAST else {u for u in units if self.store.is_alone[u]}
 
-    def _put(self, leaf: int, grad: Tensor) -> bool:
+    def _put_gradient(self, leaf: int, grad: Tensor) -> bool:
         """Adds a gradient to the sum of its leaf. Returns whether its unit is now complete and to be sent."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
@@ -179,7 +179,7 @@ class Reducer:
         self.queue.complete(unit)
         return True
 
-    def _start(self, unit: int) -> tuple[Pending[Tensor], int]:
+    def _start_unit(self, unit: int) -> tuple[Pending[Tensor], int]:
         """Sends a unit's gradients. Also the bytes that it lets go: none of one that is made whole in its message."""
         last, wire, x = self.stage is Stage.LAST, self._wires[unit], self._plan.reduce_units[unit]
         nbytes = x.nbytes if wire.scatters or not last else 0
@@ -205,12 +205,12 @@ class Reducer:
         (part,) = traced_once(("reduce", looks), start, grads)
         return Pending.of(part)
 
-    def _absent(self, leaf: int) -> Tensor:
+    def _zero_gradient(self, leaf: int) -> Tensor:
         """Returns the gradient of a leaf that has got none in this backward."""
         local = self._local.pop(leaf)
-        return _zeros(self._plan, leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
+        return _make_zeros(self._plan, leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
 
 
-def _zeros(plan: Plan, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
+def _make_zeros(plan: Plan, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
     layout = plan.layers[leaf]
     return torch.zeros(layout.block, dtype=dtype or layout.dtypes.accum, device=plan.mesh.device)

@@ -45,25 +45,25 @@ def refresh(
     started = list[tuple[Pending[Tensor], bool]]()
     for unit in resident:
         with named_range("refresh", plan.layers, unit.leaves):
-            started.append(_start(plan, channels, unit, here, fresh))
+            started.append(_start_refresh(plan, channels, unit, here, fresh))
     for unit, (pending, landed) in zip(resident, started, strict=True):
         with named_range("refresh", plan.layers, unit.leaves):
             arrived = pending.result()
             if not landed:
-                _spread(unit, arrived, here)
+                _spread_unit(unit, arrived, here)
     away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].ways.kept.is_plain]
     if away:
-        _store(plan, channels, away, fresh, blocks, out, pool)
+        _store_leaves(plan, channels, away, fresh, blocks, out, pool)
     channels.flush()
     return out
 
 
-def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
+def _spread_unit(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
     blocks = [block for i in unit.leaves if (block := into[i]) is not None]
     (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, blocks)
 
 
-def _store(
+def _store_leaves(
     plan: Plan,
     channels: AnyChannels,
     units: Sequence[Unit],
@@ -88,7 +88,7 @@ def _store(
     writers: dict[int, Successor] = {}
     for unit in units:
         with named_range("refresh", plan.layers, unit.leaves):
-            whole = _made_whole(plan, channels, unit, rows)
+            whole = _gather_unit(plan, channels, unit, rows)
         for i, x in whole.items():
             leaf, layer = where[i]
             if leaf not in writers:
@@ -101,7 +101,9 @@ def _store(
         out[leaf] = writer.finish()
 
 
-def _made_whole(plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[StoredValue | None]) -> dict[int, Tensor]:
+def _gather_unit(
+    plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[StoredValue | None]
+) -> dict[int, Tensor]:
     """Returns the leaves of a unit on the device, from each rank's rows."""
     device = plan.mesh.device
     whole: list[Tensor | None] = [None] * len(rows)
@@ -111,15 +113,15 @@ def _made_whole(plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[St
         assert isinstance(row, Tensor)
         up[i] = fetch(row, plan.layers[i].home, device)
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
-    pending, landed = _start(plan, channels, unit, whole, up)
+    pending, landed = _start_refresh(plan, channels, unit, whole, up)
     arrived = pending.result()
     if not landed:
-        _spread(unit, arrived, whole)
+        _spread_unit(unit, arrived, whole)
     made = {i: whole[i] for i in unit.leaves}
     return {i: x for i, x in made.items() if x is not None}
 
 
-def _start(
+def _start_refresh(
     plan: Plan,
     channels: AnyChannels,
     unit: Unit,
