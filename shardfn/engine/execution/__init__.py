@@ -9,20 +9,18 @@ from ._argument import (
 from ._backward import (
     run_forward as run_forward,
 )
-from ._captured import (
-    CapturedSteps as CapturedSteps,
-)
 from ._donated import (
     Donated as Donated,
-)
-from ._eager_calls import (
-    EagerSteps as EagerSteps,
 )
 from ._evaluation import (
     evaluation as evaluation,
     has_rows as has_rows,
     one_row as one_row,
     without_values as without_values,
+)
+from ._function_program import (
+    function_program as function_program,
+    tensors_of as tensors_of,
 )
 from ._functional import (
     global_mean as global_mean,
@@ -45,11 +43,9 @@ from ._interface import (
     entered_as_rows as entered_as_rows,
     size_along as size_along,
 )
-from ._opened import (
-    GradientCall as GradientCall,
-    Passed as Passed,
-    check_passed_state as check_passed_state,
-    refuse_own_averages as refuse_own_averages,
+from ._program import (
+    CapturedProgram as CapturedProgram,
+    capture_program as capture_program,
 )
 from ._step_parts import (
     check_pure as check_pure,
@@ -57,10 +53,12 @@ from ._step_parts import (
     step_lines as step_lines,
     step_parts as step_parts,
 )
-from ._traced_function import (
-    FunctionProgram as FunctionProgram,
-    capture_function as capture_function,
-    tensors_of as tensors_of,
+from ._step_programs import (
+    StepCall as StepCall,
+    StepPrograms as StepPrograms,
+)
+from ._step_run import (
+    UpdateArgs as UpdateArgs,
 )
 from ._update import (
     decided_on as decided_on,

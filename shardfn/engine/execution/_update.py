@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
+# Blocks of params, optimizer state and model state.
+StateBlocks = tuple[Sequence[Tensor | Stored], PyTree, PyTree]
 
-@plain_arithmetic()
+
 def update(
     plan: Plan,
     channels: AnyChannels,
@@ -36,30 +39,57 @@ def update(
     model_state: PyTree = (),
     finish: Finish | None = None,
     scale: Tensor | None,
-    ahead: Ahead | None = None,
 ) -> TrainState:
-    """The next state. Where the step donates, the buffers of `state` become its own; otherwise they are copied first.
+    """Returns the next state. Where the step donates, it has the buffers of `state`; otherwise copies of them.
 
     Args:
-        plan: the layout.
-        channels: the step's communicators.
+        plan: layout.
+        channels: communicators of the step.
         parts: the optimizer, and whether `state` is consumed.
-        state: the current state.
-        grads: by leaf, the part of the gradient that the optimizer takes; consumed.
-        model_state: the model state that the loss has returned.
-        finish: the end of the step for it, if there is one.
-        scale: the factor of gradients, applied first; None for 1.
-        ahead: an update that has stepped some of the leaves already.
+        state: current state.
+        grads: gradients that the optimizer takes, by leaf; consumed.
+        model_state: model state that the loss has returned.
+        finish: end of the step for the model state; None without one.
+        scale: factor of the gradients, which is applied first; None means 1.
+    """
+    write = taken(blocks_of(state), donate=parts.donate)
+    how: dict[str, Any] = {"model_state": model_state, "finish": finish, "scale": scale}
+    return next_state(plan, state, update_in(plan, channels, parts.optimizer, write, grads, **how))
+
+
+@plain_arithmetic()
+def update_in(
+    plan: Plan,
+    channels: AnyChannels,
+    optimizer: GradientTransformation,
+    write: AbstractContextManager[tuple[PyTree, PyTree, PyTree]],
+    grads: dict[int, Tensor | Stored],
+    *,
+    model_state: PyTree,
+    finish: Finish | None,
+    scale: Tensor | None,
+    ahead: Ahead | None = None,
+) -> StateBlocks:
+    """Returns the new blocks of a state, made in the memory of the old blocks; for arguments see `update`.
+
+    Args:
+        plan: layout.
+        channels: communicators of the step.
+        optimizer: optimizer.
+        write: context manager with the old blocks, which may be written to in the context.
+        grads: gradients by leaf; consumed.
+        model_state: model state that the loss has returned.
+        finish: end of the step for the model state.
+        scale: factor of the gradients.
+        ahead: update that has stepped some of the leaves already.
     """
     # Before anything is written, as it may raise.
     model_state = finished(finish, model_state)
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
-    with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
-        held, rule = tree_leaves(params), parts.optimizer
-        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
-        kept = put_in(kept, model_state)
-    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
+    with write as (params, opt_state, kept), torch.no_grad():
+        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale, done)
+        return blocks, opt_state, put_in(kept, model_state)
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
@@ -67,15 +97,14 @@ def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
     return state.params, state.opt_state, state.model_state
 
 
-def next_state(
-    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
-) -> TrainState:
-    """The state after `state`, from this rank's new blocks, optimizer state and model state."""
+def next_state(plan: Plan, state: TrainState, new: StateBlocks) -> TrainState:
+    """Returns the state after `state`, from this rank's new blocks."""
+    blocks, opt_state, kept = new
     return state._replace(
         params=wrap(plan, blocks),
         opt_state=_like(opt_state, state.opt_state),
         step=state.step + 1,
-        model_state=wrapped_like(kept, state.model_state),
+        model_state=wrapped_like(tree_leaves(kept), state.model_state),
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardfn.collectives import Agreed, AnyControl, Constant
-from shardfn.core import PyTree, fold_in
+from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor
+from shardfn.core import PyTree, fold_in, raise_all, tree_leaves
 from shardfn.engine.agreement import Agreement
-from shardfn.engine.execution import Passed, check_passed_state, check_pure, check_scale
+from shardfn.engine.execution import UpdateArgs, check_pure, check_scale
 from shardfn.engine.loss import agree_on_step, check_kept, cut_ahead
 from shardfn.engine.plan import Plan, Planner, check_has_rows, check_has_values, in_phase
 from shardfn.engine.transfers import StepParts, check_gradients, describe_rows, forget
@@ -109,7 +109,7 @@ class Admission:
             raise ValueError("the step was built with a key, but the state has no key; make it with this step's init.")
         return batch, fold_in(state.key, state.step)
 
-    def passed(self, plan: Plan, state: TrainState, passed: Passed) -> None:
+    def passed(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> None:
         """Refuses gradients, or a model state beside them, that are not of a plan.
 
         Raises:
@@ -121,12 +121,26 @@ class Admission:
         if passed.model_state is not None:
             check_alive(passed.model_state, "model_state")
             check_kept(passed.model_state, self.state_specs, has_state=self.parts.has_state)
-            check_passed_state(passed.model_state, state.model_state)
+            _check_passed_state(passed.model_state, state.model_state)
 
     def constant(self, plan: Plan, state: TrainState) -> Constant:
         """The hashed description of the step that all calls with this plan share."""
         kept = (state.opt_state, state.model_state) if self.parts.has_state else state.opt_state
         return self.agreement.constant(plan, kept)
+
+
+def refuse_own_averages(plan: Plan) -> None:
+    """Refuses to open a step whose optimizer averages gradients itself in the phase of the plan.
+
+    Raises:
+        ValueError: names the phase and the axes.
+    """
+    if plan.num_left > 1:
+        phase = "" if plan.phase is None else f" in its phase {plan.phase.name!r}"
+        raise ValueError(
+            f"the optimizer averages gradients over {plan.left_axes} itself{phase}, so each rank would get gradients of"
+            " its own rows. Call step(state, batch) in this phase, or use an optimizer that does not average."
+        )
 
 
 def named_call(name: str, plan: Plan, state: TrainState) -> str:
@@ -158,3 +172,21 @@ def agree(
     # All ranks have begun this step, and so have committed the one before.
     forget(plan)
     return agreed
+
+
+def _check_passed_state(new: PyTree, old: PyTree) -> None:
+    """Refuses a model state whose leaves are not like those of the state.
+
+    Raises:
+        ValueError: lists every such leaf.
+    """
+    pairs = list(zip(tree_leaves(new), tree_leaves(old), strict=True))
+    raise_all(
+        ValueError,
+        "the model state is not like that of the state:",
+        [
+            f"leaf {k} is {tuple(x.shape)} {x.dtype}; in the state it is {tuple(y.shape)} {y.dtype}"
+            for k, (x, y) in enumerate(pairs)
+            if not isinstance(x, GlobalTensor) or x.shape != y.shape or x.dtype != y.dtype
+        ],
+    )

@@ -90,8 +90,7 @@ class BoundCall:
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The bytes that a call needs on this rank, its arguments included."""
-        program: Any = self._ready.program
-        return memory_analysis(program.gm)
+        return memory_analysis(self._ready.program.gm)
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
         """The function's value.
@@ -193,7 +192,7 @@ class BoundCall:
 
     def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
         """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
-        program: Any = self._ready.program
+        program = self._ready.program
         values = iter(outs)
         leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
         donated = {m for m, is_donated in memory.items() if is_donated}

@@ -19,20 +19,18 @@ from shardfn.engine.agreement import (
     losing_no_peer_purely,
 )
 from shardfn.engine.execution import (
-    CapturedSteps,
-    EagerSteps,
-    Passed,
+    StepCall,
+    StepPrograms,
+    UpdateArgs,
     pure_gradients,
     pure_step,
     pure_update,
-    refuse_own_averages,
     signature,
 )
 from shardfn.engine.loss import agree_on_step, naming_unequal, shapes_of, told_before
 from shardfn.engine.plan import Plan, in_phase
 from shardfn.engine.transfers import (
     Found,
-    StepCall,
     advanced,
     commit,
     forget,
@@ -40,7 +38,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState
 
-from ._admit import Admission, agree, named_call
+from ._admit import Admission, agree, named_call, refuse_own_averages
 from ._several import (
     LossCall,
     StepLoss,
@@ -87,7 +85,7 @@ class Halves:
         agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
         with _running(comms, batch, admission.planner.batch, agreed):
             compare_first_batch(plan, batch, comms.control)
-            new, metrics = call.run(comms, agreed)
+            new, metrics = call.run(comms, agreed, state)
         new = self._ended(comms, plan, new, state, metrics)
         with losing_no_peer(comms):
             compare_first_step(plan, new.model_state, metrics, comms.control)
@@ -101,7 +99,7 @@ class Halves:
             together(plan, comms.control)
         return found
 
-    def update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
+    def update(self, state: TrainState, passed: UpdateArgs) -> tuple[TrainState, dict[str, Tensor]]:
         """The other half, as `ShardedStep.update`."""
         comms, admission = comms_of(self.admission.planner.mesh), self.admission
         with told_before(comms.control):
@@ -117,7 +115,7 @@ class Halves:
         agreed = agree_on_step(comms.control, what, text, constant, call.known)
         forget(plan)
         with bind_mesh(plan.mesh), losing_no_peer(comms):
-            new, metrics = call.run(comms, agreed)
+            new, metrics = call.run(comms, agreed, state)
             self._compare_end(comms, plan, new, passed, metrics)
         return self._ended(comms, plan, new, state, metrics), metrics
 
@@ -127,11 +125,11 @@ class Halves:
         plan, found = self._found(comms, state, batch, "step", call="step(state, batch)")
         kept = found.model_state if self.admission.parts.has_state else None
         with bind_mesh(plan.mesh), losing_no_peer(comms):
-            passed = Passed(found.grads, kept, found.metrics["finite"])
+            passed = UpdateArgs(found.grads, kept, found.metrics["finite"])
             call = self.calls.update(plan, state, passed)
             # A graph for gradients that lie otherwise is captured by all ranks.
             ready = all(comms.control.exchange(int(call.known[0])))
-            new, updated = call.run(comms, Agreed(known=(ready, ready)))
+            new, updated = call.run(comms, Agreed(known=(ready, ready)), state)
             self._compare_end(comms, plan, new, passed, updated)
         return self._ended(comms, plan, new, state, updated), found.metrics | {"skipped": updated["skipped"]}
 
@@ -151,7 +149,7 @@ class Halves:
         with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "the gradients of a step in a transform"):
             return pure_gradients(plan, state, admission.parts, args)
 
-    def pure_update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
+    def pure_update(self, state: TrainState, passed: UpdateArgs) -> tuple[TrainState, dict[str, Tensor]]:
         """The other half inside a transform of torch.func."""
         admission = self._pure_admission()
         plan = admission.pure(state)
@@ -161,7 +159,7 @@ class Halves:
             return pure_update(plan, state, admission.parts, passed)
 
     @property
-    def calls(self) -> EagerSteps | CapturedSteps:
+    def calls(self) -> StepPrograms:
         """Those of the first loss, which update for all."""
         return next(iter(self.sources.values())).calls
 
@@ -215,7 +213,7 @@ class Halves:
             return combined(plan, found, loss_calls, state)
 
     def _compare_end(
-        self, comms: Comms, plan: Plan, new: TrainState, passed: Passed, metrics: Mapping[str, Tensor]
+        self, comms: Comms, plan: Plan, new: TrainState, passed: UpdateArgs, metrics: Mapping[str, Tensor]
     ) -> None:
         """Compares model states that this update has finished, the first time."""
         if passed.finish(self.admission.parts) is not None and not bool(metrics["skipped"]):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed, AnyControl, Constant
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import CapturedSteps, EagerSteps, GradientCall, global_mean, step_lines
+from shardfn.engine.execution import StepCall, StepPrograms, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -71,15 +71,12 @@ class StepLoss(NamedTuple):
     unwrapped: Unwrapped
     parts: StepParts
     planner: Planner
-    calls: EagerSteps | CapturedSteps
+    calls: StepPrograms
 
     @staticmethod
     def of(unwrapped: Unwrapped, parts: StepParts, planner: Planner) -> "StepLoss":
         """The source of a loss."""
-        jitted = unwrapped.jitted
-        return StepLoss(
-            unwrapped, parts, planner, EagerSteps(parts) if jitted is None else CapturedSteps(jitted, parts)
-        )
+        return StepLoss(unwrapped, parts, planner, StepPrograms(parts, unwrapped.jitted))
 
 
 class LossCall(NamedTuple):
@@ -97,7 +94,7 @@ class LossCall(NamedTuple):
     source: StepLoss
     plan: Plan
     rows: AdmittedBatch
-    call: GradientCall
+    call: StepCall[Found]
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:

@@ -37,13 +37,14 @@ from shardfn.engine.agreement import (
 )
 from shardfn.engine.execution import (
     Argument,
-    FunctionProgram,
+    CapturedProgram,
     Graphs,
     Interface,
     Ready,
-    capture_function,
+    capture_program,
     entered_argument,
     entered_as_rows,
+    function_program,
     pure_apply,
     pure_loss,
     refuse_away,
@@ -329,8 +330,7 @@ class Sharded(Transform):
         agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
         with bind_mesh(self.mesh), losing_no_peer(comms):
             ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready, expected=True)
-            program: FunctionProgram = ready.program
-            layouts = layouts_of(program.abstract_result(), arguments, self._interface, comms.control)
+            layouts = layouts_of(ready.program.abstract_result(), arguments, self._interface, comms.control)
         return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
@@ -435,9 +435,9 @@ class Sharded(Transform):
         shown = {a.path: a.given for a in arguments}
         return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
 
-    def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
+    def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> CapturedProgram:
         with computing_in(self._compute):
-            return capture_function(self._f, plan, params, arguments, treedef, self._interface)
+            return capture_program(function_program(self._f, plan, params, arguments, treedef, self._interface))
 
     def _signature(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> Any:
         held = [x.held for x in tree_leaves(params)]
@@ -480,9 +480,8 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
 
 
 def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:
-    program: FunctionProgram = ready.program
     flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
-    return program.result(ready(comms, disk_of(plan), flat))
+    return ready.program.results(ready(comms, disk_of(plan), flat)).tree
 
 
 def _differentiated(tree: PyTree) -> bool:

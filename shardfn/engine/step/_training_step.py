@@ -27,14 +27,12 @@ from shardfn.engine.agreement import (
     uncollected,
 )
 from shardfn.engine.execution import (
-    CapturedSteps,
-    Passed,
+    UpdateArgs,
     check_scale,
     signature,
 )
 from shardfn.engine.loss import (
     CacheInfo,
-    Jitted,
     Transform,
     Unwrapped,
     abstract_leaves,
@@ -110,9 +108,7 @@ class ShardedStep(Transform):
         in_specs = [state_specs] if parts.has_state else []
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
-        # Of `lower` too, where the step itself is eager.
-        calls = next(iter(sources.values())).calls
-        self._steps = calls if isinstance(calls, CapturedSteps) else CapturedSteps(Jitted(parts.loss), parts)
+        self._steps = next(iter(sources.values())).calls
         self._halves = Halves(self._admission, sources)
 
     def __repr__(self) -> str:
@@ -228,7 +224,7 @@ class ShardedStep(Transform):
         with uncollected():
             if self._halves.are_several:
                 return self._halves.both(state, batch)
-            return self._halves.fused(self._halves.calls.call, None, state, batch)
+            return self._halves.fused(self._halves.calls.step, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -414,7 +410,7 @@ class ShardedStep(Transform):
             >>> state.step, state.params.full_tensor(), metrics["grad_norm"]
             (tensor(1), tensor(1.), tensor(2.))
         """
-        passed = Passed(grads, model_state, finite)
+        passed = UpdateArgs(grads, model_state, finite)
         return self._halves.pure_update(state, passed) if transforming() else self._halves.update(state, passed)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
@@ -458,8 +454,10 @@ class ShardedStep(Transform):
 
     def cache_info(self) -> CacheInfo:
         """The counts of the step's captures, those of `lower` included."""
-        infos = [x.calls.cache_info() for x in self._halves.sources.values() if isinstance(x.calls, CapturedSteps)]
-        return CacheInfo(*map(sum, zip(*(infos or [self._steps.cache_info()]), strict=True)))
+        if self._jitted is None:  # `lower` captures the first loss
+            return self._steps.cache_info()
+        infos = [x.calls.cache_info() for x in self._halves.sources.values()]
+        return CacheInfo(*map(sum, zip(*infos, strict=True)))
 
     def _refuse_several(self, call: str) -> None:
         if self._halves.are_several:
