@@ -19,8 +19,10 @@ from ._evaluation import (
     without_values as without_values,
 )
 from ._function_program import (
-    function_program as function_program,
-    tensors_of as tensors_of,
+    FunctionArgs as FunctionArgs,
+    FunctionCall as FunctionCall,
+    FunctionPrograms as FunctionPrograms,
+    MAX_APPLIED as MAX_APPLIED,
 )
 from ._functional import (
     global_mean as global_mean,
@@ -42,10 +44,6 @@ from ._interface import (
     entered_argument as entered_argument,
     entered_as_rows as entered_as_rows,
     size_along as size_along,
-)
-from ._program import (
-    CapturedProgram as CapturedProgram,
-    capture_program as capture_program,
 )
 from ._step_parts import (
     check_pure as check_pure,

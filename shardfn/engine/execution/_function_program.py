@@ -1,64 +1,197 @@
-"""A function over sharded leaves as a program: a forward, and nothing else."""
+"""A function over sharded leaves as a program: a forward, and nothing else; and its calls, eager or by a graph."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn.capture import recorder
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import Comms
+from shardfn.engine.loss import CacheInfo, Jitted, leaf_signature
 from shardfn.engine.plan import Plan
-from shardfn.graph import storage_of
+from shardfn.engine.transfers import disk_of
+from shardfn.graph import Choice, Schedule, storage_of
 from shardfn.leaves import check_graph
+from shardfn.modules import computing_in
+from shardfn.state import as_graph_value
 
 from ._argument import Argument
 from ._backward import run_forward
+from ._graphs import Graphs, Ready, signature
 from ._interface import (
     REMEDY,
     Interface,
     ResultPlaces,
 )
-from ._program import Input, Program, Results
+from ._program import CapturedProgram, Input, Program, Results, capture_program
+
+# Functions whose order of gathers a layout remembers.
+MAX_APPLIED = 16
 
 
-def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
-    """The inputs of a graph from some leaves: tensors, and the blocks of global tensors."""
-    held = [x.local if isinstance(x, GlobalTensor) else x for x in leaves]
-    return [x for x in held if isinstance(x, Tensor)]
+class FunctionArgs(NamedTuple):
+    """The arguments of a call of a sharded function.
+
+    Attributes:
+        plan: layout of the first argument.
+        params: first argument, a tree of `GlobalTensor`.
+        arguments: leaves of the other arguments.
+        treedef: structure of the tuple of the other arguments.
+    """
+
+    plan: Plan
+    params: PyTree
+    arguments: list[Argument]
+    treedef: Any
+
+    def moved(self, device: torch.device) -> "FunctionArgs":
+        """Returns the arguments with blocks that are kept elsewhere on the device."""
+        return self._replace(arguments=[a.moved(device) for a in self.arguments])
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The inputs of a graph: the blocks of the first argument, then the tensors of the others."""
+        return [*(x.held for x in tree_leaves(self.params)), *_tensors_of([a.seen for a in self.arguments])]
 
 
-def function_program(
-    f: Callable[..., Any],
-    plan: Plan,
-    params: PyTree,
-    arguments: Sequence[Argument],
-    treedef: Any,
-    interface: Interface,
-) -> Program:
+class FunctionCall(NamedTuple):
+    """A call that ranks are about to agree on, and then to run.
+
+    Attributes:
+        run: runs the call; its bool is whether all ranks have the results of a first call.
+        known: whether this rank has them.
+    """
+
+    run: Callable[[Comms, bool], PyTree]
+    known: bool = True
+
+
+class FunctionPrograms:
+    """The calls of one function; an eager call leaves only the order of use, in its plan.
+
+    Args:
+        f: function of leaves as it sees them.
+        interface: annotations of the arguments beyond the first, and of the result.
+        what: the call, in words.
+        compute: dtype in which parameters that modules make are computed; None without a policy.
+        jitted: how to schedule and compile the graphs; None for eager calls.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        interface: Interface,
+        what: str,
+        compute: torch.dtype | None,
+        jitted: Jitted | None,
+    ) -> None:
+        self._f, self._interface, self._what, self._compute = f, interface, what, compute
+        self.eager = jitted is None
+        # Of `lower`, too, where calls are eager.
+        self._graphs = Graphs(jitted or Jitted(f))
+
+    def call(self, given: FunctionArgs) -> FunctionCall:
+        """Returns the call of the function."""
+        if self.eager:
+            return self._eager(given)
+        key = self.signature(given)
+        return FunctionCall(
+            lambda comms, everywhere: self._execute(self.ready(comms, key, given, everywhere=everywhere), comms, given),
+            self.knows(key),
+        )
+
+    def _eager(self, given: FunctionArgs) -> FunctionCall:
+        plan, key = given.plan, (self._what, self._f)
+
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            # A rank may have forgotten an order that others have learnt: then all learn it again.
+            if not everywhere:
+                plan.learnt.forget_order(key)
+            args = tree_unflatten(given.treedef, [a.seen for a in given.arguments])
+            held = [x.held for x in tree_leaves(given.params)]
+            with computing_in(self._compute):
+                f = self._interface.following(plan, self._f, given.arguments, args)
+                out = run_forward(plan, comms, held, key, f)
+            plan.learnt.forget_orders(MAX_APPLIED)
+            return out
+
+        return FunctionCall(run, key in plan.learnt.use_orders)
+
+    def signature(self, given: FunctionArgs) -> Any:
+        """Returns the signature of a call, which determines its graph.
+
+        Raises:
+            TypeError: an argument is neither a tensor nor hashable.
+        """
+        held = [x.held for x in tree_leaves(given.params)]
+        layouts = tuple(x.stride() if isinstance(x, Tensor) else x.shape for x in held)
+        leaves = (leaf_signature(a.given) for a in given.arguments)
+        key = *signature(given.plan, ()), given.treedef, layouts, *leaves
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
+        return key
+
+    def knows(self, key: Any) -> bool:
+        """Returns whether this rank has the graph of a signature."""
+        return self._graphs.knows(key)
+
+    def ready(self, comms: Comms, key: Any, given: FunctionArgs, *, everywhere: bool, expected: bool = False) -> Ready:
+        """Returns the graph of a signature; see `Graphs.ready`."""
+        shown = {a.path: a.given for a in given.arguments}
+        capture = functools.partial(self._capture, given)
+        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
+
+    def lower(self, given: FunctionArgs) -> tuple[CapturedProgram, Schedule | Choice]:
+        """Captures and schedules the function for its shapes; see `Graphs.lower`."""
+        return self._graphs.lower(functools.partial(self._capture, given))
+
+    def compile(
+        self, program: CapturedProgram, backend: str | None, comms: Comms
+    ) -> Callable[[FunctionArgs], FunctionCall]:
+        """Returns a lowered function, which is called as `call` is. Collective."""
+        ready = self._graphs.compile(program, backend, comms)
+        return lambda given: FunctionCall(lambda comms, _: self._execute(ready, comms, given))
+
+    def cache_info(self) -> CacheInfo:
+        """Returns counts and size of the cache of captures."""
+        return self._graphs.cache_info()
+
+    def _capture(self, given: FunctionArgs) -> CapturedProgram:
+        with computing_in(self._compute):
+            return capture_program(function_program(self._f, given, self._interface))
+
+    def _execute(self, ready: Ready, comms: Comms, given: FunctionArgs) -> PyTree:
+        outs = ready(comms, disk_of(given.plan), [as_graph_value(x) for x in given.tensors])
+        return ready.program.results(outs).tree
+
+
+def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Interface) -> Program:
     """Returns `f(params, *args)` as a program. A graph of it writes to the memory of donated arguments only.
 
     Args:
         f: function of leaves as it sees them.
-        plan: layout of the first argument.
-        params: tree of `GlobalTensor`; only shape, strides, dtype and device of tensors count.
-        arguments: leaves of the other arguments.
-        treedef: structure of the tuple of the other arguments.
-        interface: annotations of the other arguments and of the result.
+        args: arguments, of which only shape, strides, dtype and device of tensors count.
+        interface: annotations of the arguments beyond the first, and of the result.
     """
-    seen, num = [a.seen for a in arguments], len(plan.leaves)
+    arguments = args.arguments
+    seen, num = [a.seen for a in arguments], len(args.plan.leaves)
 
     def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
         given = iter(values[num:])
-        args = tree_unflatten(treedef, [_filled(x, given) for x in seen])
+        rest = tree_unflatten(args.treedef, [_filled(x, given) for x in seen])
         kept = {storage_of(x): a.path for a, x in _sharded(arguments, values[num:]) if not a.donated}
-        out = run_forward(plan, comms, values[:num], "captured", interface.following(plan, f, arguments, args))
+        out = run_forward(plan, comms, values[:num], "captured", interface.following(plan, f, arguments, rest))
         if (notes := recorder()) is not None:
             check_graph(notes.tracer.graph, kept, "the function", "arguments", REMEDY)
         return Results(out)
 
-    pairs = zip(plan.leaves, tree_leaves(params), strict=True)
+    pairs = zip(args.plan.leaves, tree_leaves(args.params), strict=True)
     inputs = [Input(leaf.path, "params", x, leaf.param.axes) for leaf, x in pairs]
     for a, x in zip(arguments, seen, strict=True):
         if isinstance(x, Tensor | GlobalTensor):
@@ -66,9 +199,15 @@ def function_program(
             inputs.append(Input(a.path, "batch", own, axes, donated=a.donated, on_host=a.on_host))
 
     def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
-        return list(_results(found.tree, interface.places(found.tree, arguments), plan))
+        return list(_results(found.tree, interface.places(found.tree, arguments), args.plan))
 
-    return Program(plan, inputs, run, results)
+    return Program(args.plan, inputs, run, results)
+
+
+def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """Returns the inputs of a graph from some leaves: tensors, and the blocks of global tensors."""
+    held = [x.local if isinstance(x, GlobalTensor) else x for x in leaves]
+    return [x for x in held if isinstance(x, Tensor)]
 
 
 def _filled(x: Any, given: Iterator[Tensor]) -> Any:

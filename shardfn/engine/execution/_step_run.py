@@ -59,7 +59,7 @@ class StepRun:
     parts: StepParts
     plan: Plan
     comms: Comms
-    read: Callable[[], tuple[list[Tensor | Stored], PyTree]]
+    read: Callable[[], tuple[Sequence[Tensor | Stored], PyTree]]
     write: Callable[[], AbstractContextManager[StateBlocks]]
     args: tuple[Any, ...]
     loss_scale: Tensor | None
@@ -92,7 +92,7 @@ class StepRun:
     ) -> "StepRun":
         """Returns the run of a step on a state, which an update consumes if the step donates."""
 
-        def read() -> tuple[list[Tensor | Stored], PyTree]:
+        def read() -> tuple[Sequence[Tensor | Stored], PyTree]:
             return [x.held for x in tree_leaves(state.params)], looked_at(state.model_state)
 
         def write() -> AbstractContextManager[StateBlocks]:

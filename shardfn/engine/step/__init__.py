@@ -13,7 +13,7 @@ from ._profile import (
     Predicted as Predicted,
     StepProfile as StepProfile,
 )
-from ._several import (
+from ._multi_loss import (
     Objective as Objective,
 )
 from ._sharded import (

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh, transforming
-from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
-from shardfn.engine.execution import Argument, Interface, Ready, on_device, taking_the_place_of
+from shardfn.engine.execution import Argument, FunctionArgs, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
+from shardfn.engine.transfers import disk_of
 from shardfn.graph import MemoryAnalysis, memory_analysis
 from shardfn.state import as_graph_value, taken
 
@@ -52,10 +53,7 @@ class BoundCall:
         what: the call, in words.
         ready: the graph.
         mesh: the function's mesh.
-        pool: where leaves on disk are.
-        params: the first argument.
-        arguments: the leaves of the others.
-        treedef: the structure of the tuple of the others.
+        given: the arguments.
         results: for each leaf of the result, its layout; None where it is passed on.
         check_every: the number of calls from one agreement of ranks to the next; 0 = none.
     """
@@ -65,23 +63,21 @@ class BoundCall:
         what: str,
         ready: Ready,
         mesh: Mesh,
-        pool: Any,
-        params: PyTree,
-        arguments: Sequence[Argument],
-        treedef: Any,
+        given: FunctionArgs,
         results: Sequence[ResultLayout | None],
         check_every: int,
     ) -> None:
-        self._what, self._ready, self._mesh, self._pool = what, ready, mesh, pool
-        self._arguments, self._results, self._check_every = arguments, results, check_every
-        self._treedefs = tree_structure(params), treedef
-        self._wanted = [_kept(x, mesh) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
+        self._what, self._ready, self._mesh, self._pool = what, ready, mesh, disk_of(given.plan)
+        self._arguments, self._results, self._check_every = given.arguments, results, check_every
+        leaves, treedef = tree_flatten(given.params)
+        self._treedefs = treedef, given.treedef
+        self._wanted = [_kept(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
         self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again; it stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
         self._memory: frozenset[int] = frozenset()
-        self._keep(tree_leaves(params))
+        self._keep(leaves)
 
     @property
     def graph(self) -> Callable[..., Any]:

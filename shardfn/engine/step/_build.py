@@ -26,7 +26,7 @@ from shardfn.engine.plan import Planner
 from shardfn.optim import GradientTransformation, Pair, as_transformation
 
 from ._check_learning_rate import check_descends
-from ._several import Objective, StepLoss, check_alike_losses
+from ._multi_loss import Objective, StepLoss, check_alike_losses
 from ._training_step import ShardedStep
 
 

@@ -11,6 +11,7 @@ from shardfn.collectives import AnyControl
 from shardfn.core import Mesh, PyTree, a_kind, raise_all, tree_leaves
 from shardfn.engine.agreement import comms_of
 from shardfn.engine.execution import (
+    MAX_APPLIED,
     evaluation,
     has_rows,
     one_row,
@@ -29,7 +30,7 @@ from shardfn.engine.transfers import StepParts
 from shardfn.modules import beside_model_state
 from shardfn.state import TrainState
 
-from ._sharded import MAX_APPLIED, Sharded
+from ._sharded import Sharded
 
 
 class Measures:

@@ -5,12 +5,12 @@ from typing import Any
 
 from shardfn.core import PyTree
 from shardfn.engine.agreement import Agreement
-from shardfn.engine.execution import Interface
+from shardfn.engine.execution import MAX_APPLIED, Interface
 from shardfn.engine.loss import BoundedCache, Unwrapped, unwrap
 from shardfn.engine.partition import bind
 from shardfn.engine.plan import OF_A_STATE, Planner
 
-from ._sharded import MAX_APPLIED, Sharded
+from ._sharded import Sharded
 
 
 class Functions:

@@ -29,6 +29,9 @@ from shardfn.engine.agreement import (
 from shardfn.engine.execution import (
     UpdateArgs,
     check_scale,
+    pure_gradients,
+    pure_step,
+    pure_update,
     signature,
 )
 from shardfn.engine.loss import (
@@ -55,17 +58,17 @@ from shardfn.modules import beside_model_state
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
-from ._admit import Admission
+from ._admission import Admission
 from ._described import described
 from ._evaluate import Measures, check_batches
 from ._first import drawn
 from ._functions import Functions
-from ._halves import Halves
 from ._lower import Lowered
+from ._multi_loss import StepLoss, lines_of, mean_of
 from ._profile import StepProfile, measured, predict
-from ._several import StepLoss, lines_of, mean_of
 from ._sharded import kept_as
 from ._states import StepStates
+from ._step_calls import StepCalls
 
 
 @explains_attributes(
@@ -109,10 +112,10 @@ class ShardedStep(Transform):
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
         self._steps = next(iter(sources.values())).calls
-        self._halves = Halves(self._admission, sources)
+        self._calls = StepCalls(self._admission, sources)
 
     def __repr__(self) -> str:
-        return described(self._unwrapped, self._parts.loss, self._planner, list(self._halves.sources))
+        return described(self._unwrapped, self._parts.loss, self._planner, list(self._calls.sources))
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -220,11 +223,11 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             self._refuse_several("a step inside a transform of torch.func")
-            return self._halves.pure_step(state, batch)
+            return self._calls.pure("a step", pure_step, state, lambda admission, _: admission.args(state, batch))
         with uncollected():
-            if self._halves.are_several:
-                return self._halves.both(state, batch)
-            return self._halves.fused(self._halves.calls.step, None, state, batch)
+            if self._calls.are_several:
+                return self._calls.step_of_losses(state, batch)
+            return self._calls.step(self._calls.programs.step, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -256,7 +259,7 @@ class ShardedStep(Transform):
 
         def compile(backend: str | None) -> Callable[..., Any]:
             call_of = self._steps.compile(program, backend, comms_of(self.mesh))
-            return uncollected()(functools.partial(self._halves.fused, call_of, key))
+            return uncollected()(functools.partial(self._calls.step, call_of, key))
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
@@ -362,8 +365,11 @@ class ShardedStep(Transform):
             >>> state.params.full_tensor()
             tensor([0.8000, 0.9000])
         """
-        halves = self._halves
-        found = halves.pure_gradients(state, batch) if transforming() else halves.gradients(state, batch)
+        if transforming():
+            what = "the gradients of a step"
+            found = self._calls.pure(what, pure_gradients, state, lambda admission, _: admission.args(state, batch))
+        else:
+            found = self._calls.gradients(state, batch)
         return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
 
     @uncollected()
@@ -411,7 +417,14 @@ class ShardedStep(Transform):
             (tensor(1), tensor(1.), tensor(2.))
         """
         passed = UpdateArgs(grads, model_state, finite)
-        return self._halves.pure_update(state, passed) if transforming() else self._halves.update(state, passed)
+        if not transforming():
+            return self._calls.update(state, passed)
+
+        def prepare(admission: Admission, plan: Plan) -> UpdateArgs:
+            admission.passed(plan, state, passed)
+            return passed
+
+        return self._calls.pure("the update of a step", pure_update, state, prepare)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -456,13 +469,13 @@ class ShardedStep(Transform):
         """The counts of the step's captures, those of `lower` included."""
         if self._jitted is None:  # `lower` captures the first loss
             return self._steps.cache_info()
-        infos = [x.calls.cache_info() for x in self._halves.sources.values()]
+        infos = [x.calls.cache_info() for x in self._calls.sources.values()]
         return CacheInfo(*map(sum, zip(*infos, strict=True)))
 
     def _refuse_several(self, call: str) -> None:
-        if self._halves.are_several:
+        if self._calls.are_several:
             raise ValueError(
-                f"{call} is of a step of one loss, and this one has {list(self._halves.sources)}; build a step of the"
+                f"{call} is of a step of one loss, and this one has {list(self._calls.sources)}; build a step of the"
                 " loss alone, with the same optimizer, specs and zero, for it."
             )
 

@@ -29,7 +29,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState, scale_of
 
-from ._admit import AdmittedBatch, agree
+from ._admission import AdmittedBatch, agreement_on_rows
 
 
 class Objective(NamedTuple):
@@ -130,22 +130,23 @@ def agree_on_all(
     """
     known = [own.call.known for own in calls]
     if len(calls) == 1:
-        return [agree(control, what, plan, calls[0].rows, constant, known[0])]
+        return [agreement_on_rows(what, plan, calls[0].rows, constant, known[0])(control)]
     text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in calls)
     sizes = tuple(n for x in calls for n in x.rows.sizes)
     batch = {x.name: x.rows.batch for x in calls}
     at_even = all(k[0] for k in known)
-    agreed = agree(control, what, plan, AdmittedBatch(batch, (), text, sizes), constant, (at_even, at_even))
+    rows = AdmittedBatch(batch, (), text, sizes)
+    agreed = agreement_on_rows(what, plan, rows, constant, (at_even, at_even))(control)
     if agreed.even:
         return [agreed for _ in calls]
     ends = [sum(len(x.rows.sizes) for x in calls[: k + 1]) for k in range(len(calls))]
     cut = [[row[end - len(x.rows.sizes) : end] for row in agreed.sizes] for x, end in zip(calls, ends, strict=True)]
-    even = [len(set(rows)) == 1 for rows in cut]
+    even = [len(set(own)) == 1 for own in cut]
     # Where some batches are even and others not, only now is it clear which graphs are wanted.
     mine = sum(k[0 if e else 1] << n for n, (k, e) in enumerate(zip(known, even, strict=True)))
     there = control.exchange(mine)
     ready = [all(x >> n & 1 for x in there) for n in range(len(calls))]
-    return [Agreed(e, (r, r), () if e else tuple(rows)) for e, r, rows in zip(even, ready, cut, strict=True)]
+    return [Agreed(e, (r, r), () if e else tuple(own)) for e, r, own in zip(even, ready, cut, strict=True)]
 
 
 def combined(plan: Plan, found: Mapping[str, Found], calls: Sequence[LossCall], state: TrainState) -> Found:

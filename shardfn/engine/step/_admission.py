@@ -7,16 +7,19 @@ A step, its gradients, its update and its loss ask the same questions, in this o
     the ranks      do all make this call, of this number of the step, built in this way
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor
-from shardfn.core import PyTree, fold_in, raise_all, tree_leaves
-from shardfn.engine.agreement import Agreement
+from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor, bind_mesh
+from shardfn.core import Mesh, PyTree, fold_in, raise_all, tree_leaves
+from shardfn.engine.agreement import Agreement, Comms, comms_of, losing_no_peer
 from shardfn.engine.execution import UpdateArgs, check_pure, check_scale
-from shardfn.engine.loss import agree_on_step, check_kept, cut_ahead
+from shardfn.engine.loss import agree_on_step, check_kept, cut_ahead, told_before
 from shardfn.engine.plan import Plan, Planner, check_has_rows, check_has_values, in_phase
 from shardfn.engine.transfers import StepParts, check_gradients, describe_rows, forget
 from shardfn.state import TrainState, check_alive, check_passed
@@ -158,20 +161,76 @@ def named_call(name: str, plan: Plan, state: TrainState) -> str:
     return text if plan.phase is None else f"{text}, {plan.phase.name}"
 
 
-def agree(
-    control: AnyControl, what: str, plan: Plan, rows: AdmittedBatch, constant: Constant, known: tuple[bool, bool]
-) -> Agreed:
-    """The agreement of all ranks on a call with rows. Collective; the first message of the call.
+class AdmittedCall(NamedTuple):
+    """A call that this rank has admitted, and that the ranks are about to agree on.
 
-    Raises:
-        RankError: ranks differ in the call, the batch's structure, or in how the step was built.
-        ValueError: no rank has rows.
+    Attributes:
+        agree: agreement of all ranks on the call, which is its first message.
+        run: runs the call, given communicators and the agreement. The mesh is bound, and an error ends the
+            communicators.
+        end: finishes the result afterwards.
+        around: makes a further context of `run` from the agreement, outside of the others.
     """
-    agreed = agree_on_step(control, what, (rows.text, rows.sizes), constant, known)
-    check_has_rows(rows.batch, even=agreed.even)
-    # All ranks have begun this step, and so have committed the one before.
-    forget(plan)
-    return agreed
+
+    agree: Callable[[AnyControl], Any]
+    run: Callable[[Comms, Any], Any]
+    end: Callable[[Comms, Any], Any] = lambda comms, result: result
+    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
+    """Runs a call of a step or of a sharded function. Collective.
+
+    Args:
+        mesh: mesh of the call.
+        admit: admits the call on this rank; its errors are sent to the other ranks, which wait in the agreement.
+    """
+    comms = comms_of(mesh)
+    with told_before(comms.control):
+        call = admit()
+    agreed = call.agree(comms.control)
+    with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
+        result = call.run(comms, agreed)
+    return call.end(comms, result)
+
+
+def agreement(
+    what: str,
+    constant: Constant,
+    known: bool | tuple[bool, bool],
+    facts: tuple[str, tuple[int, ...]] = ("", ()),
+    then: Callable[[Agreed], None] = lambda agreed: None,
+) -> Callable[[AnyControl], Agreed]:
+    """Returns the agreement of all ranks on a call.
+
+    Args:
+        what: the call, in words.
+        constant: facts that are equal in all calls.
+        known: whether this rank has the results of a first call; see `Agreed`.
+        facts: facts of this call that must be equal on all ranks, and sizes that may differ.
+        then: further check of this rank after the agreement.
+    """
+    both = (known, known) if isinstance(known, bool) else known
+
+    def agree(control: AnyControl) -> Agreed:
+        agreed = agree_on_step(control, what, facts, constant, both)
+        then(agreed)
+        return agreed
+
+    return agree
+
+
+def agreement_on_rows(
+    what: str, plan: Plan, rows: AdmittedBatch, constant: Constant, known: tuple[bool, bool]
+) -> Callable[[AnyControl], Agreed]:
+    """Returns the agreement of all ranks on a call with rows, which raises `ValueError` if no rank has rows."""
+
+    def then(agreed: Agreed) -> None:
+        check_has_rows(rows.batch, even=agreed.even)
+        # All ranks have begun this step, and so have committed the one before.
+        forget(plan)
+
+    return agreement(what, constant, known, (rows.text, rows.sizes), then)
 
 
 def _check_passed_state(new: PyTree, old: PyTree) -> None:
