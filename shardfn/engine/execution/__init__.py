@@ -1,15 +1,15 @@
 """One call executed: eager, captured, pure; forward and backward, update, metrics."""
 
-from ._argument import (
+from ._arguments import (
     Argument as Argument,
     on_device as on_device,
     refuse_away as refuse_away,
     taking_the_place_of as taking_the_place_of,
 )
-from ._backward import (
+from ._run_backward import (
     run_forward as run_forward,
 )
-from ._donated import (
+from ._arguments import (
     Donated as Donated,
 )
 from ._evaluation import (
@@ -20,7 +20,6 @@ from ._evaluation import (
 )
 from ._function_program import (
     FunctionArgs as FunctionArgs,
-    FunctionCall as FunctionCall,
     FunctionPrograms as FunctionPrograms,
     MAX_APPLIED as MAX_APPLIED,
 )
@@ -34,6 +33,7 @@ from ._functional import (
 )
 from ._graphs import (
     Graphs as Graphs,
+    ProgramCall as ProgramCall,
     Ready as Ready,
     signature as signature,
 )
@@ -46,22 +46,19 @@ from ._interface import (
     size_along as size_along,
 )
 from ._step_parts import (
-    check_pure as check_pure,
-    check_scale as check_scale,
+    check_descends as check_descends,
+    check_leaves_descend as check_leaves_descend,
     step_lines as step_lines,
     step_parts as step_parts,
 )
 from ._step_programs import (
-    StepCall as StepCall,
     StepPrograms as StepPrograms,
 )
 from ._step_run import (
     UpdateArgs as UpdateArgs,
 )
 from ._update import (
-    decided_on as decided_on,
     own_rows as own_rows,
     rule_of as rule_of,
-    whole as whole,
     wrap as wrap,
 )

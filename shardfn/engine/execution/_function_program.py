@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import recorder
-from shardfn.collectives import GlobalTensor
+from shardfn.collectives import Agreed, GlobalTensor
 from shardfn.core import PyTree, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import Comms
-from shardfn.engine.loss import CacheInfo, Jitted, leaf_signature
+from shardfn.engine.loss import Jitted, leaf_signature
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import disk_of
 from shardfn.graph import Choice, Schedule, storage_of
@@ -19,15 +19,15 @@ from shardfn.leaves import check_graph
 from shardfn.modules import computing_in
 from shardfn.state import as_graph_value
 
-from ._argument import Argument
-from ._backward import run_forward
-from ._graphs import Graphs, Ready, signature
+from ._arguments import Argument
+from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._interface import (
     REMEDY,
     Interface,
     ResultPlaces,
 )
 from ._program import CapturedProgram, Input, Program, Results, capture_program
+from ._run_backward import run_forward
 
 # Functions whose order of gathers a layout remembers.
 MAX_APPLIED = 16
@@ -58,18 +58,6 @@ class FunctionArgs(NamedTuple):
         return [*(x.held for x in tree_leaves(self.params)), *_tensors_of([a.seen for a in self.arguments])]
 
 
-class FunctionCall(NamedTuple):
-    """A call that ranks are about to agree on, and then to run.
-
-    Attributes:
-        run: runs the call; its bool is whether all ranks have the results of a first call.
-        known: whether this rank has them.
-    """
-
-    run: Callable[[Comms, bool], PyTree]
-    known: bool = True
-
-
 class FunctionPrograms:
     """The calls of one function; an eager call leaves only the order of use, in its plan.
 
@@ -92,24 +80,26 @@ class FunctionPrograms:
         self._f, self._interface, self._what, self._compute = f, interface, what, compute
         self.eager = jitted is None
         # Of `lower`, too, where calls are eager.
-        self._graphs = Graphs(jitted or Jitted(f))
+        self.graphs = Graphs(jitted or Jitted(f))
 
-    def call(self, given: FunctionArgs) -> FunctionCall:
+    def call(self, given: FunctionArgs) -> ProgramCall[PyTree]:
         """Returns the call of the function."""
         if self.eager:
             return self._eager(given)
         key = self.signature(given)
-        return FunctionCall(
-            lambda comms, everywhere: self._execute(self.ready(comms, key, given, everywhere=everywhere), comms, given),
-            self.knows(key),
-        )
 
-    def _eager(self, given: FunctionArgs) -> FunctionCall:
+        def run(comms: Comms, agreed: Agreed, now: FunctionArgs) -> PyTree:
+            return self._execute(self.ready(comms, key, now, everywhere=agreed.ready), comms, now)
+
+        known = self.graphs.knows(key)
+        return ProgramCall(run, (known, known))
+
+    def _eager(self, given: FunctionArgs) -> ProgramCall[PyTree]:
         plan, key = given.plan, (self._what, self._f)
 
-        def run(comms: Comms, everywhere: bool) -> PyTree:
+        def run(comms: Comms, agreed: Agreed, given: FunctionArgs) -> PyTree:
             # A rank may have forgotten an order that others have learnt: then all learn it again.
-            if not everywhere:
+            if not agreed.ready:
                 plan.learnt.forget_order(key)
             args = tree_unflatten(given.treedef, [a.seen for a in given.arguments])
             held = [x.held for x in tree_leaves(given.params)]
@@ -119,7 +109,8 @@ class FunctionPrograms:
             plan.learnt.forget_orders(MAX_APPLIED)
             return out
 
-        return FunctionCall(run, key in plan.learnt.use_orders)
+        known = key in plan.learnt.use_orders
+        return ProgramCall(run, (known, known))
 
     def signature(self, given: FunctionArgs) -> Any:
         """Returns the signature of a call, which determines its graph.
@@ -137,30 +128,22 @@ class FunctionPrograms:
             raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
         return key
 
-    def knows(self, key: Any) -> bool:
-        """Returns whether this rank has the graph of a signature."""
-        return self._graphs.knows(key)
-
     def ready(self, comms: Comms, key: Any, given: FunctionArgs, *, everywhere: bool, expected: bool = False) -> Ready:
         """Returns the graph of a signature; see `Graphs.ready`."""
         shown = {a.path: a.given for a in given.arguments}
         capture = functools.partial(self._capture, given)
-        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
+        return self.graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
 
     def lower(self, given: FunctionArgs) -> tuple[CapturedProgram, Schedule | Choice]:
         """Captures and schedules the function for its shapes; see `Graphs.lower`."""
-        return self._graphs.lower(functools.partial(self._capture, given))
+        return self.graphs.lower(functools.partial(self._capture, given))
 
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
-    ) -> Callable[[FunctionArgs], FunctionCall]:
+    ) -> Callable[[FunctionArgs], ProgramCall[PyTree]]:
         """Returns a lowered function, which is called as `call` is. Collective."""
-        ready = self._graphs.compile(program, backend, comms)
-        return lambda given: FunctionCall(lambda comms, _: self._execute(ready, comms, given))
-
-    def cache_info(self) -> CacheInfo:
-        """Returns counts and size of the cache of captures."""
-        return self._graphs.cache_info()
+        ready = self.graphs.compile(program, backend, comms)
+        return lambda given: ProgramCall(lambda comms, agreed, now: self._execute(ready, comms, now))
 
     def _capture(self, given: FunctionArgs) -> CapturedProgram:
         with computing_in(self._compute):

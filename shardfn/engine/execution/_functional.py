@@ -41,7 +41,6 @@ from shardfn.engine.transfers import (
     as_tree,
     enter_purely,
     of_update,
-    one_step,
     own_rows,
     reduce_purely,
     refresh_purely,
@@ -50,9 +49,8 @@ from shardfn.engine.transfers import (
 from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
 
-from ._check_canonical import check_canonical
-from ._metrics import named
-from ._step_run import UpdateArgs
+from ._step_parts import check_canonical
+from ._step_run import UpdateArgs, named, one_step
 from ._update import next_state, rule_of
 
 

@@ -4,14 +4,14 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.capture import quiet
-from shardfn.collectives import bind_channels, text_hash
+from shardfn.collectives import Agreed, bind_channels, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten
 from shardfn.engine.agreement import Comms, collected
 from shardfn.engine.loss import (
@@ -39,6 +39,7 @@ from shardfn.memory import AnyPool, bind_pool
 from ._program import CapturedProgram
 
 _Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 class Ready(NamedTuple):
@@ -51,6 +52,19 @@ class Ready(NamedTuple):
         """Runs the graph, and returns its results."""
         with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
             return self.run(*flat)
+
+
+class ProgramCall(NamedTuple, Generic[_Result]):
+    """A call of a program, which ranks agree on and then run.
+
+    Attributes:
+        run: runs the call, given the agreement of the ranks, on a state or on the arguments of a function. A loss takes
+            a state with the model state that another loss has left.
+        known: whether this rank already has the results of a first call; see `Agreed`.
+    """
+
+    run: Callable[[Comms, Agreed, Any], _Result]
+    known: tuple[bool, bool] = (True, True)
 
 
 class Graphs:

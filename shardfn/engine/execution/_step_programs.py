@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,35 +17,22 @@ from torch import Tensor
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError
 from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
-from shardfn.engine.loss import CacheInfo, Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
+from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan
-from shardfn.engine.transfers import Blocks, Found, Metrics, StepParts, by_leaf, disk_of, one_step, pool_of
+from shardfn.engine.transfers import Blocks, Found, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
 from shardfn.memory import TracedStored, on_host
 from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, as_graph_value, closed, loaded, scale_of, taken
 
-from ._graphs import Graphs, Ready, signature
+from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._program import CapturedProgram, Input, Program, Results, capture_program
-from ._step_run import StepRun, UpdateArgs, found_of, run_gradients, run_step, run_update, skipped
+from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
 from ._update import blocks_of, next_state, update, update_blocks
 
 Result = TypeVar("Result")
 # A step or an update, as a call returns it.
 Stepped = tuple[TrainState, Metrics]
-
-
-class StepCall(NamedTuple, Generic[Result]):
-    """A step, or a half of one, which ranks agree on and then run.
-
-    Attributes:
-        run: runs the call on the state that was admitted, given the agreement of the ranks. The gradients of a loss
-            take a state with the model state that another loss has left.
-        known: whether this rank already has the results of a first call; see `Agreed`.
-    """
-
-    run: Callable[[Comms, Agreed, TrainState], Result]
-    known: tuple[bool, bool] = (True, True)
 
 
 class StepPrograms:
@@ -59,12 +46,12 @@ class StepPrograms:
     def __init__(self, parts: StepParts, jitted: Jitted | None) -> None:
         self.parts, self.eager, self._policy = parts, jitted is None, policy_in(parts.loss)
         # Of `lower`, too, where calls are eager.
-        self._graphs = Graphs(jitted or Jitted(parts.loss))
+        self.graphs = Graphs(jitted or Jitted(parts.loss))
 
-    def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall[Stepped]:
+    def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
         """Returns the call of one step."""
         if self.eager:
-            return StepCall(lambda comms, agreed, now: run_step(self.parts, plan, comms, now, args, agreed.even))
+            return ProgramCall(lambda comms, agreed, now: run_step(self.parts, plan, comms, now, args, agreed.even))
 
         def make(now: TrainState, even: bool) -> Program:
             return step_program(self.parts, plan, now, args, even=even)
@@ -75,13 +62,14 @@ class StepPrograms:
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
         return self._captured(key, make, name, args[0], lambda ready, comms, now: self._step(ready, comms, now, args))
 
-    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall[Found]:
+    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Found]:
         """Returns the call of the gradients of one step."""
+        parts = self.parts
         if self.eager:
-            return StepCall(lambda comms, agreed, now: run_gradients(self.parts, plan, comms, now, args, agreed.even))
+            return ProgramCall(lambda comms, agreed, now: run_gradients(parts, plan, comms, now, args, agreed.even))
 
         def make(now: TrainState, even: bool) -> Program:
-            return gradient_program(self.parts, plan, now, args, even=even)
+            return gradient_program(parts, plan, now, args, even=even)
 
         def run(ready: Ready, comms: Comms, now: TrainState) -> Found:
             held = [x.held for x in tree_leaves((now.params, now.model_state))]
@@ -94,7 +82,7 @@ class StepPrograms:
         key = ("gradients", first), *rest, _layouts((state.params, state.model_state)), scale_of(state) is None
         return self._captured(key, make, "the gradients of a step", args[0], run)
 
-    def update(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> StepCall[Stepped]:
+    def update(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> ProgramCall[Stepped]:
         """Returns the call of the update by gradients."""
         parts, finish = self.parts, passed.finish(self.parts)
         if self.eager:
@@ -102,7 +90,7 @@ class StepPrograms:
             def apply(comms: Comms, now: TrainState, grads: Blocks, kept: PyTree) -> TrainState:
                 return update(plan, comms.channels, parts, now, grads, model_state=kept, finish=finish, scale=None)
 
-            return StepCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
+            return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
         grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
         last = () if finish is None else passed.model_state
 
@@ -127,23 +115,19 @@ class StepPrograms:
         key = ("update", id(plan)), ambient(), layouts, finish is None
         return self._captured(key, make, "the update of a step", (), run)
 
-    def cache_info(self) -> CacheInfo:
-        """Returns the counters of the cache of graphs."""
-        return self._graphs.cache_info()
-
     def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[CapturedProgram, Schedule | Choice]:
         """Captures and schedules a step for its shapes; see `Graphs.lower`."""
-        return self._graphs.lower(lambda: capture_program(step_program(self.parts, plan, state, args, even=True)))
+        return self.graphs.lower(lambda: capture_program(step_program(self.parts, plan, state, args, even=True)))
 
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
-    ) -> Callable[[Plan, TrainState, tuple[Any, ...]], StepCall[Stepped]]:
+    ) -> Callable[[Plan, TrainState, tuple[Any, ...]], ProgramCall[Stepped]]:
         """Returns a lowered step, which is called as `step` is. Collective."""
-        ready = self._graphs.compile(program, backend, comms)
+        ready = self.graphs.compile(program, backend, comms)
 
-        def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall[Stepped]:
+        def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
             del plan, state
-            return StepCall(lambda comms, agreed, now: self._step(ready, comms, now, args))
+            return ProgramCall(lambda comms, agreed, now: self._step(ready, comms, now, args))
 
         return call
 
@@ -154,7 +138,7 @@ class StepPrograms:
         name: str,
         batch: PyTree,
         run: Callable[[Ready, Comms, TrainState], Result],
-    ) -> StepCall[Result]:
+    ) -> ProgramCall[Result]:
         """Returns a call by the graph of a signature; there is one for even batches and one for uneven batches."""
         keys = (*key, True), (*key, False)
 
@@ -163,9 +147,9 @@ class StepPrograms:
                 return capture_program(make(now, agreed.even))
 
             key = keys[0 if agreed.even else 1]
-            return run(self._graphs.ready(comms, key, capture, name, batch, everywhere=agreed.ready), comms, now)
+            return run(self.graphs.ready(comms, key, capture, name, batch, everywhere=agreed.ready), comms, now)
 
-        return StepCall(call, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
+        return ProgramCall(call, (self.graphs.knows(keys[0]), self.graphs.knows(keys[1])))
 
     def _step(self, ready: Ready, comms: Comms, state: TrainState, args: tuple[Any, ...]) -> Stepped:
         try:

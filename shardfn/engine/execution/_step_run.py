@@ -1,22 +1,28 @@
-"""`StepRun`: the parts of one step on this rank's blocks, which an eager call and a capture run alike.
+"""One training step, written once: loss -> gradients -> measures -> skip -> update.
 
-Besides, the eager calls: a step, its gradients, and the update by gradients.
+    out            = differentiate()            the loss, and its gradients summed over ranks
+    metrics, scale = measure(out)               the numbers that all ranks get of it
+    state          = choose(metrics, update)    update(out, scale), or the old state
+
+`StepRun` has the parts on this rank's blocks. An eager step does each part at once, and a capture of the same parts
+writes a graph. The pure executor makes the parts of differentiable functions, inside a transform of torch.func.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import StoppedError, local
+from shardfn.capture import capturing, traced_once
+from shardfn.collectives import StoppedError, local, psum
 from shardfn.core import PyTree, RankError, Stored, tree_leaves, tree_map
 from shardfn.engine.agreement import Comms, named_range
 from shardfn.engine.loss import Finish, wrapped_like
-from shardfn.engine.plan import Plan
+from shardfn.engine.plan import Chunks, Plan
 from shardfn.engine.transfers import (
     Blocks,
     Found,
@@ -26,16 +32,46 @@ from shardfn.engine.transfers import (
     as_tree,
     by_leaf,
     measured,
-    one_step,
     scaled,
+    summed_squares,
+    summed_values,
 )
-from shardfn.optim import summing_exactly
-from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
+from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares, summing_exactly
+from shardfn.state import Ahead, Parts, TrainState, loaded, looked_at, scale_of, taken
 
-from ._backward import run_backward
-from ._metrics import measure
-from ._overlapped_update import early
-from ._update import StateBlocks, blocks_of, next_state, update_in
+from ._run_backward import run_backward
+from ._update import StateBlocks, blocks_of, early, next_state, update_in
+
+Out = TypeVar("Out")
+New = TypeVar("New")
+
+
+@runtime_checkable
+class Executor(Protocol[Out, New]):
+    """Runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
+
+    def differentiate(self) -> Out:
+        """Returns the loss and the gradients of the global batch. Reads the state, and does not write to it."""
+        ...
+
+    def measure(self, out: Out) -> tuple[Metrics, Tensor | None]:
+        """Returns the metrics, equal on all ranks, and the factor that gradients still lack, or None."""
+        ...
+
+    def choose(self, metrics: Metrics, update: Callable[[], New]) -> New:
+        """Returns the state that `update` makes, or the old state if the step is skipped; notes it in the metrics."""
+        ...
+
+    def update(self, out: Out, scale: Tensor | None) -> New:
+        """Returns the new state. This is the first part that may write to the old state."""
+        ...
+
+
+def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
+    """Runs one step; returns the new state and the metrics."""
+    out = run.differentiate()
+    metrics, scale = run.measure(out)
+    return run.choose(metrics, lambda: run.update(out, scale)), metrics
 
 
 @dataclasses.dataclass
@@ -187,9 +223,10 @@ def run_step(
         even: whether all ranks hold batches of the same shapes.
     """
     run = StepRun.of_state(parts, plan, comms, state, args, even=even)
-    decided = not parts.skips and parts.table is None
+    known = not parts.skips and parts.table is None
+    before = contextlib.nullcontext() if plan.at_home else early(plan, parts.optimizer, state, decided=known)
     try:
-        with early(plan, parts.optimizer, state, decided=decided) as run.ahead, exact(plan):
+        with before as run.ahead, exact(plan):
             new, metrics = one_step(run)
     except StoppedError as stopped:
         return skipped(state, tuple(run.metrics), stopped)
@@ -263,3 +300,115 @@ def _all_finite(comms: Comms, metrics: Metrics) -> bool:
             " share must be changed alike on all of them."
         )
     return bool(found[0])
+
+
+def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
+    """The metrics of a step, equal on all ranks; and the factor that gradients still lack, or None.
+
+    The gradients passed in are multiplied by `loss_scale`.
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    like = out.total
+    # In float64, like all sums here: a count or a total of tokens must not be rounded.
+    count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
+    row = [out.total, count if out.weight is None else out.weight]
+    row += [x for pair in out.aux.values() for x in pair]
+    if plan.chunks is not None:
+        return _of_chunks(plan, plan.chunks, out, loss_scale)
+    squares = _squares(plan, out)
+    # Values that are summed over the batch's axes, nearly always all of them, travel together.
+    own = squares.pop(plan.batch_axes, torch.zeros_like(count))
+    *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
+    sums = torch.stack(rest)
+    norm = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items()))
+    return _made_of(plan, out, sums, norm, loss_scale)
+
+
+def _made_of(
+    plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
+) -> tuple[Metrics, Tensor | None]:
+    """The metrics, of the global sums of loss, weight and the pairs of aux, and of the norm as gradients come."""
+    # Division by the weight or the loss scale is a factor, which is put on last.
+    scale = None
+    if out.weight is not None:
+        scale = plan.num_left / sums[1]
+    if loss_scale is not None:
+        scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
+    if scale is not None:
+        norm = norm * scale
+    aux = ((name, sums[2 + 2 * k] / sums[3 + 2 * k]) for k, name in enumerate(out.aux))
+    return named((sums[0] / sums[1]).to(out.total.dtype), norm, aux, loss_scale), scale
+
+
+def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
+    """`measure`, with sums that do not depend on the number of ranks."""
+    parts = out.reducer.store.parts
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for unit in parts:
+        x = parts[unit]
+        assert isinstance(x, Tensor)
+        by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
+    squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+    return _made_of(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
+
+
+def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:
+    """The metrics of a step, as if it is not skipped.
+
+    Args:
+        loss: the mean over the global batch.
+        norm: of the averaged gradient.
+        aux: names and means.
+        loss_scale: the one that was used.
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    metrics = {"loss": loss, "grad_norm": norm.to(torch.float32)}
+    metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
+    metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale.clone()
+    for name, mean in aux:
+        if name in metrics:
+            raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
+        metrics[name] = mean.to(torch.float32)
+    return metrics
+
+
+def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
+    """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
+
+    Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
+    """
+    kinds: dict[tuple[tuple[str, ...], int], list[int]] = {}
+    parts = out.reducer.store.parts
+    for unit in parts:  # in one order, so that the sum has the same bits
+        kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for (axes, added), own in kinds.items():
+        x = _sums(parts, own).to(out.total.device, torch.float64).sum()
+        x = x if plan.num_left == 1 else x / (plan.num_left * added)
+        sums[axes] = sums[axes] + x if axes in sums else x
+    return sums
+
+
+def _sums(of: Parts, units: list[int]) -> Tensor:
+    """The sum of squares of each share; shares on disk are loaded one after another."""
+    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
+    if len(parts) < len(units):
+        found = [(of.square(u), u) for u in units]
+        return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+    # In a capture the squares of large parts are written down once, for the layers of a stack are many.
+    if not capturing() or all(map(is_small, parts)):
+        return sum_squares(parts)
+    small = [part for part in parts if is_small(part)]
+    together = iter(sum_squares(small).unbind() if small else ())
+    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
+
+
+def _square(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(dtype_of_squares([part]))]

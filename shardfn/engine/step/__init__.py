@@ -9,7 +9,7 @@ from ._build import (
 from ._lower import (
     Lowered as Lowered,
 )
-from ._profile import (
+from ._lower import (
     Predicted as Predicted,
     StepProfile as StepProfile,
 )

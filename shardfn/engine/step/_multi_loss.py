@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed, AnyControl, Constant
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import StepCall, StepPrograms, global_mean, step_lines
+from shardfn.engine.execution import ProgramCall, StepPrograms, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -29,7 +29,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState, scale_of
 
-from ._admission import AdmittedBatch, agreement_on_rows
+from ._run_call import AdmittedBatch, agreement_on_rows
 
 
 class Objective(NamedTuple):
@@ -94,7 +94,7 @@ class LossCall(NamedTuple):
     source: StepLoss
     plan: Plan
     rows: AdmittedBatch
-    call: StepCall[Found]
+    call: ProgramCall[Found]
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:

@@ -37,9 +37,9 @@ from shardfn.engine.agreement import (
 )
 from shardfn.engine.execution import (
     FunctionArgs,
-    FunctionCall,
     FunctionPrograms,
     Interface,
+    ProgramCall,
     entered_argument,
     entered_as_rows,
     pure_apply,
@@ -66,16 +66,15 @@ from shardfn.memory import Pool
 from shardfn.modules import computing_in
 from shardfn.state import check_alive, taken
 
-from ._admission import AdmittedCall, agreement, run_call
-from ._blocks import Blocks
-from ._bound_call import BoundCall, layouts_of
-from ._first import (
+from ._bound_call import Blocks, BoundCall, layouts_of
+from ._init import (
     abstract_params,
     drawn,
     first_params,
     own_blocks,
 )
 from ._lower import Lowered
+from ._run_call import AdmittedCall, agreement, run_call
 
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
@@ -231,7 +230,7 @@ class Sharded(Transform):
 
     def cache_info(self) -> CacheInfo:
         """Counts and size of the cache of captures, those of `lower` included."""
-        return self._programs.cache_info()
+        return self._programs.graphs.cache_info()
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
         """The function's value; inside a transform, or if an argument requires a gradient, as a pure function."""
@@ -305,7 +304,7 @@ class Sharded(Transform):
                 layouts = layouts_of(ready.program.abstract_result(), given.arguments, self._interface, comms.control)
                 return BoundCall(what, ready, self.mesh, given, layouts, check_every)
 
-            return AdmittedCall(agreement(f"bind of {what}", constant, self._programs.knows(key)), run)
+            return AdmittedCall(agreement(f"bind of {what}", constant, self._programs.graphs.knows(key)), run)
 
         return run_call(self.mesh, admit)
 
@@ -338,7 +337,7 @@ class Sharded(Transform):
         return Lowered(program.gm, self.mesh, schedule, compile)
 
     def _call(
-        self, call_of: Callable[[FunctionArgs], FunctionCall], only: Any, params: PyTree, args: tuple[Any, ...]
+        self, call_of: Callable[[FunctionArgs], ProgramCall[PyTree]], only: Any, params: PyTree, args: tuple[Any, ...]
     ) -> Any:
         """Makes one call, by `call_of`; if `only` is not None, for that signature only."""
 
@@ -355,7 +354,7 @@ class Sharded(Transform):
                 # Before the call runs: writes to read-only tensors are detected by their versions at this point.
                 blocks = Blocks(params, given.arguments)
                 with taken([a.given for a in given.arguments if a.donated], donate=True):
-                    out = call.run(comms, agreed.ready)
+                    out = call.run(comms, agreed, given)
                     blocks.check()
                     shape_of = self._interface.shapes_by(comms.control)
                     return self._interface.results(blocks.apart(out), shape_of, given.arguments)

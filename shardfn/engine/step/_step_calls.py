@@ -1,4 +1,11 @@
-"""A training step, over one loss or several: both halves at once, and the two halves, `gradients` and `update`."""
+"""The calls of a training step, over one loss or several: a step, its gradients, its update; and their admission.
+
+All calls ask the same questions before they run, in this order:
+
+    the state      is it alive, of this step's annotations, with this step's loss scale and model state
+    the batch      does it fit its specs, has it rows and values
+    the ranks      do all make this call, of this number of the step, built in this way
+"""
 
 import dataclasses
 import functools
@@ -8,9 +15,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shardfn.collectives import Agreed, AnyControl, bind_mesh
-from shardfn.core import PyTree
+from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor, bind_mesh
+from shardfn.core import PyTree, fold_in, raise_all, tree_leaves
 from shardfn.engine.agreement import (
+    Agreement,
     Comms,
     compare_first_batch,
     compare_first_end,
@@ -18,42 +26,118 @@ from shardfn.engine.agreement import (
     losing_no_peer,
     losing_no_peer_purely,
 )
-from shardfn.engine.execution import (
-    StepCall,
-    StepPrograms,
-    UpdateArgs,
-    signature,
-)
-from shardfn.engine.loss import naming_unequal, shapes_of
-from shardfn.engine.plan import Plan, Planner, in_phase
+from shardfn.engine.execution import ProgramCall, StepPrograms, UpdateArgs, signature
+from shardfn.engine.loss import check_kept, cut_ahead, naming_unequal, shapes_of
+from shardfn.engine.plan import Plan, Planner, check_has_values, in_phase
 from shardfn.engine.transfers import (
     Found,
     StepParts,
     advanced,
+    check_gradients,
     commit,
+    describe_rows,
     forget,
     together,
 )
-from shardfn.state import TrainState
+from shardfn.optim import LossScale
+from shardfn.state import TrainState, check_alive, check_passed, scale_of
 
-from ._admission import (
-    Admission,
-    AdmittedCall,
-    agreement,
-    agreement_on_rows,
-    named_call,
-    refuse_own_averages,
-    run_call,
-)
-from ._multi_loss import (
-    LossCall,
-    StepLoss,
-    agree_on_all,
-    batches_of,
-    combined,
-)
+from ._multi_loss import LossCall, StepLoss, agree_on_all, batches_of, combined
+from ._run_call import AdmittedBatch, AdmittedCall, agreement, agreement_on_rows, run_call
 
-CallOf = Callable[[Plan, TrainState, tuple[Any, ...]], StepCall[tuple[TrainState, dict[str, Tensor]]]]
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """The facts that decide whether a state may take a call of a step.
+
+    Attributes:
+        parts: loss, optimizer and flags of the step.
+        planner: annotations of the step.
+        agreement: facts that ranks compare before a call.
+        key: key of the step; None if the loss takes no key.
+        state_specs: specs of the model state.
+    """
+
+    parts: StepParts
+    planner: Planner
+    agreement: Agreement
+    key: Tensor | None
+    state_specs: PyTree
+
+    def state(self, state: TrainState, other: Any = (), *, call: str = "step(state, batch)") -> Plan:
+        """Returns the plan of a call on a state.
+
+        Args:
+            state: first argument of the call.
+            other: second argument, to detect swapped arguments.
+            call: the call as shown in errors.
+
+        Raises:
+            TypeError: the first argument is not a state.
+            DonatedError: a step has consumed the state.
+            ValueError: the state was made under other annotations; every leaf is listed.
+        """
+        check_passed(state, other, call=call)
+        check_alive(state)
+        plan = in_phase(self.planner.plan_of(state), self.parts.optimizer, state.opt_state)
+        self._check_kept(state)
+        return plan
+
+    def pure(self, state: TrainState) -> Plan:
+        """Returns the plan of a call inside a transform of torch.func, which makes no agreement on each call."""
+        check_passed(state)
+        check_pure(self.parts)
+        self._check_kept(state)
+        return self.planner.plan_of(state)
+
+    def _check_kept(self, state: TrainState) -> None:
+        check_scale(state, self.parts.loss_scale)
+        check_kept(state.model_state, self.state_specs, has_state=self.parts.has_state)
+
+    def rows(self, plan: Plan, state: TrainState, batch: PyTree) -> AdmittedBatch:
+        """Returns a batch, with the other arguments of the loss.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: a leaf does not fit its specs, or has no values; or the state has no key.
+        """
+        text, sizes = describe_rows(plan, batch)
+        check_has_values(batch, self.planner.mesh.device)
+        return AdmittedBatch(batch, self.args(state, cut_ahead(self.parts.loss, batch)), text, sizes)
+
+    def args(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
+        """Returns the arguments of the loss beyond the parameters.
+
+        Raises:
+            ValueError: the loss takes a key, but the state does not hold a key.
+        """
+        if self.key is None:
+            return (batch,)
+        if not isinstance(state.key, Tensor):
+            raise ValueError("the step was built with a key, but the state has no key; make it with this step's init.")
+        return batch, fold_in(state.key, state.step)
+
+    def passed(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> None:
+        """Refuses gradients, or a model state passed with them, that do not fit a plan.
+
+        Raises:
+            TypeError: a gradient is not a `GlobalTensor`.
+            DonatedError: an update has consumed the gradients.
+            ValueError: leaves do not fit; every such leaf is listed.
+        """
+        check_gradients(plan, passed.grads)
+        if passed.model_state is not None:
+            check_alive(passed.model_state, "model_state")
+            check_kept(passed.model_state, self.state_specs, has_state=self.parts.has_state)
+            _check_passed_state(passed.model_state, state.model_state)
+
+    def constant(self, plan: Plan, state: TrainState) -> Constant:
+        """Returns the hashed description of the step that all calls with this plan share."""
+        kept = (state.opt_state, state.model_state) if self.parts.has_state else state.opt_state
+        return self.agreement.constant(plan, kept)
+
+
+CallOf = Callable[[Plan, TrainState, tuple[Any, ...]], ProgramCall[tuple[TrainState, dict[str, Tensor]]]]
 Result = TypeVar("Result")
 
 
@@ -229,7 +313,7 @@ class StepCalls:
         return run_call(admission.planner.mesh, admit)
 
     def _loss_calls(self, plan: Plan, state: TrainState, batch: PyTree) -> list[LossCall]:
-        """The calls of the losses, each on its own batch."""
+        """Returns the gradient call of each loss on its batch."""
         loss_calls = []
         for name, own in batches_of(tuple(self.sources), batch).items():
             source, admission, mine = self.sources[name], self.admission, plan
@@ -275,3 +359,81 @@ class StepCalls:
             commit(plan, new)
             together(plan, comms.control)
         return new, metrics
+
+
+def named_call(name: str, plan: Plan, state: TrainState) -> str:
+    """Returns a call in words: its name, the number of the step, and the phase of the optimizer.
+
+    Example:
+        >>> import torch
+        >>> import shardfn as sf
+        >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1))
+        >>> state = step.init(torch.ones(2))
+        >>> named_call("step", step._planner.plan_of(state), state)
+        'step 0'
+    """
+    text = f"{name} {int(state.step)}"
+    return text if plan.phase is None else f"{text}, {plan.phase.name}"
+
+
+def check_scale(state: TrainState, rule: LossScale | None) -> None:
+    """Refuses a state with a loss scale in a step without one, and the reverse.
+
+    Raises:
+        ValueError: names the step or the state that has the loss scale.
+    """
+    if (scale_of(state) is None) != (rule is None):
+        has, built = ("a", "without one") if rule is None else ("no", "with one")
+        raise ValueError(
+            f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
+        )
+
+
+def check_pure(parts: StepParts) -> None:
+    """Refuses a step that cannot be a pure function.
+
+    Raises:
+        ValueError: the step decides something on the host.
+    """
+    if parts.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
+            " without, and choose by torch.where on metrics['finite']."
+        )
+    if parts.optimizer.needs.phases is not None:
+        raise ValueError(
+            "the optimizer decides by counters of its state which values it averages, which a step inside a torch.func"
+            " transform cannot read; use an optimizer without phases."
+        )
+
+
+def refuse_own_averages(plan: Plan) -> None:
+    """Refuses to open a step whose optimizer averages gradients itself in the phase of the plan.
+
+    Raises:
+        ValueError: names the phase and the axes.
+    """
+    if plan.num_left > 1:
+        phase = "" if plan.phase is None else f" in its phase {plan.phase.name!r}"
+        raise ValueError(
+            f"the optimizer averages gradients over {plan.left_axes} itself{phase}, so each rank would get gradients of"
+            " its own rows. Call step(state, batch) in this phase, or use an optimizer that does not average."
+        )
+
+
+def _check_passed_state(new: PyTree, old: PyTree) -> None:
+    """Refuses a model state whose leaves are not like those of the state.
+
+    Raises:
+        ValueError: lists every such leaf.
+    """
+    pairs = list(zip(tree_leaves(new), tree_leaves(old), strict=True))
+    raise_all(
+        ValueError,
+        "the model state is not like that of the state:",
+        [
+            f"leaf {k} is {tuple(x.shape)} {x.dtype}; in the state it is {tuple(y.shape)} {y.dtype}"
+            for k, (x, y) in enumerate(pairs)
+            if not isinstance(x, GlobalTensor) or x.shape != y.shape or x.dtype != y.dtype
+        ],
+    )

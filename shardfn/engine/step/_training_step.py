@@ -1,4 +1,4 @@
-"""`ShardedStep`: the training step that `sharded_step` builds.
+"""`ShardedStep`: the training step that `sharded_step` builds, and the functions over its parameters.
 
 In a collective call, ranks agree on the call before its first transfer; a failure after that closes the step's
 communicators, so that no rank waits.
@@ -6,7 +6,7 @@ communicators, so that no rank waits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from shardfn.core import (
     P,
     PyTree,
     as_html,
+    dtype_name,
     explains_attributes,
     explains_extra,
     tree_flatten,
@@ -27,14 +28,16 @@ from shardfn.engine.agreement import (
     uncollected,
 )
 from shardfn.engine.execution import (
+    MAX_APPLIED,
+    Interface,
     UpdateArgs,
-    check_scale,
     pure_gradients,
     pure_step,
     pure_update,
     signature,
 )
 from shardfn.engine.loss import (
+    BoundedCache,
     CacheInfo,
     Transform,
     Unwrapped,
@@ -43,11 +46,14 @@ from shardfn.engine.loss import (
     check_kept,
     cut_ahead,
     describe_batch,
+    function_name,
     num_microbatches,
     shapes_of,
     told_before,
+    unwrap,
 )
-from shardfn.engine.plan import Plan, Planner, in_phase
+from shardfn.engine.partition import bind
+from shardfn.engine.plan import OF_A_STATE, Plan, Planner, in_phase
 from shardfn.engine.transfers import (
     StepParts,
     check_schedule,
@@ -58,17 +64,12 @@ from shardfn.modules import beside_model_state
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
-from ._admission import Admission
-from ._described import described
 from ._evaluate import Measures, check_batches
-from ._first import drawn
-from ._functions import Functions
-from ._lower import Lowered
+from ._init import StepStates, drawn
+from ._lower import Lowered, StepProfile, measured, predict
 from ._multi_loss import StepLoss, lines_of, mean_of
-from ._profile import StepProfile, measured, predict
-from ._sharded import kept_as
-from ._states import StepStates
-from ._step_calls import StepCalls
+from ._sharded import Sharded, kept_as
+from ._step_calls import Admission, StepCalls, check_scale
 
 
 @explains_attributes(
@@ -468,8 +469,8 @@ class ShardedStep(Transform):
     def cache_info(self) -> CacheInfo:
         """The counts of the step's captures, those of `lower` included."""
         if self._jitted is None:  # `lower` captures the first loss
-            return self._steps.cache_info()
-        infos = [x.calls.cache_info() for x in self._calls.sources.values()]
+            return self._steps.graphs.cache_info()
+        infos = [x.calls.graphs.cache_info() for x in self._calls.sources.values()]
         return CacheInfo(*map(sum, zip(*infos, strict=True)))
 
     def _refuse_several(self, call: str) -> None:
@@ -543,3 +544,47 @@ class ShardedStep(Transform):
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
         return kept_as(self._planner, params)
+
+
+def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence[str] = ("",)) -> str:
+    """The `repr` of a step: its loss or the names of its losses, its stage, its precision and its mesh."""
+    inner = unwrapped.loss
+    while isinstance(inner, Transform):
+        inner = getattr(inner, "inner", type(inner).__name__)
+    name = ", ".join(names) or (inner if isinstance(inner, str) else function_name(inner))
+    mixed, count = unwrapped.mixed, num_microbatches(loss)
+    facts = [f"ZeRO stage {planner.zero.stage}"]
+    facts += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
+    facts += [f"{count} microbatches"] if count > 1 else []
+    facts += ["jit"] if unwrapped.jitted is not None else []
+    return f"ShardedStep({name}: {', '.join(facts)}; {planner.mesh!r})"
+
+
+class Functions:
+    """Makes functions over the parameters of one step, and keeps those of its users.
+
+    A function is identified without its transforms, so that the same one passed again finds the order of gathers that
+    was learnt, and its graphs. `MAX_APPLIED` are kept, since each may hold graphs.
+
+    Args:
+        planner: of the step.
+        agreement: of the step.
+    """
+
+    def __init__(self, planner: Planner, agreement: Agreement) -> None:
+        self._planner, self._agreement = planner, agreement
+        self._known = BoundedCache[Sharded](MAX_APPLIED)
+
+    def make(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
+        """A function over the parameters; `what` is its name in errors, `in_specs` those of its other arguments."""
+        interface = Interface(self._planner.mesh, in_specs)
+        return Sharded(f, self._planner, interface, self._agreement, what, OF_A_STATE)
+
+    def of(self, f: Callable[..., Any]) -> Sharded:
+        """`f` over the parameters, the one of an earlier call, or a new one."""
+        unwrapped = bind(unwrap(f), self._planner)
+        found = self._known.find(unwrapped.loss)
+        if found is None or found.jitted != unwrapped.jitted:
+            found = self.make(unwrapped, "apply")
+            self._known.keep(unwrapped.loss, found)
+        return found
