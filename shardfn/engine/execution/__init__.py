@@ -4,19 +4,8 @@ from ._arguments import (
     Argument as Argument,
     on_device as on_device,
     refuse_away as refuse_away,
-    taking_the_place_of as taking_the_place_of,
-)
-from ._run_backward import (
-    run_forward as run_forward,
-)
-from ._arguments import (
     Donated as Donated,
-)
-from ._evaluation import (
-    evaluation as evaluation,
-    has_rows as has_rows,
-    one_row as one_row,
-    without_values as without_values,
+    taking_the_place_of as taking_the_place_of,
 )
 from ._function_program import (
     FunctionArgs as FunctionArgs,

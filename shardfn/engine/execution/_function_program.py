@@ -50,12 +50,7 @@ class FunctionArgs(NamedTuple):
 
     def moved(self, device: torch.device) -> "FunctionArgs":
         """Returns the arguments with blocks that are kept elsewhere on the device."""
-        return self._replace(arguments=[a.moved(device) for a in self.arguments])
-
-    @property
-    def tensors(self) -> list[Any]:
-        """The inputs of a graph: the blocks of the first argument, then the tensors of the others."""
-        return [*(x.held for x in tree_leaves(self.params)), *_tensors_of([a.seen for a in self.arguments])]
+        return FunctionArgs(self.plan, self.params, [a.moved(device) for a in self.arguments], self.treedef)
 
 
 class FunctionPrograms:
@@ -150,8 +145,9 @@ class FunctionPrograms:
             return capture_program(function_program(self._f, given, self._interface))
 
     def _execute(self, ready: Ready, comms: Comms, given: FunctionArgs) -> PyTree:
-        outs = ready(comms, disk_of(given.plan), [as_graph_value(x) for x in given.tensors])
-        return ready.program.results(outs).tree
+        blocks = [as_graph_value(x.held) for x in tree_leaves(given.params)]
+        flat = [*blocks, *_tensors_of([a.seen for a in given.arguments])]
+        return ready.program.results(ready(comms, disk_of(given.plan), flat)).tree
 
 
 def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Interface) -> Program:

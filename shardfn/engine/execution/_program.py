@@ -97,6 +97,7 @@ class CapturedProgram:
         leaves: leaves of the results: a slot for each tensor, and any other value as in the capture.
         metrics: names of the metrics, in the order of the outputs.
         differentiated: see `Results`.
+        plain: whether all leaves of the results are plain tensors.
     """
 
     gm: GraphModule
@@ -106,6 +107,7 @@ class CapturedProgram:
     leaves: Sequence[Any] = ()
     metrics: tuple[str, ...] = ()
     differentiated: bool | None = None
+    plain: bool = False
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
         """Refuses a loss that has a gradient on no rank.
@@ -120,9 +122,12 @@ class CapturedProgram:
 
     def results(self, outs: Sequence[Any]) -> Results:
         """Returns the results, made of the outputs of the graph."""
-        values = iter(outs)
-        filled = [x.fill(next(values)) if isinstance(x, ResultSlot | _BlockSlot) else x for x in self.leaves]
-        return Results(tree_unflatten(self.treedef, filled), dict(zip(self.metrics, values, strict=True)))
+        num = len(outs) - len(self.metrics)
+        leaves: Sequence[Any] = outs[:num]
+        if not self.plain:
+            values = iter(leaves)
+            leaves = [x.fill(next(values)) if isinstance(x, ResultSlot | _BlockSlot) else x for x in self.leaves]
+        return Results(tree_unflatten(self.treedef, leaves), dict(zip(self.metrics, outs[num:], strict=True)))
 
     def abstract_result(self) -> PyTree:
         """Returns the results without data, from the capture."""
@@ -170,7 +175,8 @@ def capture_program(program: Program) -> CapturedProgram:
     if found.differentiated is not None:
         warn_of_draws_in(gm)
     outcome = plan.learnt.outcome or f"a tree {treedef}"
-    return CapturedProgram(gm, outcome, plan, treedef, slots, tuple(found.metrics), found.differentiated)
+    plain = all(isinstance(x, ResultSlot) and x.like is None for x in slots)
+    return CapturedProgram(gm, outcome, plan, treedef, slots, tuple(found.metrics), found.differentiated, plain)
 
 
 def _note_inputs(gm: GraphModule, inputs: Sequence[Input]) -> None:

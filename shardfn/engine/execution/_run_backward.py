@@ -106,6 +106,8 @@ class Performer:
         self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
         self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
         self._performed = 0
+        # Values of the first step are compared, but a capture has no values.
+        self._compares = not (plan.learnt.compared or plan.captured)
         self._idle = False
         self._seen: dict[int, Value] = {}
 
@@ -143,12 +145,12 @@ class Performer:
             ahead.begin()
         self._comms.mark("forward")
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
-        first = self._performed == 0 and not plan.learnt.compared
+        first = self._performed == 0 and self._compares
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
         with kept, self._model_state.through(), self._recorded(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
-        if value is not None and not plan.learnt.compared:
+        if value is not None and self._compares:
             refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise UnequalBatchesError(

@@ -174,9 +174,7 @@ class Plan:
         """A plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
         same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
-        # A capture has no values to compare.
-        learnt = Learnt(rules=self.learnt.rules, compared=changes.get("captured", False))
-        return Plan(**(same | own | changes), learnt=learnt)
+        return Plan(**(same | own | changes), learnt=Learnt(rules=self.learnt.rules))
 
     @property
     def trained(self) -> list[str]:

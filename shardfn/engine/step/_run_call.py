@@ -29,21 +29,32 @@ class AdmittedBatch(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class AdmittedCall(NamedTuple):
     """A call that this rank has admitted, and that the ranks are about to agree on.
 
     Attributes:
-        agree: agreement of all ranks on the call, which is its first message.
+        what: the call, in words.
+        constant: facts that are equal in all calls.
         run: runs the call, given communicators and the agreement. The mesh is bound, and an error ends the
             communicators.
+        known: whether this rank has the results of a first call; see `Agreed`.
+        facts: facts of this call that must be equal on all ranks, and sizes that may differ.
+        then: checks after the agreement; returns the agreement that `run` gets.
         end: finishes the result afterwards.
         around: makes a further context of `run` from the agreement, outside of the others.
     """
 
-    agree: Callable[[AnyControl], Any]
+    what: str
+    constant: Constant
     run: Callable[[Comms, Any], Any]
+    known: tuple[bool, bool] = (True, True)
+    facts: tuple[str, tuple[int, ...]] = ("", ())
+    then: Callable[[AnyControl, Agreed], Any] = lambda control, agreed: agreed
     end: Callable[[Comms, Any], Any] = lambda comms, result: result
-    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+    around: Callable[[Any], AbstractContextManager[Any]] = lambda agreed: _NOTHING
 
 
 def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
@@ -54,48 +65,22 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
         admit: admits the call on this rank; its errors are sent to the other ranks, which wait in the agreement.
     """
     comms = comms_of(mesh)
-    with told_before(comms.control):
+    control = comms.control
+    with told_before(control):
         call = admit()
-    agreed = call.agree(comms.control)
+    agreed = call.then(control, agree_on_step(control, call.what, call.facts, call.constant, call.known))
     with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
         result = call.run(comms, agreed)
     return call.end(comms, result)
 
 
-def agreement(
-    what: str,
-    constant: Constant,
-    known: bool | tuple[bool, bool],
-    facts: tuple[str, tuple[int, ...]] = ("", ()),
-    then: Callable[[Agreed], None] = lambda agreed: None,
-) -> Callable[[AnyControl], Agreed]:
-    """Returns the agreement of all ranks on a call.
+def begun(plan: Plan, batch: PyTree, agreed: Agreed) -> Agreed:
+    """Returns the agreement on a call with rows, which all ranks have begun.
 
-    Args:
-        what: the call, in words.
-        constant: facts that are equal in all calls.
-        known: whether this rank has the results of a first call; see `Agreed`.
-        facts: facts of this call that must be equal on all ranks, and sizes that may differ.
-        then: further check of this rank after the agreement.
+    Raises:
+        ValueError: no rank has rows.
     """
-    both = (known, known) if isinstance(known, bool) else known
-
-    def agree(control: AnyControl) -> Agreed:
-        agreed = agree_on_step(control, what, facts, constant, both)
-        then(agreed)
-        return agreed
-
-    return agree
-
-
-def agreement_on_rows(
-    what: str, plan: Plan, rows: AdmittedBatch, constant: Constant, known: tuple[bool, bool]
-) -> Callable[[AnyControl], Agreed]:
-    """Returns the agreement of all ranks on a call with rows, which raises `ValueError` if no rank has rows."""
-
-    def then(agreed: Agreed) -> None:
-        check_has_rows(rows.batch, even=agreed.even)
-        # All ranks have begun this step, and so have committed the one before.
-        forget(plan)
-
-    return agreement(what, constant, known, (rows.text, rows.sizes), then)
+    check_has_rows(batch, even=agreed.even)
+    # All ranks have begun this step, and so have committed the one before.
+    forget(plan)
+    return agreed

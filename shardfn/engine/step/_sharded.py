@@ -74,7 +74,7 @@ from ._init import (
     own_blocks,
 )
 from ._lower import Lowered
-from ._run_call import AdmittedCall, agreement, run_call
+from ._run_call import AdmittedCall, run_call
 
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
@@ -304,7 +304,8 @@ class Sharded(Transform):
                 layouts = layouts_of(ready.program.abstract_result(), given.arguments, self._interface, comms.control)
                 return BoundCall(what, ready, self.mesh, given, layouts, check_every)
 
-            return AdmittedCall(agreement(f"bind of {what}", constant, self._programs.graphs.knows(key)), run)
+            knows = self._programs.graphs.knows(key)
+            return AdmittedCall(f"bind of {what}", constant, run, (knows, knows))
 
         return run_call(self.mesh, admit)
 
@@ -359,7 +360,7 @@ class Sharded(Transform):
                     shape_of = self._interface.shapes_by(comms.control)
                     return self._interface.results(blocks.apart(out), shape_of, given.arguments)
 
-            return AdmittedCall(agreement(self._what, constant, call.known), run)
+            return AdmittedCall(self._what, constant, run, call.known)
 
         return run_call(self.mesh, admit)
 

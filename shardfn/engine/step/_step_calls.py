@@ -8,7 +8,6 @@ All calls ask the same questions before they run, in this order:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -42,8 +41,8 @@ from shardfn.engine.transfers import (
 from shardfn.optim import LossScale
 from shardfn.state import TrainState, check_alive, check_passed, scale_of
 
-from ._multi_loss import LossCall, StepLoss, agree_on_all, batches_of, combined
-from ._run_call import AdmittedBatch, AdmittedCall, agreement, agreement_on_rows, run_call
+from ._multi_loss import LossCall, StepLoss, agreed_on_each, batches_of, combined, facts_of
+from ._run_call import AdmittedBatch, AdmittedCall, begun, run_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +184,16 @@ class StepCalls:
                     compare_first_step(plan, new.model_state, metrics, comms.control)
                 return new, metrics
 
-            agree = agreement_on_rows(named_call("step", plan, state), plan, rows, constant, call.known)
-            return AdmittedCall(agree, run, end, functools.partial(self._naming, batch, admission.planner))
+            return AdmittedCall(
+                named_call("step", plan, state),
+                constant,
+                run,
+                call.known,
+                (rows.text, rows.sizes),
+                lambda control, agreed: begun(plan, batch, agreed),
+                end,
+                lambda agreed: self._naming(batch, admission.planner, agreed),
+            )
 
         return run_call(admission.planner.mesh, admit)
 
@@ -237,10 +244,16 @@ class StepCalls:
                 self._compare_end(comms, plan, new, given, metrics)
                 return new, metrics
 
+            def then(control: AnyControl, agreed: Agreed) -> Agreed:
+                forget(plan)
+                return agreed
+
+            def end(comms: Comms, result: tuple[TrainState, dict[str, Tensor]]) -> Any:
+                return self._ended(comms, plan, state, *result)
+
             # All ranks skip an update, or none does.
             facts, what = (f"finite: {given.finite}", ()), named_call("the update of step", plan, state)
-            agree = agreement(what, constant, call.known, facts, lambda agreed: forget(plan))
-            return AdmittedCall(agree, run, lambda comms, result: self._ended(comms, plan, state, *result))
+            return AdmittedCall(what, constant, run, call.known, facts, then, end)
 
         return run_call(admission.planner.mesh, admit)
 
@@ -273,7 +286,7 @@ class StepCalls:
     @property
     def programs(self) -> StepPrograms:
         """The calls of the first loss, which update for all losses."""
-        return next(iter(self.sources.values())).calls
+        return next(iter(self.sources.values())).programs
 
     def _differentiate(
         self,
@@ -305,10 +318,14 @@ class StepCalls:
             def run(comms: Comms, agreed: Sequence[Agreed]) -> Any:
                 return then(comms, plan, self._found(comms, plan, state, calls, agreed))
 
-            def agree(control: AnyControl) -> list[Agreed]:
-                return agree_on_all(control, what, plan, calls, constant)
+            def on_each(control: AnyControl, agreed: Agreed) -> list[Agreed]:
+                rows = {x.name: x.rows.batch for x in calls} if self.are_several else calls[0].rows.batch
+                return agreed_on_each(control, calls, begun(plan, rows, agreed))
 
-            return AdmittedCall(agree, run, lambda comms, result: end(comms, plan, result))
+            known, facts = facts_of(calls)
+            return AdmittedCall(
+                what, constant, run, known, facts, on_each, lambda comms, found: end(comms, plan, found)
+            )
 
         return run_call(admission.planner.mesh, admit)
 
@@ -321,7 +338,7 @@ class StepCalls:
                 admission = dataclasses.replace(admission, parts=source.parts, planner=source.planner)
                 mine = in_phase(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
             rows = admission.rows(mine, state, own)
-            loss_calls.append(LossCall(name, source, mine, rows, source.calls.gradients(mine, state, rows.args)))
+            loss_calls.append(LossCall(name, source, mine, rows, source.programs.gradients(mine, state, rows.args)))
         return loss_calls
 
     def _found(

@@ -112,7 +112,7 @@ class ShardedStep(Transform):
         in_specs = [state_specs] if parts.has_state else []
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
-        self._steps = next(iter(sources.values())).calls
+        self._steps = next(iter(sources.values())).programs
         self._calls = StepCalls(self._admission, sources)
 
     def __repr__(self) -> str:
@@ -470,7 +470,7 @@ class ShardedStep(Transform):
         """The counts of the step's captures, those of `lower` included."""
         if self._jitted is None:  # `lower` captures the first loss
             return self._steps.graphs.cache_info()
-        infos = [x.calls.graphs.cache_info() for x in self._calls.sources.values()]
+        infos = [x.programs.graphs.cache_info() for x in self._calls.sources.values()]
         return CacheInfo(*map(sum, zip(*infos, strict=True)))
 
     def _refuse_several(self, call: str) -> None:
