@@ -48,7 +48,7 @@ void share(int64_t parts, int64_t threads, Run run) {
     for (auto& other : others) other.join();
 }
 """
-KINDS = "pp" + "i" * 7
+KINDS = "pp" + "i" * 6
 Product = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -90,7 +90,7 @@ def _of_new_threads() -> Callable[..., None]:
         source.parent.mkdir()
         for copy, path in zip((source, *headers), paths, strict=True):
             copy.write_text(NEW_THREADS if path.name == "_threads.h" else path.read_text())
-        flags = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+        flags = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi", f"-march=x86-64-v{kernels.generation()}")
         run = kernels.build("bench-threads", source, *headers, flags=flags).row_linears
     run.argtypes, run.restype = [_build._KINDS[kind] for kind in KINDS], None
     return run
@@ -99,7 +99,7 @@ def _of_new_threads() -> Callable[..., None]:
 def _product(run: Callable[..., None], threads: int) -> Product:
     def product(x: Tensor, packed: Tensor, y: Tensor) -> None:
         layer = array("q", (packed.data_ptr(), 0, y.data_ptr(), y.shape[1]))  # one, without a bias
-        run(x.data_ptr(), layer.buffer_info()[0], 1, *x.shape, 8, 0, threads, _native.NEWEST)  # float32 in 8 chunks
+        run(x.data_ptr(), layer.buffer_info()[0], 1, *x.shape, 8, 0, threads)  # float32 in 8 chunks
 
     return product
 

@@ -40,7 +40,7 @@ def loss(params, batch):
 pad, own = sf.data.pad(args.length), {"rank": mesh.rank, "world": mesh.size}
 training = sf.data.ExampleBatches(sf.data.JSONLines(args.train, encode), args.batch, pad)
 validation = sf.data.ExampleBatches(sf.data.JSONLines(args.validation, encode), args.batch, pad, seed=None)
-schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), args.steps)
+schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), max(2, args.steps))
 optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
 step = sf.sharded_step(sf.mixed_precision(loss, sf.Policy.bf16()), optimizer, mesh=mesh, zero=sf.Zero(stage=3))
 state = step.init(sf.interop.module_from_hf(model, args.model))
@@ -57,6 +57,6 @@ with checkpoints, sf.metrics.Logger(args.out, mesh, tensorboard=True, start=curs
                 metrics["validation_loss"] = step.evaluate(state, validation.once(**own))["loss"]
         logger.write(n + 1, metrics, speed(batch["tokens"].numel() * mesh.size), {"learning_rate": schedule(n)})
         checkpoints.save(state, n + 1, user=cursor.state(), metrics=metrics)
-sf.export(state, model, f"{args.out}/model", tokenizer=tokenizer)
+sf.export(state, model, f"{args.out}/model", dtype=sf.interop.file_dtypes(model, args.model), tokenizer=tokenizer)
 if dist.is_initialized():
     dist.destroy_process_group()

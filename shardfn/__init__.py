@@ -1,6 +1,7 @@
 """shardfn: training large models as pure functions over pytrees of sharded tensors."""
 
 # isort: off
+from shardfn import waits as waits  # first: it reports that the others are imported
 from shardfn import collectives as collectives, core as core, kernels as kernels, memory as memory
 from shardfn import graph as graph, nn as nn, optim as optim, schedules as schedules
 from shardfn import checkpoint as checkpoint, models as models, transforms as transforms

@@ -46,8 +46,8 @@ IGNORED = sf.data.IGNORED
 class Model:
     """A model, its tokenizer and its template.
 
-    `chat(messages, reply)` has the ids of a conversation; `reply` begins an answer. `vocabulary` has
-    the id of each token.
+    `chat(messages, reply)` has the ids of a conversation; `reply` begins an answer. `learnt(messages, start)` has its
+    tokens, with labels for the assistant's messages from number `start` on. `vocabulary` has the id of each token.
     """
 
     config: gpt.Config
@@ -55,6 +55,7 @@ class Model:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     chat: Callable[[list[dict[str, str]], bool], list[int]]
+    learnt: Callable[[list[dict[str, str]], int], dict[str, list[int]]]
     end: int
     vocabulary: dict[str, int]
     write: Callable[[str, gpt.Config, Any], None]
@@ -99,6 +100,9 @@ def of_transformers(folder, **changes):
             tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=reply, return_dict=False)
         )
 
+    def learnt(messages, start):
+        return sf.data.encode_chat(tokenizer, messages, start=start)
+
     def write(folder, config, params):
         sf.interop.gpt_to_hf(folder, config, params)
         tokenizer.save_pretrained(folder)
@@ -108,7 +112,7 @@ def of_transformers(folder, **changes):
     def encode(text):
         return tokenizer(text)["input_ids"]
 
-    return Model(config, params, encode, tokenizer.decode, chat, end, vocabulary, write)
+    return Model(config, params, encode, tokenizer.decode, chat, learnt, end, vocabulary, write)
 
 
 def of_run(run, mesh, **changes):
@@ -126,6 +130,9 @@ def of_run(run, mesh, **changes):
         pieces = [f"{m['role']}: {m['content']}\0" for m in messages] + ["assistant: "] * reply
         return [token for piece in pieces for token in encode(piece)]
 
+    def learnt(messages, start):
+        return sf.data.encode_answers(chat, messages, start=start)
+
     def write(folder, config, params):
         if mesh.rank == 0:
             os.makedirs(folder, exist_ok=True)
@@ -136,7 +143,7 @@ def of_run(run, mesh, **changes):
         sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params")
 
     vocabulary = {repr(bytes([i])): i for i in range(256)} if own else tokenizer.inner.get_vocab()
-    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], vocabulary, write)
+    return Model(config, params, encode, tokenizer.decode, chat, learnt, encode("\0")[-1], vocabulary, write)
 
 
 def valued(model):
@@ -213,9 +220,9 @@ def example(model, row, length):
     """
     row = usual(row)
     if "messages" in row:
-        tokens, labels = answers(model, row["messages"], 0)
+        tokens, labels = model.learnt(row["messages"], 0).values()
     elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
-        tokens, labels = answers(model, [*row["prompt"], *row["completion"]], len(row["prompt"]))
+        tokens, labels = model.learnt([*row["prompt"], *row["completion"]], len(row["prompt"])).values()
     elif "prompt" in row and "completion" in row:
         prompt, completion = model.encode(row["prompt"]), [*model.encode(row["completion"]), model.end]
         tokens, labels = prompt + completion, [IGNORED] * len(prompt) + completion
@@ -224,22 +231,6 @@ def example(model, row, length):
     else:
         raise ValueError(f"it has the columns {sorted(row)}; messages, or prompt and completion, or text are needed.")
     return {"tokens": tokens[:length], "labels": labels[:length], "cut": len(tokens) > length}
-
-
-def answers(model, messages, start):
-    """The tokens of a conversation, and labels for what the assistant writes from message `start` on."""
-    tokens = model.chat(messages, False)
-    labels = [IGNORED] * len(tokens)
-    for i in range(start, len(messages)):
-        if messages[i]["role"] == "assistant":
-            before, after = model.chat(messages[:i], True), model.chat(messages[: i + 1], False)
-            if tokens[: len(after)] != after or after[: len(before)] != before:
-                raise ValueError(
-                    f"the template writes messages 0 to {i} in another way when more follow, so the answer's tokens"
-                    " cannot be found; make a row of each answer: prompt and completion."
-                )
-            labels[len(before) : len(after)] = tokens[len(before) : len(after)]
-    return tokens, labels
 
 
 def pair(model, row, length):

@@ -78,7 +78,7 @@ def fit(args, mesh, trained, loss, read, collate):
 
     `read(path)` are the examples of a file.
     """
-    schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), args.steps)
+    schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), max(2, args.steps))
     rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
     how = {"specs": trained.specs, "trainable": trained.trainable, "zero": sf.Zero(stage=args.zero), "has_aux": True}
     step = sf.sharded_step(loss, rule, mesh=mesh, **how)

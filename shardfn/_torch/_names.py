@@ -154,35 +154,35 @@ DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_
 CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
 
-# A check of a tensor's values with a message of its own, which captures keep; not in torch's stubs.
+# A check of a tensor's values with a message of its own, which captures keep, not in torch's stubs.
 grouped_mm: Any = getattr(torch, "_grouped_mm")  # noqa: B009
 check_tensor_all: Callable[[torch.Tensor, Callable[[], str]], None] = getattr(torch, "_check_tensor_all")  # noqa: B009
 
 
 def forward_level() -> int:
-    """The level of forward-mode differentiation that is open; -1 outside of it."""
+    """Returns the level of forward-mode differentiation that is open; -1 outside of it."""
     return forward_ad._current_level
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler records."""
+    """Returns whether torch's profiler records."""
     return profiler._is_profiler_enabled
 
 
 def caches_parametrizations() -> bool:
-    """Whether `torch.nn.utils.parametrize.cached()` is open."""
+    """Returns whether `torch.nn.utils.parametrize.cached()` is open."""
     return bool(parametrize._cache_enabled)
 
 
 def clear_interpreter_stack() -> Any:
-    """A context without the transforms of `torch.func` that run."""
+    """Returns a context without the transforms of `torch.func` that run."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
 
 
 def inductor(name: str) -> Any:
-    """A module of inductor, which compiles graphs.
+    """Returns a module of inductor, which compiles graphs.
 
     Example:
         >>> inductor("config").__name__
@@ -194,7 +194,7 @@ def inductor(name: str) -> Any:
 
 
 def dynamo_counters() -> Any:
-    """The counters of inductor's cache."""
+    """Returns the counters of inductor's cache."""
     from torch._dynamo.utils import counters
 
     return counters
@@ -211,7 +211,9 @@ def derivatives_of_decompositions() -> ModuleType:
 
 
 def unbound(method: Any) -> Callable[..., Any]:
-    """The function of a class method, which takes the class first; `autograd.Function.apply` is one of C in torch 2.14.
+    """Returns the function of a class method, which takes the class first.
+
+    `autograd.Function.apply` is one of C in torch 2.14.
 
     Example:
         >>> unbound(vars(dict)["fromkeys"])(dict, "a")

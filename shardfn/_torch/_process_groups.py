@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def default_group() -> Any:
-    """The group of all ranks.
+    """Returns the group of all ranks.
 
     Raises:
         ValueError: there is no process group.
@@ -19,12 +19,12 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """The store of the default group."""
+    """Returns the store of the default group."""
     return _c10d()._get_default_store()
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether a group has not been destroyed."""
+    """Returns whether a group has not been destroyed."""
     return group in _c10d()._world.pg_map
 
 
@@ -56,7 +56,7 @@ if dist.is_gloo_available():
         ) -> None:
             group, cpu = default_group(), torch.device("cpu")
             default = group._get_backend(cpu) if cpu in group._device_types else None
-            # Torch 2.14 can make groups that are reconfigured later; these take no options.
+            # Torch 2.14 can make groups that are reconfigured later. These take no options.
             if any(reconfigured.values()) or not isinstance(default, dist.ProcessGroupGloo):
                 super().__init__(store, rank, size, timeout=timeout, **reconfigured)
                 return
@@ -69,13 +69,13 @@ if dist.is_gloo_available():
 def registered_group(
     line: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup:
-    """A group of some ranks, made by these alone; this rank is one of them.
+    """Returns a group of some ranks, made by these alone. This rank is one of them.
 
     Args:
         line: the ranks.
         name: of the group, the same on all of them, and new.
-        backend: its backend; None = that of the default group.
-        timeout: of its collectives; None = the default of the backend.
+        backend: backend. None: that of the default group.
+        timeout: timeout of its collectives. None: the default of the backend.
     """
     c10d = _c10d()
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -89,7 +89,7 @@ def registered_group(
 
 
 def default_timeout(device: torch.device) -> datetime.timedelta:
-    """The time limit of the default group's collectives of tensors on a device."""
+    """Returns the time limit of the default group's collectives of tensors on a device."""
     return default_group()._get_backend(torch.device(device.type)).options._timeout
 
 

@@ -10,7 +10,7 @@ OLDEST, NEWEST = (2, 11), (2, 14)
 
 
 def minor_of(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version.
+    """Returns the first two numbers of a version.
 
     Example:
         >>> minor_of("2.13.1+cpu")

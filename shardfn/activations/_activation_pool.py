@@ -14,7 +14,9 @@ _POOLS: dict[pathlib.Path, Pool] = {}
 
 
 def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
-    """The pool under a directory, or without one that of the step around; made at the first value that goes there.
+    """Returns the pool under a directory, or without one that of the step around.
+
+    Made at the first value that goes there.
 
     Raises:
         ValueError: (when called) there is neither a directory nor a step with a disk.

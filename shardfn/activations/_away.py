@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn._torch import FakeTensor
 from shardfn.capture import capturing, plumbing
-from shardfn.core import Pending, Stored
+from shardfn.core import Pending, Stored, is_disk
 from shardfn.memory import AnyPool, Fetch, to_host
 
 PoolOf = Callable[[], AnyPool]
@@ -25,7 +25,7 @@ class Away:
 
     def __init__(self, flat: Tensor, to: str, pool: PoolOf) -> None:
         self.nbytes, self._device = flat.nbytes, flat.device
-        self._pool = pool() if to == "disk" else None
+        self._pool = pool() if is_disk(to) else None
         self._source: Tensor | None = flat
         # The copy runs on while the caller computes: a write to `flat` before it is done spoils it.
         self._version, self._spoiled = flat._version, False

@@ -72,7 +72,7 @@ class SavedValue:
         policy: decides.
         window: bytes that may be on their way out, or back ahead of their use.
         pool: gives the pool of files, for values that go to disk.
-        held: tensors that stay alive anyway, such as the function's parameters; they are not moved.
+        held: tensors that stay alive anyway, such as the function's parameters. They are not moved.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf, held: Iterable[Tensor]) -> None:
@@ -128,7 +128,7 @@ class SavedValue:
     def _entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
         if key in self._known:
             found = self._known[key][1]()
-            # After a write it is another value, with an entry of its own; a use of the old one is an error.
+            # After a write it is another value, with an entry of its own. A use of the old one is an error.
             if found is not None and found.version == x._version:
                 return found
         entry = SavedStorage(x, self._names[key][1] if key in self._names else None, turn)
@@ -252,7 +252,7 @@ class SavedValue:
 
 
 def _hooks_around() -> Any:
-    """The hooks that are active, as (pack, unpack); those of another `SavedValue` give way to their own."""
+    """Returns the hooks that are active, as (pack, unpack). Those of another `SavedValue` give way to their own."""
     hooks = saved_tensors_hooks(while_tracing=False)
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner._outer if type(owner) is SavedValue else hooks

@@ -1,7 +1,7 @@
 """`remat` with a policy: keeps or moves chosen results of the forward, and reuses them in the recomputation.
 
-The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs
-the same operations; where a result was put aside, it is taken in place of running the operation.
+The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs the
+same operations. Where a result was put aside, it is taken in place of running the operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class _Result:
         return self.away
 
     def take(self) -> Tensor | None:
-        """The tensor; None if it was written to since."""
+        """Returns the tensor, or None if it was written to since."""
         if self.x is not None:
             return self.x.detach() if self.x._version == self.version else None
         assert self.away is not None
@@ -80,7 +80,7 @@ class Results:
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self.ops: list[_RecordedOp] = []
-        # By memory, of the newest operation that made it; the weak reference keeps its address from being reused.
+        # By memory, of the newest operation that made it. The weak reference keeps its address from being reused.
         self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
         self._last: _RecordedOp | None = None
         self._waiting: list[_RecordedOp] = []
@@ -224,7 +224,7 @@ class Results:
     # The recomputation.
 
     def take(self, number: int, func: Any) -> Any:
-        """The results of operation `number`; None if it must run again.
+        """Returns the results of operation `number`, or None if it must run again.
 
         Raises:
             RuntimeError: the recomputation runs other operations than the forward did.
@@ -303,7 +303,7 @@ class Forward(TorchDispatchMode):
 
 
 class Rerun(TorchDispatchMode):
-    """Takes results in place of running operations; each can be taken once."""
+    """Takes results in place of running operations. Each can be taken once."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Rerun(TorchDispatchMode):
         self._keeping.__exit__(*error)
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """The result that was kept of a transfer, or else of another one."""
+        """Returns the result that was kept of a transfer, or else of another one."""
         found = None if in_plumbing() else self._taken(name)
         return _sent(self._around, name, run) if found is None else found
 
@@ -343,7 +343,7 @@ class Rerun(TorchDispatchMode):
 
 
 def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
-    """The result of a transfer, whose operations are not numbered."""
+    """Returns the result of a transfer, whose operations are not numbered."""
     if around is not None:
         return around.transfer(name, run)
     with plumbing():
@@ -351,7 +351,7 @@ def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor
 
 
 def is_numbered(func: Any) -> bool:
-    """Whether an operation makes new tensors, by itself on this rank.
+    """Returns whether an operation makes new tensors, by itself on this rank.
 
     Example:
         >>> is_numbered(torch.ops.aten.mm.default), is_numbered(torch.ops.aten.add_.Tensor)
@@ -365,7 +365,7 @@ def is_numbered(func: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Returns the tensors that an operation writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
@@ -377,7 +377,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws from torch's generator, which must then advance in the recomputation too."""
+    """Returns whether an operation draws from torch's generator, which must then advance in the recomputation too."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

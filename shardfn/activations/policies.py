@@ -22,8 +22,8 @@ class SavedTensor:
 
     Attributes:
         name: given by `checkpoint_name`, or None.
-        shape: its shape.
-        dtype: its dtype.
+        shape: shape.
+        dtype: dtype.
         nbytes: bytes of memory that keeping it costs: its storage's.
         op: the operation that made it, as in "aten.mm.default"; None under `offload`, which sees only saved tensors.
     """
@@ -119,7 +119,7 @@ def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
 
 
 def names_of(policy: SavePolicy) -> tuple[str, ...]:
-    """The names that a policy by name was made with; empty for any other policy.
+    """Returns the names that a policy by name was made with, empty for any other policy.
 
     Example:
         >>> names_of(save_only_these_names("attn_out")), names_of(everything_saveable)
@@ -228,7 +228,7 @@ class Budget:
     then: Action | SavePolicy = "host"
 
     def __call__(self, saved: SavedTensor) -> Action:
-        """The action for a value beyond the budget."""
+        """Returns the action for a value beyond the budget."""
         return self.then(saved) if callable(self.then) else self.then
 
 
@@ -256,7 +256,7 @@ def budget(nbytes: int, then: Action | SavePolicy = "host") -> Budget:
 
 
 def limit_of(policy: SavePolicy) -> int:
-    """The bytes that a policy keeps regardless of its decisions; 0 for all but budgets.
+    """Returns the bytes that a policy keeps regardless of its decisions, or 0 for all but budgets.
 
     Example:
         >>> limit_of(budget(8)), limit_of(everything_saveable)
@@ -266,7 +266,7 @@ def limit_of(policy: SavePolicy) -> int:
 
 
 def describe(name: str | None, x: torch.Tensor, op: str | None = None) -> SavedTensor:
-    """A tensor as policies see it.
+    """Returns a tensor as policies see it.
 
     Example:
         >>> describe("h", torch.ones(4)[:2]).nbytes

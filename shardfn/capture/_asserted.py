@@ -35,7 +35,7 @@ _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
 
 
 def _check(flag: Tensor, expected: bool, text: str) -> None:
-    """Raises ValueError if a flag is other than expected; on a GPU the program ends later, without a wait for it."""
+    """Raises ValueError if a flag is other than expected. On a GPU the program ends later, without a wait for it."""
     if flag.is_cuda:
         # To read the flag here would make each step wait for the device.
         torch._assert_async(flag if expected else ~flag, text)
@@ -73,7 +73,7 @@ def _asserting_again() -> list[Again]:
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """The frame that uses the value, past the frames of signature checkers and of other modes."""
+    """Returns the frame that uses the value, past the frames of signature checkers and of other modes."""
 
     def passes_on(code: CodeType) -> bool:
         return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__" or code is _FOLLOWED
@@ -85,7 +85,10 @@ def _caller(frame: FrameType) -> FrameType:
 
 
 def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
-    """The result of `func(x)` for which `frame` raises no error; None if the value decides more than that."""
+    """Returns the result of `func(x)` for which `frame` raises no error.
+
+    None if the value decides more than that.
+    """
     code, at = frame.f_code, frame.f_lasti
     if func is _TENSOR.item:
         if code is _CHECKS:
@@ -96,7 +99,7 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
             where = "" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}: "
             torch.ops.shardfn.check(x, True, f"{where}{text}")
             return True
-        # It is compared there; the truth value of the result is used next.
+        # It is compared there. The truth value of the result is used next.
         return x if _passing(code, at, inside=True) is not None else None
     found = _passing(code, at)
     if found is None:
@@ -110,14 +113,14 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
 # Cached without end: code objects are immutable, and a file is assumed unchanged since its import.
 @functools.cache
 def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] | None:
-    """The truth value of the tested expression for which no error is raised, and the statement's text.
+    """Returns the truth value of the tested expression for which no error is raised, and the statement's text.
 
     None if the expression decides more than an error.
 
     Args:
-        code: of the function.
+        code: code of the function.
         at: offset of the instruction that runs.
-        inside: the expression need not be one whose truth counts; it may be part of one.
+        inside: the expression need not be one whose truth counts. It may be part of one.
     """
     tree, span = _parsed(code.co_filename), _looked_at(code, at, inside)
     if span is None:
@@ -132,14 +135,17 @@ def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] 
 
 
 def _passes(node: ast.AST) -> bool | None:
-    """The truth of a statement's test with which it does nothing at all; None if it can do more than to raise."""
+    """Returns the truth of a statement's test with which it does nothing at all.
+
+    None if it can do more than to raise.
+    """
     if isinstance(node, ast.If):
         return False if not node.orelse and [type(x) for x in node.body] == [ast.Raise] else None
     return True if isinstance(node, ast.Assert) else None
 
 
 def _caught(tree: Any, span: Any) -> bool:
-    """Whether the function goes on after an error at `span`."""
+    """Returns whether the function goes on after an error at `span`."""
     tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
     return any(_contains(x, span) for node in tries for x in node.body)
 
@@ -150,7 +156,10 @@ def _contains(node: Any, span: Any) -> bool:
 
 
 def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
-    """The span of the expression that an instruction consumes; with `inside`, that of the instruction itself."""
+    """Returns the span of the expression that an instruction consumes.
+
+    With `inside`, that of the instruction itself.
+    """
     before = None
     for step in dis.get_instructions(code):
         if step.offset == at:
@@ -166,13 +175,16 @@ def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
 
 
 def _wanted(test: ast.expr, span: Any, wanted: bool) -> bool | None:
-    """The truth that the expression at `span` must have for `test` to be `wanted`; None if others may decide it."""
+    """Returns the truth that the expression at `span` must have for `test` to be `wanted`.
+
+    None if others may decide it.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _wanted(test.operand, span, not wanted) if _span(test) != span else not wanted
     if isinstance(test, ast.BoolOp):
         for i, value in enumerate(test.values):
             if _contains(value, span):
-                # All of `and` must be true, all of `or` false; else the last one decides, once it is asked.
+                # All of `and` must be true, all of `or` false, else the last one decides, once it is asked.
                 every = isinstance(test.op, ast.And) == wanted
                 return _wanted(value, span, wanted) if every or i == len(test.values) - 1 else None
         return None

@@ -51,7 +51,7 @@ class Recorder:
 
     Attributes:
         phase: the part of the step that is being captured.
-        part: the action of a pipeline that is being captured, in words; else empty.
+        part: the action of a pipeline that is being captured, in words, else empty.
         tracer: the tracer that writes the graph, while a capture runs.
         known: traces to copy again (`traced_once`), by key.
     """
@@ -76,7 +76,10 @@ class Recorder:
         del node
 
     def line(self) -> str | None:
-        """The innermost line of the user's code that is running; of a library's, also the line that called it."""
+        """Returns the innermost line of the user's code that is running.
+
+        Of a library's, also the line that called it.
+        """
         frame: FrameType | None = sys._getframe(1)
         inner = ""
         while frame is not None and frame is not self._top:
@@ -158,7 +161,7 @@ def recomputing() -> AbstractContextManager[None]:
 
 
 def capturing() -> bool:
-    """Whether a capture is running."""
+    """Returns whether a capture is running."""
     return get_proxy_mode() is not None
 
 
@@ -177,7 +180,7 @@ def mark(x: Tensor, key: str, what: Any) -> None:
 
 
 def recorder() -> Recorder | None:
-    """The recorder of the running capture, if its tracer is the innermost one; else None."""
+    """Returns the recorder of the running capture, if its tracer is the innermost one, else None."""
     innermost = _RECORDER.innermost()
     if innermost is None:  # checked first, as an eager step calls this for each leaf
         return None
@@ -193,19 +196,19 @@ def capture(
     *,
     differentiable: bool = False,
 ) -> GraphModule:
-    """The graph of `f(*inputs)`.
+    """Returns the graph of `f(*inputs)`.
 
     Args:
         f: takes one tensor for each input, returns a flat sequence of tensors.
-        inputs: anything with shape, dtype and device; values are not looked at.
+        inputs: anything with shape, dtype and device. Values are not looked at.
         recorder: annotates each op with phase and line.
         differentiable: whether the graph is to be differentiated afterwards: it then keeps `detach`.
 
     Returns:
-        The graph module; each node's `meta["val"]` is a tensor without data.
+        The graph module. Each node's `meta["val"]` is a tensor without data.
 
     Raises:
-        CaptureError: the function reads the value of a tensor; names the line.
+        CaptureError: the function reads the value of a tensor. The message names the line.
     """
     notes = recorder or Recorder()
 
@@ -290,7 +293,7 @@ def _naming_lines() -> Iterator[None]:
 
 
 def _users_line(error: BaseException) -> tuple[str, str]:
-    """The innermost line of the user's code that an error went through, and its text."""
+    """Returns the innermost line of the user's code that an error went through, and its text."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     if not frames:
         return "somewhere", ""
@@ -309,12 +312,12 @@ def _explain(error: BaseException) -> str:
 
 
 def draws(node: Node) -> bool:
-    """Whether an op of a graph draws from torch's generator."""
+    """Returns whether an op of a graph draws from torch's generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    # Attention has the tag for a dropout that it may do; where its rate is 0, the default, it draws nothing.
+    # Attention has the tag for a dropout that it may do. Where its rate is 0, the default, it draws nothing.
     may_not = any(a.name == "dropout_p" for a in schema.arguments) and given.get("dropout_p", 0.0) == 0.0
     return not may_not
 

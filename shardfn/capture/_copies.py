@@ -27,9 +27,9 @@ class Written(NamedTuple):
         node: the node itself, its key among the steps.
         op: the kind of node.
         target: the function that it calls.
-        args: its arguments, in which nodes are other steps, placeholders, or nodes outside the template.
+        args: arguments, in which nodes are other steps, placeholders, or nodes outside the template.
         kwargs: the same by name.
-        meta: its metadata.
+        meta: metadata.
     """
 
     node: Node
@@ -97,7 +97,7 @@ class Copy:
         nodes[step.node] = node
 
     def tensor(self, node: Node) -> Tensor:
-        """A tensor of the trace with the value of a node's copy."""
+        """Returns a tensor of the trace with the value of a node's copy."""
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
         if (key := storage_of(val)) not in self._counters:
@@ -124,7 +124,7 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
     Args:
         key: with shapes, strides, dtypes and devices of the tensors it must determine the ops of `f`.
         f: a function of tensors that need no gradient.
-        tensors: its arguments.
+        tensors: arguments.
     """
     notes = recorder()
     if notes is None:
@@ -161,13 +161,13 @@ def alias(x: Tensor) -> Tensor:
 
 
 def node_of(x: Tensor, notes: Recorder) -> Node:
-    """The node of a tensor of the trace."""
+    """Returns the node of a tensor of the trace."""
     slot: Any = get_proxy_slot(x, notes.tracer)
     return slot.proxy.node
 
 
 def steps_after(last: Node, notes: Recorder) -> Iterator[Written]:
-    """The nodes recorded after a node."""
+    """Yields the nodes recorded after a node."""
     node = last.next
     while node is not notes.tracer.graph._root:
         meta = dict(node.meta)

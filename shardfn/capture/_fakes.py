@@ -1,7 +1,7 @@
 """Tensors without data, with corrected results where torch's fake results differ from its kernels'.
 
 A captured graph relies on shapes, dtypes and strides: a `view` of a result runs only if the result has the strides that
-the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch differ; the op
+the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch differ. The op
 table (`shardfn/graph/_ops.py`) lists them.
 """
 
@@ -20,7 +20,7 @@ class Fakes(FakeTensorMode):
     """The mode of tensors without data in a capture; corrected ahead of torch's cache of answers."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The results of an operation."""
+        """Returns the results of an operation."""
         kwargs = kwargs or {}
         op, overload = known_op(func), getattr(func, "_overloadname", "")
         if overload in op.abstract:

@@ -1,7 +1,7 @@
 """Side effects that a capture refuses or undoes: draws of random numbers, and tensors left in caches.
 
 The Python of a function runs at its capture alone. A number that is drawn there, and not by an operation of the graph,
-would be the same in every step; and a tensor put into a cache would have no data.
+would be the same in every step, and a tensor put into a cache would have no data.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def _refused(module: Any, generator: Any, line: Callable[[], str | None]) -> Ite
         return refuse
 
     for name in found:
-        # Setting or reading the state draws nothing; the check around does it, too.
+        # Setting or reading the state draws nothing. The check around does it, too.
         if "state" not in name:
             setattr(module, name, refusing(name))
     try:

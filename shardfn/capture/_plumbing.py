@@ -22,5 +22,5 @@ def plumbing() -> AbstractContextManager[None]:
 
 
 def in_plumbing() -> bool:
-    """Whether the engine is at work."""
+    """Returns whether the engine is at work."""
     return bool(_PLUMBING)

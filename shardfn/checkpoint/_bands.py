@@ -23,7 +23,7 @@ def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, 
     Beside `out` at most a band is in memory: some megabytes, or a row; no band if the box is contiguous.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         box: start and stop in each dim.
         out: host tensor of the box's shape and the tensor's dtype, of any strides.
         read: `read(start, data)` fills `data` with the tensor's bytes from `start` on.

@@ -19,7 +19,7 @@ class Ranking:
 
     Args:
         store: the checkpoints.
-        metric: its name.
+        metric: name.
         mode: "min" or "max": the best value is the lowest, or the highest.
 
     Raises:
@@ -36,7 +36,10 @@ class Ranking:
         self._known: dict[int, float] = {}
 
     def first(self, steps: Iterable[int], num: int) -> list[int]:
-        """The best `num` steps, from the best on; of equal ones the earliest. Steps without a value are left out."""
+        """Returns the best `num` steps, from the best on.
+
+        Of equal ones the earliest. Steps without a value are left out.
+        """
         values = {n: self._sign * self._value(n) for n in steps}
         return sorted((n for n, x in values.items() if not math.isnan(x)), key=lambda n: (values[n], n))[:num]
 
@@ -45,7 +48,7 @@ class Ranking:
         self._known.pop(step, None)
 
     def measured(self, metrics: Mapping[str, Any] | None, step: int, *, required: bool) -> dict[str, float]:
-        """The metric's value, for the manifest.
+        """Returns the metric's value, for the manifest.
 
         Args:
             metrics: the caller's.
@@ -80,15 +83,15 @@ class Ranking:
 
 
 def best(directory: str | os.PathLike[str], metric: str, mode: str = "min") -> int | None:
-    """The step of a directory's checkpoint with the best value of a metric, as `Manager(best=metric)` has stored it.
+    """Returns the step of the checkpoint with the best value of a metric, as stored by `Manager(best=metric)`.
 
     Args:
         directory: a run's checkpoints.
-        metric: its name.
+        metric: name.
         mode: "min" or "max": whether the lowest or the highest value is the best.
 
     Returns:
-        The step, of equal ones the earliest; None if no complete checkpoint has the metric.
+        The step, of equal ones the earliest, or None if no complete checkpoint has the metric.
 
     Raises:
         ValueError: there is no such mode.

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, GlobalTensor, blocks_of
-from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, named_leaves, raise_all, tree_leaves
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    StoredValue,
+    as_mesh,
+    dtype_name,
+    named_leaves,
+    raise_all,
+    read_rows,
+    tree_leaves,
+)
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
@@ -43,7 +54,7 @@ class Content(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
-    held: Tensor | Stored
+    held: StoredValue
     start: tuple[int, ...]
     same_as: int | None
 
@@ -170,7 +181,7 @@ def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(box, leaf.start, strict=True))
 
 
-def windows(held: Tensor | Stored, where: tuple[slice, ...]) -> Iterator[Bytes]:
+def windows(held: StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
     """The bytes of a part of a block, row-major, a few megabytes at a time; the block may be in any memory."""
     if isinstance(held, Tensor):
         x = held.detach().resolve_conj().resolve_neg()[where]
@@ -189,7 +200,7 @@ def windows(held: Tensor | Stored, where: tuple[slice, ...]) -> Iterator[Bytes]:
         if isinstance(x, Tensor):
             yield as_bytes((x[lo:hi] if x.ndim else x).cpu().contiguous())
         else:
-            yield as_bytes(x.read(lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous())
+            yield as_bytes(read_rows(x, lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous())
 
 
 def _file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:

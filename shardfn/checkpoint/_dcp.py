@@ -26,13 +26,13 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
     """Saves a tree by `torch.distributed.checkpoint`, for programs that read its format. Collective over all ranks.
 
     Args:
-        directory: of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
+        directory: directory of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; read only.
         at: a prefix of all paths.
 
     Raises:
         TypeError: a leaf is no tensor.
-        ValueError: the mesh does not have all ranks, as DCP needs; or a leaf cannot be saved.
+        ValueError: the mesh does not have all ranks, as DCP needs, or a leaf cannot be saved.
         DonatedError: a step has consumed the state.
         RankError: ranks save different things, or another one failed.
 
@@ -75,16 +75,17 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
     checkpoints only.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         like: as `restore` takes it.
-        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them; names are DCP's keys.
+        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them. Names are DCP's keys.
 
     Returns:
         The tree.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values; lists all.
+        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values. The message
+            lists all.
         DamagedError: the checkpoint lacks a part of a leaf.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.

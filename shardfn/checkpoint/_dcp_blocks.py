@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardfn.collectives import Box
-from shardfn.core import Stored, dtype_name
+from shardfn.core import dtype_name, load
 from shardfn.memory import DamagedError
 
 from ._contents import Content
@@ -36,8 +36,7 @@ class BlockPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        held: Tensor | Stored = self.state_dict[index.fqn].held
-        return held.detach() if isinstance(held, Tensor) else held.load()
+        return load(self.state_dict[index.fqn].held).detach()
 
 
 def _write_item(x: Content) -> WriteItem | None:

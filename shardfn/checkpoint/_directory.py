@@ -77,11 +77,11 @@ class FilePlace:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Returns the last part of the path."""
         return self.directory.name
 
     def text(self) -> bytes:
-        """The bytes of the manifest."""
+        """Returns the bytes of the manifest."""
         return (self.directory / MANIFEST).read_bytes()
 
     def opened(self, name: str, size: int) -> OpenFile:
@@ -89,7 +89,7 @@ class FilePlace:
         return OpenFile(self.directory / name, size)
 
     def size(self, name: str) -> int:
-        """The bytes of a file; -1 if it does not exist."""
+        """Returns the bytes of a file, or -1 if it does not exist."""
         path = self.directory / name
         return path.stat().st_size if path.is_file() else -1
 
@@ -119,7 +119,7 @@ class FileDraft(FilePlace):
         self._place, self._token = place, token
 
     def seen(self) -> bool:
-        """Whether this rank sees the directory."""
+        """Returns whether this rank sees the directory."""
         end = time.monotonic() + _SEEN_SECONDS
         while not self.directory.is_dir():
             if time.monotonic() > end:
@@ -128,7 +128,7 @@ class FileDraft(FilePlace):
         return True
 
     def called(self, name: str) -> str:
-        """The name itself: the directory is this draft's alone."""
+        """Returns the name itself: the directory is this draft's alone."""
         return name
 
     @contextlib.contextmanager
@@ -142,7 +142,7 @@ class FileDraft(FilePlace):
             os.close(fd)
 
     def take(self, other: Location, old: str, name: str) -> bool:
-        """A second name for a file, where the file system has such."""
+        """Returns a second name for a file, where the file system has such."""
         if not isinstance(other, FilePlace):
             return False
         try:
@@ -192,20 +192,20 @@ class DirectoryStore:
         return str(self._place)
 
     def steps(self) -> list[int]:
-        """The steps of the complete ones, in order."""
+        """Returns the steps of the complete ones, in order."""
         found = [m for p in self._place.glob("step_*") if (m := STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
         return sorted(int(m[1]) for m in found)
 
     def at(self, step: int) -> FilePlace:
-        """The one of a step."""
+        """Returns the one of a step."""
         return FilePlace(self.path(step))
 
     def itself(self) -> FilePlace:
-        """The directory as one checkpoint."""
+        """Returns the directory as one checkpoint."""
         return FilePlace(self._place)
 
     def path(self, step: int) -> pathlib.Path:
-        """The directory of the one of a step."""
+        """Returns the directory of the one of a step."""
         return self._place / step_name(step)
 
     @contextlib.contextmanager
@@ -230,15 +230,15 @@ class DirectoryStore:
         self.draft(step, token).directory.mkdir()
 
     def draft(self, step: int, token: str) -> FileDraft:
-        """The draft that rank 0 has begun."""
+        """Returns the draft that rank 0 has begun."""
         return FileDraft(self.path(step), token)
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint; it is renamed first, so it never appears incomplete."""
+        """Removes a checkpoint. It is renamed first, so it never appears incomplete."""
         _remove(self.path(step))
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, explained for checkpoints where that is possible."""
+        """Returns the same error, explained for checkpoints where that is possible."""
         if isinstance(problem, FileExistsError | NotADirectoryError) and not self._place.is_dir():
             return NotADirectoryError(
                 errno.ENOTDIR, f"{self._place} is a file, or lies below one: checkpoints need a directory."
@@ -262,7 +262,7 @@ class DirectoryStore:
         return problem
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """The error of a step that is not among those that were found."""
+        """Returns the error of a step that is not among those that were found."""
         if _REST.fullmatch(self._place.name):
             parent = DirectoryStore(self._place.parent)
             return FileNotFoundError(

@@ -31,9 +31,9 @@ class Difference(NamedTuple):
     """A leaf in which two checkpoints differ.
 
     Attributes:
-        path: of the leaf.
+        path: path of the leaf.
         what: how it differs.
-        largest: the largest difference of an element; None if elements are not comparable.
+        largest: the largest difference of an element, or None if elements are not comparable.
     """
 
     path: str
@@ -46,7 +46,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
 
     Args:
         directory: a run's checkpoints, or one of them.
-        step: which of a run's; default the newest.
+        step: which of a run's. Default: the newest.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -84,7 +84,7 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
 
     Args:
         directory: a run's checkpoints, or one of them.
-        step: which of a run's; default the newest.
+        step: which of a run's. Default: the newest.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -116,11 +116,11 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
 
 
 def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, torch.Tensor]:
-    """The leaves of a checkpoint by path, without values: tensors on "meta".
+    """Returns the leaves of a checkpoint by path, without values: tensors on "meta".
 
     Args:
         directory: a run's checkpoints, or one of them.
-        step: which of a run's; default the newest.
+        step: which of a run's. Default: the newest.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -141,12 +141,12 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
 def read_leaves(
     directory: str | os.PathLike[str], paths: Iterable[str], step: int | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads whole leaves of a checkpoint, one after another, on one device; their digests are checked.
+    """Reads whole leaves of a checkpoint, one after another, on one device. Their digests are checked.
 
     Args:
         directory: a run's checkpoints, or one of them.
-        paths: of the leaves, as `stored` has them.
-        step: which of a run's; default the newest.
+        paths: paths of the leaves, as `stored` has them.
+        step: which of a run's. Default: the newest.
 
     Yields:
         Each path and the leaf, on the host, of the shape and dtype that were saved.
@@ -180,12 +180,12 @@ def diff(
     *,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> list[Difference]:
-    """The leaves in which two checkpoints differ, bit by bit; how each was cut does not matter.
+    """Returns the leaves in which two checkpoints differ, bit by bit; how each was cut does not matter.
 
     Args:
         first: a run's checkpoints, or one of them.
         second: the same.
-        steps: which of each run's; default the newest.
+        steps: which of each run's. Default: the newest.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -241,7 +241,7 @@ def _values(
 
 
 def _chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
-    """The parts of a file that have changed, each once; those of tied leaves are named by the first."""
+    """Returns the parts of a file that have changed, each once. Those of tied leaves are named by the first."""
     out: dict[int, str] = {}
     seen: set[tuple[int, int, str]] = set()
     for path, leaf in manifest.leaves.items():

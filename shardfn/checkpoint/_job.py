@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, Stored, progress
+from shardfn.core import Mesh, PyTree, RankError, StoredValue, progress
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError, DiskFullError, InUseError
 
@@ -164,7 +164,7 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         if copy is not None:
             return windows(copy, ())
         leaf = job.leaves[part.leaf]
-        held: Tensor | Stored = leaf.held
+        held: StoredValue = leaf.held
         return windows(held, local_slices(leaf, part.box))
 
     def write() -> WrittenFile:

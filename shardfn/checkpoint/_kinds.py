@@ -29,7 +29,7 @@ class OptimizerState(NamedTuple):
     """A state with fields.
 
     Attributes:
-        path: its path.
+        path: path.
         fields: the fields with leaves of its own.
         leaves: the paths of these leaves inside of the state.
     """
@@ -47,7 +47,7 @@ class KindMatch(NamedTuple):
     """The states of the optimizer of a tree, and those of a checkpoint that go on in them.
 
     Attributes:
-        moved: by state of the tree, the path of the one in the checkpoint; None = the state begins anew.
+        moved: by state of the tree, the path of the one in the checkpoint. None: the state begins anew.
         left: the states of the checkpoint that nothing goes on with.
         problems: states of a kind of which both sides have some, in different numbers.
     """
@@ -58,11 +58,11 @@ class KindMatch(NamedTuple):
 
     @property
     def keeps_some(self) -> bool:
-        """Whether some state goes on, and it is known which."""
+        """Returns whether some state goes on, and it is known which."""
         return not self.problems and any(self.moved.values())
 
     def rename(self, otherwise: Rename | None) -> Rename:
-        """Returns the function from a path of the tree to one of the checkpoint; other leaves follow `otherwise`."""
+        """Returns the function from a path of the tree to one of the checkpoint. Other leaves follow `otherwise`."""
 
         def found(path: str) -> str | None:
             state = next((state for state in self.moved if state.has(path)), None)
@@ -117,9 +117,9 @@ def copying(
 
     Args:
         like: the tree.
-        targets: its leaves.
-        manifest: of the checkpoint.
-        rename: from a path of the tree to one of the checkpoint; None = the leaf keeps its value.
+        targets: leaves.
+        manifest: manifest of the checkpoint.
+        rename: function from a path of the tree to one of the checkpoint. None: the leaf keeps its value.
         partial: whether leaves that the checkpoint lacks keep their values.
     """
     nodes = tree_leaves(like, is_leaf=lambda x: isinstance(x, tuple(_COPIES)))
@@ -150,7 +150,7 @@ def _pair_up(
     key: Callable[[OptimizerState], object],
     moved: dict[OptimizerState, str | None],
 ) -> tuple[list[OptimizerState], list[OptimizerState]]:
-    """Pairs states of one key in their order, where both sides have as many; returns those that are left over."""
+    """Pairs states of one key in their order, where both sides have as many, and returns those that are left over."""
     for wanted in dict.fromkeys(map(key, here)):
         a, b = ([s for s in side if key(s) == wanted] for side in (here, old))
         if len(a) == len(b):
@@ -177,7 +177,7 @@ def _begins(path: str, prefix: str) -> bool:
 
 
 def _own(state: OptimizerState) -> str:
-    """A state by its fields, as states inside of it may go on."""
+    """Returns a state by its fields, as states inside of it may go on."""
     return f"{state.path} ({', '.join(sorted(state.fields))})"
 
 

@@ -13,10 +13,10 @@ _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
 def store_of(directory: str | os.PathLike[str]) -> Store:
-    """The checkpoints of a run.
+    """Returns the checkpoints of a run.
 
     Args:
-        directory: a path; or a URL that fsspec knows, as a string.
+        directory: a path, or a URL that fsspec knows, as a string.
 
     Raises:
         TypeError: it is neither.
@@ -34,7 +34,7 @@ def check_directory(directory: Any) -> None:
     """Refuses a value that is neither a path nor a URL, such as a state in swapped arguments.
 
     Raises:
-        TypeError: it is not one; the message has the right order of the arguments.
+        TypeError: it is not one. The message has the right order of the arguments.
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
@@ -44,7 +44,7 @@ def check_directory(directory: Any) -> None:
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of the complete checkpoints of a directory, or of a URL, in order.
+    """Returns the steps of the complete checkpoints of a directory, or of a URL, in order.
 
     Example:
         >>> import tempfile
@@ -55,14 +55,14 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def located(directory: str | os.PathLike[str], step: int | None = None) -> Location:
-    """The checkpoint at a directory, or in it.
+    """Returns the checkpoint at a directory, or in it.
 
     Args:
-        directory: of one checkpoint, or of a run's; or a URL.
-        step: which of a run's; default the newest.
+        directory: directory of one checkpoint, or of a run's, or a URL.
+        step: which of a run's. Default: the newest.
 
     Raises:
-        FileNotFoundError: it does not exist; the message lists those that do.
+        FileNotFoundError: it does not exist. The message lists those that do.
         DamagedError: `step` is given for a directory of one checkpoint, and the manifest with its number has changed.
     """
     store = store_of(directory)

@@ -1,7 +1,7 @@
 """`Manager`: the checkpoints of a run. They are written behind the steps, and old ones are removed.
 
-A save is a copy of this rank's part to the host; a thread writes it while the next steps run. Ranks coordinate it on
-a communicator of its own, apart from the messages of steps. At most one save is in progress.
+A save is a copy of this rank's part to the host. A thread writes it while the next steps run. Ranks coordinate it on a
+communicator of its own, apart from the messages of steps. At most one save is in progress.
 """
 
 import contextlib
@@ -37,17 +37,17 @@ class Manager:
     `with`.
 
     Args:
-        directory: of the run's checkpoints, as for `save`.
+        directory: directory of the run's checkpoints, as for `save`.
         mesh: whose ranks save; default one device.
         save_every: `save` acts at multiples of this number of steps.
         keep_last: how many of the newest checkpoints stay.
-        keep_every: checkpoints at multiples of this number of steps stay as well; None = no others.
-        best: the name of a metric of `save(metrics=)`; the checkpoints with its best values stay as well.
+        keep_every: checkpoints at multiples of this number of steps stay as well. None: no others.
+        best: the name of a metric of `save(metrics=)`. The checkpoints with its best values stay as well.
         mode: whether the best value is the lowest, "min", or the highest, "max".
         keep_best: how many of the best checkpoints stay.
         background: whether files are written while the next steps run.
         durable: whether to wait, in the background, until the disk has them.
-        file_bytes: as for `save`.
+        file_bytes: see `save`.
         replace: whether the run replaces one that went further, as when it resumes from an older checkpoint: existing
             steps are saved again, and newer checkpoints are removed once a save is complete.
 
@@ -125,21 +125,21 @@ class Manager:
         later.
 
         Args:
-            tree: as for `save`.
-            step: its number; default that of the state.
-            user: as for `save`.
-            metrics: with `best=`: has the value of that metric, a number or a 0-d tensor, the same on all ranks; others
+            tree: see `save`.
+            step: number. Default: that of the state.
+            user: see `save`.
+            metrics: with `best=`: has the value of that metric, a number or a 0-d tensor, the same on all ranks. Others
                 are ignored. NaN is never the best.
             now: whether to save regardless of `save_every`. Between its multiples the metric may be absent.
-            at: as for `save`.
+            at: see `save`.
 
         Returns:
             Whether it saves.
 
         Raises:
-            Exception: the error of the previous save, which was still in progress; or an error of `save`.
+            Exception: the error of the previous save, which was still in progress, or an error of `save`.
             FileExistsError: the directory has a checkpoint of this step, or newer ones, and `replace` is False.
-            ValueError: leaves are on another mesh than the manager's; or the metric of `best=` is absent.
+            ValueError: leaves are on another mesh than the manager's, or the metric of `best=` is absent.
         """
         number = step_of(tree, step)
         if not now and number % self._every:
@@ -166,7 +166,7 @@ class Manager:
         """Waits for the save in progress.
 
         Returns:
-            The saved checkpoint; None if no save was in progress.
+            The saved checkpoint, or None if no save was in progress.
 
         Raises:
             Exception: the error of the save, which may be another rank's. It is raised once.
@@ -180,16 +180,16 @@ class Manager:
         return done
 
     def restore(self, like: PyTree, **options: Any) -> Restored:
-        """The newest checkpoint, or another one; see `checkpoint.restore`."""
+        """Returns the newest checkpoint, or another one. See `checkpoint.restore`."""
         self.wait()
         return restore(self._directory, like, **options)
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in order."""
+        """Returns the steps of the complete checkpoints, in order."""
         return self._store.steps()
 
     def best(self) -> int | None:
-        """The step of the checkpoint with the best value of the metric; None if no checkpoint has one.
+        """Returns the step of the checkpoint with the best value of the metric, or None if no checkpoint has one.
 
         It waits for the save in progress, so that all ranks have the same answer.
 
@@ -226,7 +226,7 @@ class Manager:
             _LOG.exception("%s: the last checkpoint was not written", self._store)
 
     def _measured(self, metrics: Mapping[str, Any] | None, step: int) -> dict[str, float]:
-        """The value by which the checkpoint of a step is compared."""
+        """Returns the value by which the checkpoint of a step is compared."""
         if self._ranking is None:
             if metrics is not None:
                 raise ValueError("Manager.save(metrics=) has no effect without Manager(best=), the name of a metric.")
@@ -256,7 +256,7 @@ class Manager:
             self._store.remove(number)
 
     def _copied(self, job: SaveJob) -> dict[Part, Tensor]:
-        """Copies of this rank's parts in memory; blocks on disk need no copy, as they do not change."""
+        """Copies of this rank's parts in memory. Blocks on disk need no copy, as they do not change."""
         out: dict[Part, Tensor] = {}
         with torch.no_grad(), on_host():
             for part in (p for plan in job.files(job.mesh.rank) for p in plan.parts):
@@ -283,7 +283,7 @@ def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None, best
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """The step of the newest complete checkpoint of a directory; None if it has no complete one.
+    """Returns the step of the newest complete checkpoint of a directory, or None if it has no complete one.
 
     Example:
         >>> import tempfile

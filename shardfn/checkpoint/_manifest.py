@@ -40,10 +40,10 @@ class StoredChunk(NamedTuple):
 
     Attributes:
         offset: where it begins in the leaf, along each dim.
-        shape: its shape.
+        shape: shape.
         file: the file's name, in the checkpoint's directory.
-        start: its first byte in the file.
-        sha256: of its bytes.
+        start: first byte in the file.
+        sha256: sha256 of its bytes.
     """
 
     offset: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoredLeaf(NamedTuple):
 
     Attributes:
         shape: global.
-        dtype: as torch calls it.
+        dtype: dtype as torch calls it.
         spec: the axes along which each dim was cut when it was saved; only chunks locate its bytes.
         chunks: boxes that cover it.
     """
@@ -89,8 +89,8 @@ class Manifest(NamedTuple):
         step: the number under which it was saved.
         user: the caller's values, of JSON's types, or floats that JSON lacks.
         mesh: axes and sizes of the mesh that saved it.
-        leaves: by path.
-        files: by name.
+        leaves: leaves by path.
+        files: files by name.
         metrics: by which checkpoints are compared, by name.
     """
 
@@ -103,7 +103,7 @@ class Manifest(NamedTuple):
 
 
 def encoded(manifest: Manifest) -> str:
-    """The text of a manifest: JSON whose last entry is the digest of the others.
+    """Returns the text of a manifest: JSON whose last entry is the digest of the others.
 
     Raises:
         TypeError: `user` is not a JSON value.
@@ -127,10 +127,10 @@ def decoded(text: str, where: str) -> Manifest:
 
     Args:
         text: the file.
-        where: its name, for errors.
+        where: name, for errors.
 
     Raises:
-        DamagedError: it has changed since it was written, or contradicts itself; lists the contradictions.
+        DamagedError: it has changed since it was written, or contradicts itself. The message lists the contradictions.
         ValueError: it is of a newer version.
     """
     try:
@@ -257,7 +257,7 @@ def _inside(chunk: StoredChunk, itemsize: int, file: File) -> bool:
 
 
 def _covers(leaf: StoredLeaf) -> bool:
-    """Whether the chunks cover the leaf without overlap."""
+    """Returns whether the chunks cover the leaf without overlap."""
     if sum(math.prod(c.shape) for c in leaf.chunks) != math.prod(leaf.shape):
         return False
     full = [c for c in leaf.chunks if math.prod(c.shape)]

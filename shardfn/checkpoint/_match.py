@@ -19,7 +19,7 @@ from shardfn.core import did_you_mean
 from ._manifest import Manifest, StoredLeaf
 from ._read import BoxReader, dtype_of
 
-# From the path of a leaf of the tree to its path in the checkpoint; None = the leaf keeps its value.
+# From the path of a leaf of the tree to its path in the checkpoint. None: the leaf keeps its value.
 Rename = Callable[[str], str | None]
 _INDEX = re.compile(r"\[(\d+)\]", re.ASCII)
 
@@ -43,7 +43,7 @@ class Kinds(Protocol):
 
     @property
     def keeps_some(self) -> bool:
-        """Whether some state goes on, and it is known which."""
+        """Returns whether some state goes on, and it is known which."""
         ...
 
     def text(self) -> str:
@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path as errors show it."""
+        """Returns the path as errors show it."""
         return "".join(self.parts).removeprefix(".")
 
 
@@ -68,9 +68,9 @@ class Source(NamedTuple):
     """Where a leaf is read from.
 
     Attributes:
-        paths: of leaves of the checkpoint.
-        leaves: them; several are layers, piled.
-        row: of a single one, which row of dim 0 it is; None = all of it.
+        paths: paths of leaves of the checkpoint.
+        leaves: them. Several are layers, piled.
+        row: row of a single one, which row of dim 0 it is. None: all of it.
         piled: whether the leaves are the rows of dim 0.
     """
 
@@ -81,13 +81,13 @@ class Source(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the leaf has."""
+        """Returns the shape that the leaf has."""
         one = self.leaves[0].shape
         return (len(self.leaves), *one) if self.piled else one if self.row is None else one[1:]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it has in the checkpoint."""
+        """Returns the dtype that it has in the checkpoint."""
         return dtype_of(self.leaves[0])
 
     def read(self, reader: BoxReader, box: Box, out: Tensor, *, check: bool = True) -> None:
@@ -114,17 +114,17 @@ def matched(
     keep: Sequence[str] = (),
     left: Sequence[str] = (),
 ) -> tuple[list[Source | None], list[str]]:
-    """The source of each leaf of the tree, None for leaves that keep their values; and the problems found.
+    """Returns the source of each leaf of the tree, None for leaves that keep their values, and the problems found.
 
     Args:
         targets: the leaves of the tree.
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         at: the prefix of the tree's paths.
         rename: paths of the tree -> paths of the checkpoint.
         partial: whether leaves that only one side has are passed over.
         cast: whether values may be rounded.
         but: leaves to leave out, which are converted elsewhere.
-        keep: prefixes of paths; leaves there keep their values, and those of the checkpoint are ignored.
+        keep: prefixes of paths. Leaves there keep their values, and those of the checkpoint are ignored.
         left: leaves of the checkpoint that are left out.
     """
     problems = [
@@ -167,8 +167,8 @@ def remedy(
 
     Args:
         targets: the leaves of the tree.
-        sources: as `matched` found them.
-        manifest: of the checkpoint.
+        sources: sources as `matched` found them.
+        manifest: manifest of the checkpoint.
         at: the prefix of the tree's paths.
         but: leaves to leave out, which are converted elsewhere.
         kinds: the states of the optimizer, paired by their fields.
@@ -202,7 +202,10 @@ def remedy(
 
 
 def _moved(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
-    """The beginnings of paths, here and in the checkpoint, by which all missing leaves are found; None if none are."""
+    """Returns the beginnings of paths, here and in the checkpoint, by which all missing leaves are found.
+
+    None if none are.
+    """
     for other in sorted(extra) if missing else ():
         pairs = zip(reversed(missing[0]), reversed(other), strict=False)
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -213,7 +216,7 @@ def _moved(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether every value of a dtype is one of another, of the same sort.
+    """Returns whether every value of a dtype is one of another, of the same sort.
 
     Example:
         >>> pairs = (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.int32, torch.float64)
@@ -230,7 +233,7 @@ def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
 
 
 def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
-    """The source of a leaf; None if `rename` leaves it out; or the path that the checkpoint lacks."""
+    """Returns the source of a leaf, or None if `rename` leaves it out, or the path that the checkpoint lacks."""
     path = asked(target.parts, rename)
     if path is None:
         return None
@@ -249,20 +252,20 @@ def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Sour
 
 
 def asked(parts: Sequence[str], rename: Rename | None) -> str | None:
-    """The path in the checkpoint of a leaf of the tree; None if `rename` leaves it out."""
+    """Returns the path in the checkpoint of a leaf of the tree, or None if `rename` leaves it out."""
     path = "".join(parts).removeprefix(".")
     return path if rename is None else rename(path)
 
 
 def _without_index(parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The path of the stack that a path may be a layer of, and which layer."""
+    """Yields the path of the stack that a path may be a layer of, and which layer."""
     for k, part in enumerate(parts):
         if index := _INDEX.fullmatch(part):
             yield int(index[1]), (*parts[:k], *parts[k + 1 :])
 
 
 def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -> Source | None:
-    """The layers of a stack, if the checkpoint has all of them, and no more, with an index before entry `k`."""
+    """Returns the layers of a stack, if the checkpoint has all of them, and no more, with an index before entry `k`."""
     if not target.shape:
         return None
     paths = []

@@ -24,7 +24,7 @@ from ._manifest import Manifest, decoded, encoded
 from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manifest, step_name, there_already
 
 _WRITER = "writer.json"
-# Objects that drafts write; others are never removed.
+# Objects that drafts write. Others are never removed.
 _OURS = re.compile(r"draft-[0-9a-f]{8}|.+-[0-9a-f]{8}\.safetensors", re.ASCII)
 
 
@@ -60,11 +60,11 @@ class ObjectPlace:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """Returns the last part of the URL."""
         return self.root.rpartition("/")[2]
 
     def text(self) -> bytes:
-        """The bytes of the manifest."""
+        """Returns the bytes of the manifest."""
         return self.fs.cat_file(f"{self.root}/{MANIFEST}")
 
     def opened(self, name: str, size: int) -> ObjectSource:
@@ -77,7 +77,7 @@ class ObjectPlace:
         return ObjectSource(self.fs, f"{self.root}/{name}")
 
     def size(self, name: str) -> int:
-        """The bytes of an object; -1 if it does not exist."""
+        """Returns the bytes of an object, or -1 if it does not exist."""
         try:
             about = self.fs.info(f"{self.root}/{name}")
         except FileNotFoundError:
@@ -85,11 +85,11 @@ class ObjectPlace:
         return int(about["size"]) if about["type"] == "file" else -1
 
     def complete(self) -> bool:
-        """Whether there is a manifest."""
+        """Returns whether there is a manifest."""
         return self.size(MANIFEST) >= 0
 
     def named(self) -> set[str]:
-        """The objects that its manifest lists; empty without a manifest.
+        """Returns the objects that its manifest lists, empty without a manifest.
 
         Raises:
             DamagedError: the manifest has changed since it was written.
@@ -107,25 +107,25 @@ class ObjectDraft(ObjectPlace):
 
     @property
     def marker(self) -> str:
-        """The object that marks it as begun."""
+        """Returns the object that marks it as begun."""
         return f"{self.root}/draft-{self._token}"
 
     def seen(self) -> bool:
-        """Whether this rank sees the marker: stores show an object to all from when it was put."""
+        """Returns whether this rank sees the marker: stores show an object to all from when it was put."""
         self.fs.invalidate_cache()
         return self.fs.exists(self.marker)
 
     def called(self, name: str) -> str:
-        """The name with the draft's token in it."""
+        """Returns the name with the draft's token in it."""
         stem, dot, kind = name.rpartition(".")
         return f"{stem}-{self._token}{dot}{kind}"
 
     def create(self, name: str) -> Any:
-        """A new object. One that is left half-written is in no manifest."""
+        """Returns a new object. One that is left half-written is in no manifest."""
         return self.fs.open(f"{self.root}/{name}", "wb")
 
     def take(self, other: Location, old: str, name: str) -> bool:
-        """A copy that the store makes by itself."""
+        """Returns a copy that the store makes by itself."""
         if not isinstance(other, ObjectPlace) or other.fs is not self.fs:
             return False
         self.fs.cp_file(f"{other.root}/{old}", f"{self.root}/{name}")
@@ -177,25 +177,25 @@ class ObjectStore:
         return self.fs.unstrip_protocol(self.root)
 
     def steps(self) -> list[int]:
-        """The steps that have a manifest, in order."""
+        """Returns the steps that have a manifest, in order."""
         self.fs.invalidate_cache()
         names = [p.split("/")[-2] for p in self.fs.glob(f"{self.root}/step_*/{MANIFEST}")]
         return sorted(int(m[1]) for name in names if (m := STEP.fullmatch(name)))
 
     def at(self, step: int) -> ObjectPlace:
-        """The one of a step."""
+        """Returns the one of a step."""
         return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
 
     def itself(self) -> ObjectPlace:
-        """The objects below the URL as one checkpoint."""
+        """Returns the objects below the URL as one checkpoint."""
         return ObjectPlace(self.fs, self.root)
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """The error of a step that is not among those that were found."""
+        """Returns the error of a step that is not among those that were found."""
         return no_checkpoint(self, step, found)
 
     def path(self, step: int) -> str:
-        """The URL of the one of a step."""
+        """Returns the URL of the one of a step."""
         return str(self.at(step))
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class ObjectStore:
         self.fs.pipe_file(draft.marker, b"")
 
     def draft(self, step: int, token: str) -> ObjectDraft:
-        """The draft that rank 0 has begun."""
+        """Returns the draft that rank 0 has begun."""
         return ObjectDraft(self, step, token)
 
     def remove(self, step: int) -> None:
@@ -243,7 +243,7 @@ class ObjectStore:
         self.tidy(self.at(step).root)
 
     def tidy(self, root: str) -> None:
-        """Removes our objects below a step that its manifest does not list; nothing if the manifest cannot be read."""
+        """Removes our objects below a step that its manifest does not list. Nothing if the manifest cannot be read."""
         try:
             kept = ObjectPlace(self.fs, root).named()
         except (OSError, ValueError):
@@ -255,7 +255,7 @@ class ObjectStore:
                 self.fs.rmdir(root)
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, explained for checkpoints where that is possible."""
+        """Returns the same error, explained for checkpoints where that is possible."""
         if type(problem) is PermissionError:
             return PermissionError(problem.errno, f"{self} cannot be written to ({problem}): check the credentials.")
         return problem

@@ -28,7 +28,7 @@ _FIELDS = Residual._fields
 
 
 class _Layer(NamedTuple):
-    """A leaf of the checkpoint with its errors by name and its blocks; `row` is a row of dim 0, None = all of it."""
+    """A leaf of the checkpoint with its errors by name and its blocks. `row` is a row of dim 0, None = all of it."""
 
     shape: tuple[int, ...]
     blocks: list[Box]
@@ -41,11 +41,11 @@ class Owed(NamedTuple):
 
     Attributes:
         at: the numbers of its leaves among those of the tree, worker and server.
-        paths: of the checkpoint's leaves that they are made of.
+        paths: paths of the checkpoint's leaves that they are made of.
         like: the errors in the layout of the tree.
-        shape: of the leaf.
+        shape: shape of the leaf.
         blocks: the blocks that it is cut into here.
-        layers: their sources in the checkpoint; several are piled along dim 0.
+        layers: sources in the checkpoint. Several are piled along dim 0.
         piled: whether the layers are piled.
     """
 
@@ -59,7 +59,7 @@ class Owed(NamedTuple):
 
     @property
     def cut_alike(self) -> bool:
-        """Whether the checkpoint has the errors of this leaf in the same blocks."""
+        """Returns whether the checkpoint has the errors of this leaf in the same blocks."""
         return not self.piled and self.layers[0].row is None and self.layers[0].blocks == self.blocks
 
     def read(self, reader: BoxReader) -> list[Any]:
@@ -81,14 +81,14 @@ class Owed(NamedTuple):
 def owed(
     state: Any, index: Any, targets: Mapping[int, Target], manifest: Manifest, rename: Rename | None
 ) -> list[Owed]:
-    """The errors in a checkpoint for each leaf that a state compresses; empty if they cannot be determined.
+    """Returns the errors in a checkpoint for each leaf that a state compresses, empty if they cannot be determined.
 
     Args:
         state: one whose `residual` is a tree like that of its moments.
         index: the same with numbers of leaves in the place of leaves.
         targets: the leaves by number.
-        manifest: of the checkpoint.
-        rename: from paths of the tree to those of the checkpoint.
+        manifest: manifest of the checkpoint.
+        rename: function from paths of the tree to those of the checkpoint.
     """
     if not hasattr(state, "adam"):  # 1-bit LAMB's messages are of several leaves
         return []
@@ -125,7 +125,10 @@ def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
 
 
 def _layers(found: Source, manifest: Manifest) -> list[_Layer]:
-    """The checkpoint's errors for each leaf that a moment is read from; empty if some are missing, or do not fit."""
+    """Returns the checkpoint's errors for each leaf that a moment is read from.
+
+    Empty if some are missing, or do not fit.
+    """
     out = []
     for path, moment in zip(found.paths, found.leaves, strict=True):
         base = _residual_of(path)
@@ -156,7 +159,10 @@ def _blocks_here(moment: Any, like: Residual) -> list[Box] | None:
 
 
 def _blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[str, int]) -> list[Box] | None:
-    """The blocks of a leaf along some axes, in the order of those; None if one of them does not cut the leaf."""
+    """Returns the blocks of a leaf along some axes, in the order of those.
+
+    None if one of them does not cut the leaf.
+    """
     own = [a for a in own if sizes.get(a, 1) > 1]
     if not {*own} <= {*spec.axes}:
         return None
@@ -167,7 +173,7 @@ def _blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[
 
 
 def _fits(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[Box]) -> bool:
-    """Whether an error has a row for each block, as long as the longest."""
+    """Returns whether an error has a row for each block, as long as the longest."""
     size = error.shape[-1] if error.shape else 0
     return size % len(blocks) == 0 and size // len(blocks) >= max(map(_numel, blocks)) and math.prod(shape) > 0
 

@@ -23,11 +23,11 @@ class Owned(NamedTuple):
 
 
 def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[Owned]:
-    """All boxes, in the order of the leaves.
+    """Returns all boxes, in the order of the leaves.
 
     Args:
         leaves: shape, bytes of an element and spec of each.
-        mesh: of all of them.
+        mesh: mesh of all of them.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[
 
 
 def _holders(shape: tuple[int, ...], spec: P, mesh: Mesh) -> dict[Box, list[int]]:
-    """The blocks that have elements, each with the ranks that hold it."""
+    """Returns the blocks that have elements, each with the ranks that hold it."""
     out: dict[Box, list[int]] = {}
     for rank, box in enumerate(blocks_of(shape, spec, mesh)):
         if _numel(box):

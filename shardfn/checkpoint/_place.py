@@ -25,7 +25,7 @@ class OpenedFile(Protocol):
     """A file that is open for reading."""
 
     def into(self, data: Bytes, start: int) -> int:
-        """Fills `data` with bytes from `start` on, up to the end of the file; returns their number."""
+        """Fills `data` with bytes from `start` on, up to the end of the file, and returns their number."""
         ...
 
     def close(self) -> None:
@@ -37,14 +37,14 @@ class Location(Protocol):
     """The files of one checkpoint.
 
     Attributes:
-        name: `step_000100`; or the name of the directory of a single checkpoint.
+        name: `step_000100`, or the name of the directory of a single checkpoint.
     """
 
     @property
     def name(self) -> str: ...
 
     def text(self) -> bytes:
-        """The bytes of the manifest.
+        """Returns the bytes of the manifest.
 
         Raises:
             FileNotFoundError: it has no manifest.
@@ -60,7 +60,7 @@ class Location(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """The bytes of a file; -1 if it does not exist."""
+        """Returns the bytes of a file, or -1 if it does not exist."""
         ...
 
 
@@ -76,15 +76,15 @@ class NewLocation(Location, Protocol):
     """The files of a checkpoint that is being written. Each rank has one; rank 0 publishes or discards it."""
 
     def seen(self) -> bool:
-        """Whether this rank sees the draft that rank 0 has begun."""
+        """Returns whether this rank sees the draft that rank 0 has begun."""
         ...
 
     def called(self, name: str) -> str:
-        """The name of a file in this draft: two drafts of one step must not write the same object."""
+        """Returns the name of a file in this draft: two drafts of one step must not write the same object."""
         ...
 
     def create(self, name: str) -> AbstractContextManager[Sink]:
-        """A new file, complete when the context ends."""
+        """Returns a new file, complete when the context ends."""
         ...
 
     def take(self, other: Location, old: str, name: str) -> bool:
@@ -108,23 +108,23 @@ class Store(Protocol):
     """A run's checkpoints."""
 
     def steps(self) -> list[int]:
-        """The steps of the complete ones, in order."""
+        """Returns the steps of the complete ones, in order."""
         ...
 
     def at(self, step: int) -> Location:
-        """The one of a step, whether it is there or not."""
+        """Returns the one of a step, whether it is there or not."""
         ...
 
     def itself(self) -> Location:
-        """The place itself as one checkpoint, instead of a run's checkpoints."""
+        """Returns the place itself as one checkpoint, instead of a run's checkpoints."""
         ...
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """The error of a step (None = any) that is not among those that were found."""
+        """Returns the error of a step (None = any) that is not among those that were found."""
         ...
 
     def path(self, step: int) -> pathlib.Path | str:
-        """The path or URL of the one of a step."""
+        """Returns the path or URL of the one of a step."""
         ...
 
     def owning(self) -> AbstractContextManager[None]:
@@ -137,7 +137,7 @@ class Store(Protocol):
         ...
 
     def begin(self, step: int, token: str, *, replace: bool) -> None:
-        """Begins a checkpoint; ranks then have `draft(step, token)`.
+        """Begins a checkpoint. Ranks then have `draft(step, token)`.
 
         Raises:
             FileExistsError: it exists, and `replace` is False.
@@ -145,20 +145,20 @@ class Store(Protocol):
         ...
 
     def draft(self, step: int, token: str) -> NewLocation:
-        """The draft that rank 0 has begun."""
+        """Returns the draft that rank 0 has begun."""
         ...
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint; it is unlisted first, so it never appears incomplete."""
+        """Removes a checkpoint. It is unlisted first, so it never appears incomplete."""
         ...
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, explained for checkpoints where that is possible."""
+        """Returns the same error, explained for checkpoints where that is possible."""
         ...
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint of a step.
+    """Returns the name of the checkpoint of a step.
 
     Example:
         >>> step_name(100)
@@ -168,7 +168,7 @@ def step_name(step: int) -> str:
 
 
 def read_manifest(place: Location) -> Manifest:
-    """The manifest of one checkpoint.
+    """Returns the manifest of one checkpoint.
 
     Raises:
         DamagedError: it has changed since it was written.
@@ -182,7 +182,7 @@ def read_manifest(place: Location) -> Manifest:
 
 
 def there_already(where: str) -> FileExistsError:
-    """The error of a step that is saved twice."""
+    """Returns the error of a step that is saved twice."""
     return FileExistsError(
         f"{where} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
         " remove it."
@@ -190,7 +190,10 @@ def there_already(where: str) -> FileExistsError:
 
 
 def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str = "") -> FileNotFoundError:
-    """The error of a checkpoint that a store lacks; `missing` is a clause with a special reason, if there is one."""
+    """Returns the error of a checkpoint that a store lacks.
+
+    `missing` is a clause with a special reason, if there is one.
+    """
     what = missing or (f"has checkpoints of steps {found}" if found else "has none")
     return FileNotFoundError(
         f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}."
@@ -199,5 +202,5 @@ def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str
 
 
 def damaged(what: str) -> DamagedError:
-    """The error of a file that has changed since it was written."""
+    """Returns the error of a file that has changed since it was written."""
     return DamagedError(f"{what}. {_REMEDY}")

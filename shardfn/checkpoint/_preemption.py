@@ -1,8 +1,8 @@
 """`Preemption`: a signal on any rank ends the loop of all of them, after the same step.
 
-A scheduler that wants its machine back sends a signal, to some processes or to all, at different times. Ranks that
-left the loop at different steps would wait for one another. So the handler only notes the signal; the note is part of
-the agreement before each step, and after that step all ranks know of it.
+A scheduler that wants its machine back sends a signal, to some processes or to all, at different times. Ranks that left
+the loop at different steps would wait for one another. So the handler only notes the signal. The note is part of the
+agreement before each step, and after that step all ranks know of it.
 """
 
 import os
@@ -37,7 +37,7 @@ class Preemption:
         patience: seconds.
 
     Raises:
-        ValueError: not in the main thread, which Python's handlers need; or an exit code outside 0 to 255.
+        ValueError: not in the main thread, which Python's handlers need, or an exit code outside 0 to 255.
 
     Example:
         >>> with Preemption() as preemption:
@@ -68,12 +68,12 @@ class Preemption:
 
     @property
     def stopping(self) -> bool:
-        """Whether ranks stop now; equal on all ranks that have run the same steps."""
+        """Returns whether ranks stop now; equal on all ranks that have run the same steps."""
         return self._notice.told > 0
 
     @property
     def exit_code(self) -> int:
-        """The exit code for the process: 0 until ranks stop, then that of the signal."""
+        """Returns the exit code for the process: 0 until ranks stop, then that of the signal."""
         return max(self._notice.told - 1, 0)
 
     def stop(self, exit_code: int = 0) -> None:

@@ -19,7 +19,7 @@ from ._bands import PIECE, read_box, staging
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._place import Location, OpenedFile, damaged
 
-# Files of one checkpoint that are open at a time; a process may have some thousand in all, often.
+# Files of one checkpoint that are open at a time. A process may have some thousand in all, often.
 _MAX_OPEN = 64
 
 
@@ -35,8 +35,8 @@ class ChunkReader:
     """The files of one checkpoint.
 
     Args:
-        place: its location.
-        manifest: its manifest.
+        place: location.
+        manifest: manifest.
 
     Attributes:
         read_bytes: the number of bytes read so far.
@@ -61,7 +61,7 @@ class ChunkReader:
         """Fills `out` with a box of a leaf.
 
         Args:
-            leaf: of the manifest.
+            leaf: leaf of the manifest.
             box: where in it.
             out: host tensor of the box's shape and the leaf's dtype, of any strides.
             check: whether chunks that are read whole are compared with their digests.
@@ -93,7 +93,7 @@ class ChunkReader:
             self.read_bytes += len(data)
 
     def _file(self, name: str) -> OpenedFile:
-        """An open file; it is closed once too many others have been used since."""
+        """Returns an open file. It is closed once too many others have been used since."""
         file = self._open.pop(name, None)
         if file is None:
             while len(self._open) >= _MAX_OPEN:
@@ -128,5 +128,5 @@ def _overlap(box: Box, chunk: StoredChunk) -> Box | None:
 
 
 def dtype_of(leaf: StoredLeaf) -> torch.dtype:
-    """The dtype of a leaf's elements."""
+    """Returns the dtype of a leaf's elements."""
     return DTYPES[leaf.dtype]

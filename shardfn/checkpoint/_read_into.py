@@ -24,11 +24,11 @@ class ReadKeywords(TypedDict, total=False):
 
     Attributes:
         at: a prefix of the tree's paths.
-        rename: from a path of the tree to the name there; None = the leaf keeps its value.
+        rename: function from a path of the tree to the name there. None: the leaf keeps its value.
         partial: whether leaves that only one side has are ignored.
         cast: whether values may be rounded to a leaf's dtype.
         donate: whether the memory of the tree is filled, which then cannot be touched again.
-        pool: for leaves on disk of an abstract tree.
+        pool: pool for leaves on disk of an abstract tree.
     """
 
     at: str
@@ -54,12 +54,12 @@ class LeafReader(BoxReader, Protocol):
     """Reads boxes of leaves that have names."""
 
     def manifest(self) -> Manifest:
-        """The leaves, each of one chunk whose file is the leaf's name."""
+        """Returns the leaves, each of one chunk whose file is the leaf's name."""
         ...
 
 
 def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
-    """A tree like this one with a reader's values. Collective; no leaf is written before all of them fit.
+    """Returns a tree like this one with a reader's values. Collective. No leaf is written before all of them fit.
 
     Args:
         like: as `restore` takes it.
@@ -94,7 +94,7 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
 
 
 def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
-    """A leaf of one chunk, whose file has this name."""
+    """Returns a leaf of one chunk, whose file has this name."""
     return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
 
@@ -114,7 +114,7 @@ def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpa
 
     Raises:
         ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values, or
-            checkpoints do not support it; lists all.
+            checkpoints do not support it. The message lists all.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.
 

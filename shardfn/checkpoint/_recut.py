@@ -2,7 +2,7 @@
 
 For the same number of ranks errors are read unchanged, and only codes of the last momentum, which depend on the ZeRO
 stage, are left out: the next step gathers its rows instead, once. For another number `optim.rebalanced` distributes the
-old ranks' errors; it takes whole leaves. Where other axes cut the leaves, or layers are stacked on one side, errors are
+old ranks' errors. It takes whole leaves. Where other axes cut the leaves, or layers are stacked on one side, errors are
 laid out over their leaves and cut anew (`_owed`).
 """
 
@@ -74,7 +74,7 @@ class Recut(NamedTuple):
     problems: list[str]
 
     def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
-        """The leaves of the tree, with those of the states in their places."""
+        """Returns the leaves of the tree, with those of the states in their places."""
         out = list(leaves)
         for i in self.zeros:
             out[i] = _zeros(out[i])
@@ -88,7 +88,7 @@ class Recut(NamedTuple):
 
 
 def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None) -> Recut:
-    """The states of a tree that the checkpoint has for other ranks, or with other codes."""
+    """Returns the states of a tree that the checkpoint has for other ranks, or with other codes."""
     out = Recut(frozenset(), frozenset(), [], [], [], [])
     first = 0
     for state in tree_flatten(like, is_leaf=compresses)[0]:

@@ -13,7 +13,9 @@ from shardfn.core import (
     Mesh,
     PyTree,
     Stored,
+    StoredValue,
     a_kind,
+    is_disk,
     progress,
     raise_all,
     tree_flatten,
@@ -25,7 +27,7 @@ from shardfn.core import (
 from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
 from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import rebalanced
-from shardfn.state import check_alive
+from shardfn.state import check_alive, empty_block
 
 from ._codes import as_codes, from_codes
 from ._contents import mesh_of
@@ -217,7 +219,7 @@ def nowhere(
             continue
         if source is None and _is_empty(x):
             out.append(f"{target.path} is to keep its values, but the tree is abstract, and has no values")
-        on_disk = isinstance(x, GlobalTensor) and x.memory_kind == "disk"
+        on_disk = isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
         if source is not None and on_disk and not isinstance(x.held, DiskTensor) and pool is None:
             out.append(f"{target.path} is to be on disk; pass pool=, or a tree from step.init that has its values")
     return out
@@ -238,17 +240,16 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         _fill(reader, source, tuple((0, n) for n in x.shape), out, check)
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
-    held: Tensor | Stored | None = None if x.donated else x.held
-    if x.memory_kind == "disk":
+    held: StoredValue | None = None if x.donated else x.held
+    if is_disk(x.memory_kind):
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
-        block: Tensor | Stored = _on_disk(reader, source, box, x.dtype, pool, check)
+        block: StoredValue = _on_disk(reader, source, box, x.dtype, pool, check)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
         block = x.donate()  # from here on half of it may be written
         _fill(reader, source, box, block, check)
     else:
         shape = tuple(hi - lo for lo, hi in box)
-        on_host = x.memory_kind == "host"
-        block = host_empty(shape, x.dtype) if on_host else torch.empty(shape, dtype=x.dtype, device=x.mesh.device)
+        block = empty_block(shape, x.dtype, x.memory_kind, x.mesh.device)
         _fill(reader, source, box, block, check)
     return x.with_block(block)
 

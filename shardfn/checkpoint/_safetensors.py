@@ -3,7 +3,7 @@
     8 bytes: N, little-endian    N bytes: JSON, padded with spaces    data
 
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, offsets from the end of the header on, without gaps.
-Restores of checkpoints use the manifest instead; `verify` compares the header with the digest there.
+Restores of checkpoints use the manifest instead. `verify` compares the header with the digest there.
 https://github.com/huggingface/safetensors
 """
 
@@ -48,9 +48,9 @@ class SafetensorsEntry(NamedTuple):
 
     Attributes:
         file: where it is.
-        dtype: of its elements.
-        shape: of the tensor.
-        start: its first byte in the file.
+        dtype: dtype of its elements.
+        shape: shape of the tensor.
+        start: first byte in the file.
     """
 
     file: pathlib.Path
@@ -60,14 +60,16 @@ class SafetensorsEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has, one after another."""
+        """Returns how many bytes it has, one after another."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def safetensors_header(
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The header of a file that has these tensors, one after another. Dtypes outside the format are declared as bytes.
+    """Returns the header of a file that has these tensors, one after another.
+
+    Dtypes outside the format are declared as bytes.
 
     Args:
         entries: name, dtype and shape of each.
@@ -90,10 +92,12 @@ def safetensors_header(
 
 
 def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEntry]:
-    """The tensors of a file, by its header, which is checked in full: offsets must fit shapes, dtypes and the file.
+    """Returns the tensors of a file, by its header, which is checked in full.
+
+    Offsets must fit shapes, dtypes and the file.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         OSError: it cannot be read.
@@ -149,7 +153,7 @@ def _entry(path: pathlib.Path, about: dict[str, Any], data: int) -> SafetensorsE
 
 
 def _count(x: Any) -> int:
-    """A number that sizes and offsets can have: JSON has others, too."""
+    """Returns a number that sizes and offsets can have: JSON has others, too."""
     if type(x) is not int or not 0 <= x < 1 << 62:
         raise ValueError(f"{str(x)[:40]} is no number of bytes or elements")
     return x

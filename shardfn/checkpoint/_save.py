@@ -34,24 +34,24 @@ def save(
     as logical tensors, so it restores under any other mesh.
 
     Args:
-        directory: of the run's checkpoints, on a file system that all ranks see, made if missing; or a URL that
-            `fsspec` knows, as s3://bucket/run.
+        directory: directory of the run's checkpoints, on a file system that all ranks see, made if missing, or a URL
+            that `fsspec` knows, as s3://bucket/run.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
             It is read only.
-        step: the checkpoint's number; default that of the state.
+        step: the checkpoint's number. Default: that of the state.
         user: any JSON values, the same on all ranks, such as the position in the data. Floats may be infinite or NaN.
         at: a prefix of all paths, such as "params", if the tree is a part of the one that will be restored.
         durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
         replace: whether an existing checkpoint of that step is replaced.
-        file_bytes: the size beyond which a rank begins another file. Files without a change since the newest
-            checkpoint of the directory are linked, not written.
+        file_bytes: the size beyond which a rank begins another file. Files without a change since the newest checkpoint
+            of the directory are linked, not written.
 
     Returns:
         Where it is, and the bytes of this rank.
 
     Raises:
         TypeError: a leaf is not a tensor, or `user` is not a JSON value.
-        ValueError: leaves are on different meshes; or ranks do not share the directory.
+        ValueError: leaves are on different meshes, or ranks do not share the directory.
         DonatedError: a step has consumed the state.
         FileExistsError: the step has a checkpoint already.
         DiskFullError: there is no room; earlier checkpoints are untouched.
@@ -86,7 +86,7 @@ def save(
 
 
 def step_of(tree: PyTree, step: int | None) -> int:
-    """The number of a checkpoint: the one given, or the state's.
+    """Returns the number of a checkpoint: the one given, or the state's.
 
     Raises:
         ValueError: neither is there.

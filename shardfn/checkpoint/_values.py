@@ -12,14 +12,14 @@ _FLOAT = "$float"
 
 
 def as_json(x: Any, name: str = "user") -> Any:
-    """A value of JSON's types, of Python's numbers and containers.
+    """Returns a value of JSON's types, of Python's numbers and containers.
 
     Args:
         x: dicts, lists and tuples of strings, numbers, bools and None.
-        name: its name in messages.
+        name: name in messages.
 
     Raises:
-        TypeError: entries are of other types; lists them by path.
+        TypeError: entries are of other types. The message lists them by path.
 
     Example:
         >>> as_json({"best": math.inf, "next": [1, 2.5]})
@@ -33,7 +33,7 @@ def as_json(x: Any, name: str = "user") -> Any:
 
 
 def from_json(x: Any) -> Any:
-    """The inverse of `as_json`.
+    """Returns the inverse of `as_json`.
 
     Raises:
         ValueError: `x` is not a result of `as_json`.

@@ -13,7 +13,7 @@ from ._contents import FilePlan, Part
 from ._manifest import Manifest
 from ._place import Location, NewLocation
 
-# The token of a draft in the name of a file; only files in object stores have one.
+# The token of a draft in the name of a file. Only files in object stores have one.
 _TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
 # Files that are written at a time. Bytes are hashed more slowly than they are written, so several cores help.
 _THREADS = 2
@@ -28,7 +28,7 @@ class LastFiles(NamedTuple):
     manifest: Manifest
 
     def named(self, name: str) -> str | None:
-        """Its name for the file that a draft calls `name`, without regard to tokens; None if it lacks the file."""
+        """Its name for the file that a draft calls `name`, without regard to tokens, or None if it lacks the file."""
         base = _TOKEN.sub("", name)
         return next((x for x in self.manifest.files if _TOKEN.sub("", x) == base), None)
 
@@ -37,7 +37,7 @@ class WrittenFile(NamedTuple):
     """A rank's written files.
 
     Attributes:
-        digests: of the parts of each file.
+        digests: digests of the parts of each file.
         bytes: the number of bytes written.
         linked: bytes of files that were taken over.
     """
@@ -67,7 +67,7 @@ def write_files(
         done: called with the number of bytes of each file that is written or taken over.
 
     Raises:
-        OSError: a write failed; the files are then incomplete.
+        OSError: a write failed. The files are then incomplete.
     """
     with _threads("digest") as beside, _threads("write") as writers, _threads("settle") as settling:
 
@@ -94,7 +94,7 @@ def write_files(
 
 
 class _FileOutcome(NamedTuple):
-    """A file that has been written, or taken over; when `settled` is done, the device has it."""
+    """A file that has been written, or taken over. When `settled` is done, the device has it."""
 
     digests: list[str]
     taken: bool
@@ -106,7 +106,7 @@ def _threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
-    """The previous checkpoint's name for this file, if it has it unchanged; and the digests computed so far."""
+    """Returns the previous checkpoint's name for this file, if it has it unchanged, and the digests computed so far."""
     name = before.named(plan.name)
     if name is None:
         return None, []

@@ -1,12 +1,12 @@
 """Activations, which the forward stores for the backward: their bytes by formula.
 
-A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size:
-4 D (two norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu.
-The scores are not kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of
-Korthikanti et al. 2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on.
-Tensor parallelism over t ranks divides all but the 4 D and the masks. A rank of a pipeline stores those of its blocks,
-for each microbatch that its schedule has open; the last rank has the logits as well. With experts F is the sum over a
-token's choices, in the mean of the layers, and each choice has three rows of D: as it came, sorted, and its result.
+A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size: 4 D (two
+norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu. The scores are not
+kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of Korthikanti et al.
+2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on. Tensor parallelism over t
+ranks divides all but the 4 D and the masks. A rank of a pipeline stores those of its blocks, for each microbatch that
+its schedule has open. The last rank has the logits as well. With experts F is the sum over a token's choices, in the
+mean of the layers, and each choice has three rows of D: as it came, sorted, and its result.
 """
 
 import dataclasses
@@ -65,7 +65,8 @@ def _block_bytes(setup: Setup) -> int:
     """Bytes that one block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
     features = math.ceil((2 if c.mlp == "gelu" else 4) * mean_width(c))
-    wide = 2 * c.d_model + 2 * c.kv_heads * c.head_dim + features
+    heads, kv_heads = setup.heads_on_a_rank
     masks = 2 * c.d_model if c.dropout else 0
     rows = math.ceil(row_copies(c) * c.d_model)  # whole: tensor parallelism cuts the experts' features
-    return size * (4 * c.d_model + rows + -(-wide // setup.axis("tp"))) + masks
+    wide = 2 * (heads + kv_heads) * c.head_dim + -(-features // setup.axis("tp"))
+    return size * (4 * c.d_model + rows + wide) + masks

@@ -13,7 +13,7 @@ _NEAR = 0.9
 
 
 def advice(made: JobPlan) -> tuple[str, ...]:
-    """Changes that make a run fit, or make it faster by at least a tenth; empty without any."""
+    """Changes that make a run fit, or make it faster by at least a tenth, empty without any."""
     return _to_fit(made) if not made.fits else _to_be_faster(made)
 
 

@@ -3,9 +3,10 @@
 import argparse
 
 from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
-from shardfn.graph import DEVICES, cluster
+from shardfn.graph import DEVICES
 from shardfn.schedules import SCHEDULES
 
+from ._devices import device_cluster
 from ._models import PRESETS, parse_model
 from ._states import PRECISIONS, Setup
 
@@ -26,7 +27,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor (default dp=1)"
     )
-    run.add_argument("--device", default="a100-80", help=f"{', '.join(DEVICES)} (default %(default)s)")
+    run.add_argument(
+        "--device",
+        default="a100-80",
+        help=f"{', '.join(DEVICES)} (default %(default)s); ranks on a cpu share the memory of this machine",
+    )
     run.add_argument("--zero", type=int, default=3, help="stage 0, 1, 2 or 3 (default 3)")
     run.add_argument("--precision", default="bf16-adam", help=f"{', '.join(PRECISIONS)} (default %(default)s)")
     run.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default 1)")
@@ -73,18 +78,18 @@ def check_recipe_alone(args: argparse.Namespace) -> None:
 
 
 def parse_setup(args: argparse.Namespace) -> Setup:
-    """The run that the arguments describe.
+    """Returns the run that the arguments describe.
 
     Raises:
         ValueError: names the wrong argument and the nearest known word.
     """
-    config = parse_model(args.model)
+    config, shape = parse_model(args.model), parse_mesh(args.mesh)
     travel, pace = Travel(bucket_bytes=args.bucket_bytes), Pace(prefetch_bytes=args.prefetch_bytes)
     return Setup(
         args.model,
         config,
-        parse_mesh(args.mesh),
-        cluster(args.device),
+        shape,
+        device_cluster(args.device, shape),
         Zero(stage=args.zero, travel=travel, pace=pace),
         args.precision,
         batch=args.batch,

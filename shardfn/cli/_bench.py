@@ -64,11 +64,11 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
-    """The percentiles of delays, and the rate of tokens.
+    """Returns the percentiles of delays, and the rate of tokens.
 
     Args:
         found: the answers.
-        seconds: of the whole run.
+        seconds: seconds of the whole run.
     """
     good = [one for one in found if not one.error]
     tokens = sum(one.tokens for one in good)
@@ -88,7 +88,7 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
 
 
 def table(made: dict[str, Any]) -> str:
-    """A summary as text.
+    """Returns a summary as text.
 
     Example:
         >>> from shardfn.serve import Delays
@@ -107,7 +107,7 @@ def table(made: dict[str, Any]) -> str:
 
 
 def _percentile(values: Sequence[float], part: int) -> float:
-    """The least value that is not below this part of them; 0 without any."""
+    """Returns the least value that is not below this part of them, or 0 without any."""
     return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 

@@ -3,18 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._generate_text import Text, reason_of
+from ._generate_text import reason_of
 from ._template_time import check_template, rendered
 
 
-def template(source: str, text: Text) -> Callable[[list[dict[str, str]]], list[int]]:
-    """A function from messages to the ids of a prompt.
+def template(source: str) -> Callable[[list[dict[str, str]]], str]:
+    """Returns a function from messages to the text of a prompt.
 
     The template sees `messages`, `add_generation_prompt` (true) and `raise_exception(message)`.
 
     Args:
-        source: of jinja.
-        text: the tokenizer of the result.
+        source: template of jinja.
 
     Raises:
         ValueError: the source is not a template, or has a power.
@@ -32,12 +31,11 @@ def template(source: str, text: Text) -> Callable[[list[dict[str, str]]], list[i
     except (jinja2.TemplateError, ValueError) as error:
         raise ValueError(f"--chat-template: {error}") from error
 
-    def chat(messages: list[dict[str, str]]) -> list[int]:
+    def chat(messages: list[dict[str, str]]) -> str:
         try:
             given = {"messages": messages, "add_generation_prompt": True, "raise_exception": refuse}
-            shown = rendered(lambda: made.render(given))
+            return rendered(lambda: made.render(given))
         except Exception as error:  # a template is a program, which may divide by zero
             raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
-        return text.encode(shown)
 
     return chat

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardfn.graph import machine_memory
 from shardfn.kernels import NoCompilerError, build, cxx_compiler
 
 _PACKAGES = (
@@ -39,8 +40,8 @@ class Fact(NamedTuple):
 
     Attributes:
         what: the name of the library or device.
-        found: its version or description.
-        lacks: the features that do not work without it; empty if it was found.
+        found: version or description.
+        lacks: the features that do not work without it, empty if it was found.
     """
 
     what: str
@@ -49,12 +50,12 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """Looks at this machine. Builds a line of C++ to see whether that works; starts no process group."""
+    """Looks at this machine. Builds a line of C++ to see whether that works, and starts no process group."""
     return [*_software(), *_hardware(), *_transports()]
 
 
 def env_text() -> str:
-    """The facts as text; those that lack something come last."""
+    """Returns the facts as text; those that lack something come last."""
     rows = facts()
     width = max(len(x.what) for x in rows)
     lines = [f"{x.what:<{width}}  {x.found}" for x in rows]
@@ -111,8 +112,7 @@ def _hardware() -> Iterator[Fact]:
         )
     except OSError:
         yield Fact("processor", platform.processor() or "?")
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Fact("memory", f"{pages / 2**30:.1f} GiB")
+    yield Fact("memory", f"{machine_memory() / 2**30:.1f} GiB")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(i)

@@ -13,7 +13,7 @@ from shardfn.transforms import accumulate, mixed_precision, remat, sharded_step
 
 from ._states import Setup
 
-# The graph's kinds, in the words of a plan; the others keep their names.
+# The graph's kinds, in the words of a plan. The others keep their names.
 _KINDS = {"gathered": "gathered window"}
 
 
@@ -23,7 +23,7 @@ class Exact:
 
     Attributes:
         memory: bytes alive at the peak, by kind.
-        peak: their sum.
+        peak: sum.
         traffic: (axes, collective, bytes sent a step).
         flops: floating-point operations of the rank.
         seconds: time of the step on the cluster, summed over ops at the device's full rates.
@@ -83,14 +83,14 @@ def _step(setup: Setup):
 
 
 def _without_biases(config: gpt.Config) -> gpt.Config:
-    """The config, whose experts are chosen without biases: they lie in no parameter."""
+    """Returns the config, whose experts are chosen without biases: they lie in no parameter."""
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, bias_rate=0.0))
 
 
 def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
-    """The parameters and the batch, as tensors without data."""
+    """Returns the parameters and the batch, as tensors without data."""
     with deferred():
         draws = gpt.init(setup.config, key(0))
     params = tree_map(lambda draw: torch.empty(draw.shape, dtype=torch.float32, device="meta"), draws)
@@ -111,5 +111,5 @@ def _notes(setup: Setup) -> tuple[str, ...]:
 
 
 def _is_narrow(setup: Setup) -> bool:
-    """Whether parameters are narrower than the optimizer's copies of them."""
+    """Returns whether parameters are narrower than the optimizer's copies of them."""
     return setup.bytes_of.dtype != "float32"

@@ -34,12 +34,12 @@ class ExpertsPlan:
 
 
 def matrices(config: gpt.Config) -> int:
-    """The matrices of an MLP or an expert."""
+    """Returns the matrices of an MLP or an expert."""
     return 2 if config.mlp == "gelu" else 3
 
 
 def widths(config: gpt.Config) -> list[int]:
-    """For each layer, the ffn features of a token in its products.
+    """Returns the ffn features of a token in its products for each layer.
 
     Example:
         >>> from shardfn.models import moe
@@ -54,7 +54,7 @@ def widths(config: gpt.Config) -> list[int]:
 
 
 def mean_width(config: gpt.Config) -> float:
-    """The mean of `widths`."""
+    """Returns the mean of `widths`."""
     return sum(widths(config)) / config.num_layers
 
 
@@ -80,7 +80,7 @@ def _active(config: gpt.Config) -> int:
 
 
 def experts_plan(setup: Setup) -> ExpertsPlan | None:
-    """The experts of a run; None for a dense model.
+    """Returns the experts of a run, or None for a dense model.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -110,7 +110,7 @@ def experts_plan(setup: Setup) -> ExpertsPlan | None:
 
 
 def expert_problems(s: Setup) -> list[str]:
-    """The problems of `--ep`."""
+    """Returns the problems of `--ep`."""
     if s.ep == 1:
         return []
     if s.config.experts is None:

@@ -3,63 +3,34 @@
 import json
 import os
 import pathlib
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardfn.checkpoint import Manager
 from shardfn.collectives import unshard
-from shardfn.core import Mesh, P, Policy, PyTree, Sharding, Zero, key, make_mesh, progress
-from shardfn.data import IGNORED, Cursor, ExampleBatches, JSONLines, pad
-from shardfn.graph import cluster
-from shardfn.interop import export, module_from_hf, module_to_hf, without_weights
-from shardfn.kernels import GROUP
+from shardfn.core import Draw, Mesh, P, PyTree, Zero, make_mesh, progress
+from shardfn.data import Cursor, ExampleBatches, JSONLines, pad
+from shardfn.interop import export, file_dtypes, master_params, module_from_hf, module_to_hf
 from shardfn.lora import LoRA, save_peft, with_base, without_base
-from shardfn.metrics import Logger, Throughput
-from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
-from shardfn.transforms import (
-    TrainState,
-    WeightedMean,
-    accumulate,
-    from_module,
-    mixed_precision,
-    partition,
-    propose_specs,
-    sharded_step,
-)
+from shardfn.metrics import Logger, NonFiniteGuard, Throughput
+from shardfn.optim import Schedule, adamw, chain, clip_by_global_norm, constant_schedule, warmup_cosine_decay_schedule
+from shardfn.transforms import TrainState, sharded_step
 
+from ._devices import device_cluster, local_cluster
 from ._finetune_job import FinetuneJob, settings
+from ._finetune_model import Trained, load_model, load_part
+from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model
 from ._plan import plan
 from ._report import plan_text
 from ._states import Setup
 
 
-class Trained(NamedTuple):
-    """A model, made without weights, with the functions and leaves that a step needs.
-
-    Attributes:
-        module: the model.
-        tokenizer: its tokenizer.
-        loss: `loss(params, batch)`.
-        params: the first parameters, deferred.
-        specs: of them.
-        lora: the adapters; None where all weights are trained.
-    """
-
-    module: Any
-    tokenizer: Any
-    loss: Callable[..., Any]
-    params: PyTree
-    specs: PyTree
-    lora: LoRA | None
-
-
 def estimate(job: FinetuneJob) -> str:
-    """The estimate of `shardfn plan` for a job, or the reason why it cannot be made. Only `config.json` is read."""
+    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why it cannot be made."""
     dp = job.shape["dp"]
     try:
         config = parse_model(job.model)
@@ -69,7 +40,7 @@ def estimate(job: FinetuneJob) -> str:
                 job.model,
                 config,
                 job.shape,
-                cluster(job.cluster or _here()),
+                device_cluster(job.cluster, job.shape) if job.cluster else local_cluster(job.shape),
                 Zero(stage=job.zero),
                 f"{job.precision}-adam",
                 batch=micro * job.accumulate,
@@ -89,21 +60,26 @@ def finetune(job: FinetuneJob) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        ValueError: the model, the rows or the checkpoints do not fit the job.
+        FloatingPointError: the loss was not finite for too many steps.
     """
     if os.environ.get("RANK", "0") == "0":
         print(estimate(job), flush=True)
     try:
-        _run(job, make_mesh(job.shape))
+        _train(job, make_mesh(job.shape))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
 
 
-def _run(job: FinetuneJob, mesh: Mesh) -> None:
-    _write_settings(job, mesh)
-    made = _trained(job, mesh)
-    schedule = warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
+def _train(job: FinetuneJob, mesh: Mesh) -> None:
+    tokenizer = _load_tokenizer(job)
+    made = load_model(job, mesh)
+    training, validation = _batches(job, tokenizer, made.module)
+    schedule = _schedule(job)
     optimizer = chain(clip_by_global_norm(1.0), adamw(schedule, weight_decay=job.weight_decay))
     step = sharded_step(
         made.loss,
@@ -113,121 +89,120 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
         batch=P("dp"),
         zero=Zero(stage=job.zero),
         trainable=True if made.lora is None else made.lora.trainable,
+        skip_nonfinite=True,
     )
     state = step.init(made.params)
-    training, validation = _batches(job, made.tokenizer)
-    cursor, speed = Cursor(training, job.steps, mesh), Throughput()
+    cursor, speed, guard = Cursor(training, job.steps, mesh), Throughput(), NonFiniteGuard(job.max_nonfinite)
     by = "validation_loss" if job.validation else None
     checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every, best=by)
     if checkpoints.steps():
         state, at = _restored(checkpoints, state, made.lora)
-        cursor = cursor.at(at)
+        _resume(job, cursor, at)
+    _write_settings(job, mesh)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
-        bar = progress(cursor, total=job.steps, initial=cursor.next, desc="fine-tuning", unit="step", mesh=mesh)
-        for n, batch in enumerate(bar, cursor.next):
+        first = cursor.next
+        bar = progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
+        for n, batch in enumerate(bar, first):
+            last = n + 1 == job.steps
             state, metrics = step(state, _on(batch, mesh))
             logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
-            if validation is not None and ((n + 1) % job.every == 0 or n + 1 == job.steps):
+            if validation is not None and ((n + 1) % job.every == 0 or last):
                 dp = {"rank": mesh.axis_index("dp"), "world": mesh.axis_size("dp")}
                 held_out = (_on(held, mesh) for held in validation.once(**dp))
                 with speed.pause():
                     logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
-            logger.write(n + 1, logged, speed(tokens))
-            by_metric = None if by is None else logged
-            last = n + 1 == job.steps
-            checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=by_metric, now=last)
+            row = logger.write(n + 1, logged, speed(tokens))
+            if n == first or (n + 1) % job.log_every == 0 or last or "validation_loss" in row:
+                _report(job, bar, row)
+            if _is_finite(job, guard, n + 1, metrics, batch):
+                kept = None if by is None else logged
+                checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=kept, now=last)
         best = checkpoints.best() if by else None
         if best is not None and best != job.steps:
             state, _ = _restored(checkpoints, state, made.lora, step=best)
         if best is not None and mesh.rank == 0:
             print(f"The result is that of step {best}, with the lowest validation loss.", flush=True)
-    _write_result(job, made, state, mesh)
+    _write_result(job, made, tokenizer, state, mesh)
 
 
-def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
+def _load_tokenizer(job: FinetuneJob) -> Any:
+    """Loads the tokenizer, and encodes one row of each form, before the model takes time."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
-    with without_weights():
-        module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(job.model))
-    if pathlib.Path(job.model, "generation_config.json").is_file():
-        module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
-    module.train(job.remat)  # else dropout is off
-    if job.remat:
-        # The first name is that of transformers 5.24 and later; the second one is gone in 6.
-        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-        enable()
-    params, (_, apply) = module_from_hf(module, job.model), from_module(module)
-
-    def loss(params: PyTree, batch: PyTree) -> WeightedMean:
-        inputs = {"input_ids": batch["tokens"], "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
-        out = apply(params, **inputs, use_cache=False, num_items_in_batch=1)  # of a sum, divided by 1
-        return WeightedMean(out.loss, batch["weight"].sum())
-
-    cut = mesh.axis_size("tp") > 1
-    specs: Any = P()
-    if cut:
-        rows = -(-job.batch // mesh.axis_size("dp") // job.accumulate)
-        specs = propose_specs(loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
-    lora = None
-    if job.lora:
-        targets, transposed = _targets(module)
-        codes: Any = job.codes or None
-        lora = LoRA.of(
-            params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
-        )
-        if codes:
-            specs = _in_codes(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
-        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
-    whole = loss if lora is None else lora.adapt(loss)
-    whole = partition(whole) if cut else whole
-    whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
-    whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
-    first = params if lora is None else {"base": params, "lora": lora.init(key(job.seed))}
-    return Trained(module, tokenizer, whole, first, specs, lora)
+    tokenizer = load_part("tokenizer", job.model, transformers.AutoTokenizer.from_pretrained)
+    check_samples(tokenizer, filter(None, (job.train, job.validation)), length=job.length, learn=job.learn)
+    return tokenizer
 
 
-def _targets(module: Any) -> tuple[list[str], bool]:
-    """All linear layers but the head, as regular expressions; and whether their weights are `[in, out]`."""
-    head = module.get_output_embeddings()
-    kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
-    paths = [path for path, kind in kinds.items() if kind in ("Linear", "Conv1D")]
-    own = {kinds[path] for path in paths}
-    if len(own) != 1:
-        raise ValueError(
-            f"--lora: the layers of a {type(module).__name__} are of the kinds {sorted(own)}, and one of Linear or"
-            " Conv1D is needed; write the run with sf.lora.LoRA.of (docs/lora.md)."
-        )
-    return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
+def _schedule(job: FinetuneJob) -> Schedule:
+    """Returns the learning rate: a warmup of a tenth of the steps, then a cosine. One step has the whole rate."""
+    if job.steps == 1:
+        return constant_schedule(job.lr)
+    return warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
 
 
-def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
-    """The specs of a base whose weights with an adapter are in codes.
+def _report(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
+    """Shows the figures of a step next to the bar, or as a line without a bar. Only the first rank has a row."""
+    if not row:
+        return
+    if not bar.disable:
+        bar.set_postfix({name: f"{row[name]:.4f}" for name in ("loss", "validation_loss") if name in row})
+        return
+    shown = {
+        "loss": ".4f",
+        "validation_loss": ".4f",
+        "grad_norm": ".3g",
+        "learning_rate": ".3g",
+        "tokens_per_s": ",.0f",
+    }
+    figures = [f"{name} {row[name]:{form}}" for name, form in shown.items() if name in row]
+    skipped = " (not finite: skipped)" if not row.get("finite", 1) else ""
+    print(f"step {int(row['step'])} of {job.steps}: {', '.join(figures)}{skipped}", flush=True)
 
-    A cut of the last dim between elements that share a scale becomes one of dim 0.
 
-    Args:
-        specs: by name.
-        lora: has the codes.
-        num: ranks along `tp`.
+def _is_finite(
+    job: FinetuneJob, guard: NonFiniteGuard, step: int, metrics: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
+) -> bool:
+    """Returns whether a step was finite.
+
+    Raises:
+        FloatingPointError: too many in a row were not. The message names the steps and what is left.
     """
+    try:
+        return guard(step, metrics, last=step == job.steps)
+    except FloatingPointError as error:
+        why = ""
+        if not batch["weight"].any():
+            why = f" The rows of this step have no token to learn within --length {job.length}: pass a larger one."
+        elif guard.count == step:
+            why = " No step was finite: look at the weights of MODEL, too."
+        raise FloatingPointError(
+            f"{error}{why} No model was written to {job.out}, and its checkpoints are from finite steps only. Start"
+            " again with another --out."
+        ) from None
 
-    def own(name: str, spec: P) -> P | Sharding:
-        if name not in lora.sites:
-            return spec
-        *first, last = lora.sites[name].shape
-        apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
-        return Sharding(P("tp") if apart else spec, codes=lora.codes)
 
-    return {name: own(name, spec) for name, spec in specs.items()}
+def _resume(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> None:
+    """Moves the cursor to the position of a checkpoint.
+
+    Raises:
+        ValueError: the data is another one.
+    """
+    try:
+        cursor.at(at)
+    except ValueError as error:
+        raise ValueError(
+            f"--out {job.out} has a run on other data: pass its TRAIN to go on, or another --out. {error}"
+        ) from None
 
 
-def _batches(job: FinetuneJob, tokenizer: Any) -> tuple[ExampleBatches, ExampleBatches | None]:
+def _batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[ExampleBatches, ExampleBatches | None]:
     collate = pad(job.length, token=tokenizer.pad_token_id or 0)
+    vocab_size = module.get_input_embeddings().num_embeddings
 
     def encode(row: Any) -> dict[str, list[int]]:
-        return encoded(tokenizer, row, job.length)
+        return encode_row(tokenizer, row, length=job.length, learn=job.learn, vocab_size=vocab_size)
 
     training = ExampleBatches(JSONLines(job.train, encode), job.batch, collate, seed=job.seed)
     if not job.validation:
@@ -235,29 +210,15 @@ def _batches(job: FinetuneJob, tokenizer: Any) -> tuple[ExampleBatches, ExampleB
     return training, ExampleBatches(JSONLines(job.validation, encode), job.batch, collate, seed=None)
 
 
-def encoded(tokenizer: Any, row: Any, length: int) -> dict[str, list[int]]:
-    """The tokens of an example, and its labels: a prompt is not predicted. A text and a completion end by EOS."""
-    if "messages" in row:
-        ids = list(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False))
-        return {"tokens": ids[:length], "labels": ids[:length]}
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    prompt = tokenizer(row["prompt"])["input_ids"] if "prompt" in row else []
-    text = row["prompt"] + row["completion"] if "prompt" in row else row["text"]
-    ids = tokenizer(text)["input_ids"]
-    ids = ids + end if ids[-1:] != end else ids
-    labels = [IGNORED] * len(prompt) + ids[len(prompt) :]
-    return {"tokens": ids[:length], "labels": labels[:length]}
-
-
 def _kept(state: TrainState, lora: LoRA | None) -> TrainState:
-    """The part of a state that is saved: without a frozen model."""
+    """Returns the part of a state that is saved: without a frozen model."""
     return state if lora is None else without_base(state)
 
 
 def _restored(
     checkpoints: Manager, state: TrainState, lora: LoRA | None, step: int | None = None
 ) -> tuple[TrainState, Any]:
-    """A checkpoint's state, in the memory of the given one, and its cursor; by default those of the newest."""
+    """Returns a checkpoint's state, in the memory of the given one, and its position; by default of the newest."""
     restored = checkpoints.restore(_kept(state, lora), step=step)
     tree = restored.tree if lora is None else with_base(restored.tree, state.params["base"])
     return tree, restored.user
@@ -272,29 +233,45 @@ def _write_settings(job: FinetuneJob, mesh: Mesh) -> None:
         partial.rename(out / "run.json")
 
 
-def _write_result(job: FinetuneJob, made: Trained, state: TrainState, mesh: Mesh) -> None:
+def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainState, mesh: Mesh) -> None:
+    """Writes the model, or the adapters, or both. Files of a model have the dtypes of MODEL's files."""
     out = pathlib.Path(job.out)
+    dtype: Any = getattr(torch, job.dtype) if job.dtype else file_dtypes(made.module, job.model)
     if made.lora is None:
-        export(state, made.module, out / "model", tokenizer=made.tokenizer)
+        export(state, made.module, out / "model", dtype=dtype, tokenizer=tokenizer)
         return
-    adapters = unshard(state.params["lora"])
+    adapters = unshard(master_params(state)["lora"])
+    merged = _merge(job, made, state, adapters) if job.merge else None
     if mesh.rank == 0:
         save_peft(out / "adapter", made.lora, adapters, base_model=str(pathlib.Path(job.model).resolve()))
-        made.tokenizer.save_pretrained(out / "adapter")
-    if job.merge:
-        merged = made.lora.merge(unshard(state.params["base"]), adapters)
-        if mesh.rank == 0:
-            module_to_hf(made.module, merged, out / "model", tokenizer=made.tokenizer)
+        tokenizer.save_pretrained(out / "adapter")
+        if merged is not None:
+            module_to_hf(made.module, merged, out / "model", dtype=dtype, tokenizer=tokenizer)
+
+
+def _merge(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
+    """Returns the parameters of MODEL with the adapters added, each deferred until it is written.
+
+    They are read from MODEL's files, since the step may have rounded them. Leaves in codes are those of the step,
+    beside which the adapters were trained.
+    """
+    lora = made.lora
+    assert lora is not None
+    coded = {path: state.params["base"][path] for path in lora.sites} if job.codes else {}
+    base = module_from_hf(made.module, job.model) | unshard(coded)
+
+    def merged(path: str) -> Draw:
+        leaf = base[path]
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+
+        def block(slices: tuple[slice, ...]) -> torch.Tensor:
+            own = {letter: x.cpu() for letter, x in adapters[path].items()}
+            return lora.merge_leaf(path, leaf.detach().cpu().to(wide), own)[slices]
+
+        return Draw(block, leaf.shape, wide, torch.device("cpu"))
+
+    return {path: merged(path) if path in lora.sites else x for path, x in base.items()}
 
 
 def _on(batch: PyTree, mesh: Mesh) -> PyTree:
     return {name: x.to(mesh.device) for name, x in batch.items()}
-
-
-def _here() -> str:
-    """The device of the estimate: the one that is here, if it is known."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    name = torch.cuda.get_device_name().lower()
-    known = {"v100": "v100-32", "h200": "h200", "h100": "h100", "b200": "b200", "4090": "rtx4090", "a6000": "a6000"}
-    return next((device for part, device in known.items() if part in name), "a100-80")

@@ -4,14 +4,18 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from shardfn.checkpoint import steps
 from shardfn.core import GROUP_BYTES, did_you_mean, raise_all
+from shardfn.data import LEARN
+
+from ._finetune_rows import row_problems, scan_rows
 
 _AXES = ("dp", "tp")
 _HELP = {
@@ -29,6 +33,10 @@ _HELP = {
     "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
     "codes": "int8 or int4 keeps the weights that have an adapter in these codes (QLoRA)",
     "merge": "also write the model with the adapters added",
+    "learn": "answers: only completions, and messages of the assistant; everything: all tokens",
+    "dtype": "float32, bfloat16 or float16 for the written model (default: the dtypes of MODEL's files)",
+    "log_every": "steps between lines with the loss, where stderr is not a terminal",
+    "max_nonfinite": "steps in a row without a finite loss and gradient after which the run ends; they are skipped",
     "mesh": "dp=4, or dp=2,tp=2: axis sizes; -1 for the ranks that are left",
     "zero": "stage 0, 1, 2 or 3",
     "precision": "bf16 with float32 master copies, or fp32",
@@ -57,6 +65,10 @@ class FinetuneJob:
     lora_alpha: float = 0.0
     codes: str = ""
     merge: bool = False
+    learn: str = "answers"
+    dtype: str = ""
+    log_every: int = 10
+    max_nonfinite: int = 3
     mesh: str = "dp=-1"
     zero: int = 3
     precision: str = "bf16"
@@ -65,7 +77,7 @@ class FinetuneJob:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes of the axes, with that of `-1` filled in."""
+        """Returns the sizes of the axes, with that of `-1` filled in."""
         given = dict(_sizes(self.mesh))
         known = 1
         for size in given.values():
@@ -74,7 +86,8 @@ class FinetuneJob:
 
 
 # They change no number of the run, so that a run that goes on may change them.
-_FREE = ("out", "merge", "cluster", "mesh", "every", "validation")
+_FREE = ("out", "merge", "cluster", "mesh", "every", "validation", "dtype", "log_every", "max_nonfinite")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +108,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_job(args: argparse.Namespace) -> FinetuneJob:
-    """The job that the arguments and the file of `--config` describe; nothing is loaded.
+    """Returns the job that the arguments and the file of `--config` describe. Nothing is loaded.
 
     Raises:
         ValueError: lists every error, each with its remedy.
@@ -134,14 +147,15 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
     if importlib.util.find_spec("transformers") is None:
         yield "transformers is not installed: pip install 'shardfn[hf]'"
     yield from _wrong_model(pathlib.Path(job.model))
-    yield from _wrong_lines("TRAIN", job.train)
-    if job.validation:
-        yield from _wrong_lines("--validation", job.validation)
-    for name in ("steps", "every", "batch", "length", "accumulate"):
+    yield from _wrong_rows(job)
+    for name in ("steps", "every", "batch", "length", "accumulate", "log_every", "max_nonfinite"):
         if getattr(job, name) < 1:
-            yield f"--{name} {getattr(job, name)}: it must be at least 1"
-    if job.lr <= 0:
-        yield f"--lr {job.lr}: it must be above 0"
+            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be at least 1"
+    if not 0 < job.lr < math.inf:
+        yield f"--lr {job.lr}: it must be above 0, and finite"
+    for name in ("weight_decay", "lora_alpha"):
+        if not 0 <= getattr(job, name) < math.inf:
+            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be 0 or more, and finite"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
     for name in ("lora_alpha", "codes", "merge"):
@@ -149,6 +163,8 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
     if job.codes and job.codes not in GROUP_BYTES:
         yield f"--codes {job.codes}: it is int8 or int4.{did_you_mean(job.codes, GROUP_BYTES)}"
+    if job.dtype and job.dtype not in _DTYPES:
+        yield f"--dtype {job.dtype}: it is {', '.join(_DTYPES)}.{did_you_mean(job.dtype, _DTYPES)}"
     if job.zero not in (0, 1, 2, 3):
         yield f"--zero {job.zero}: a stage is 0, 1, 2 or 3"
     if job.precision not in ("bf16", "fp32"):
@@ -159,6 +175,9 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
 
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:
     if not path.is_dir():
+        if path.exists():
+            yield f"MODEL {path} is a file; pass the directory that it is in"
+            return
         yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
         return
     for names, what in (
@@ -170,25 +189,13 @@ def _wrong_model(path: pathlib.Path) -> Iterator[str]:
             yield f"MODEL {path} has no {' or '.join(names)}: it needs {what}"
 
 
-def _wrong_lines(name: str, path: str) -> Iterator[str]:
-    if not pathlib.Path(path).is_file():
-        yield f"{name} {path} is no file"
+def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
+    if job.learn not in LEARN:
+        yield f"--learn {job.learn}: it is {' or '.join(LEARN)}.{did_you_mean(job.learn, LEARN)}"
         return
-    with open(path, encoding="utf-8") as file:
-        line = next((line for line in file if line.strip()), None)
-    if line is None:
-        yield f"{name} {path} has no lines"
-        return
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        yield f"{name} {path}: its first line is no JSON ({error}); write one object a line"
-        return
-    if not isinstance(row, Mapping) or not (
-        {"text", "messages"} & row.keys() or {"prompt", "completion"} <= row.keys()
-    ):
-        has = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-        yield f"{name} {path}: a line has 'text', or 'prompt' and 'completion', or 'messages'; the first one has {has}"
+    for name, path in (("TRAIN", job.train), ("--validation", job.validation)):
+        if name == "TRAIN" or path:
+            yield from row_problems(name, path, job.learn) if os.path.isfile(path) else (f"{name} {path} is no file",)
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
@@ -209,16 +216,32 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
     if needed != world or min(job.shape.values()) < 1:
         start = f"torchrun --nproc-per-node {max(needed, 1)} -m shardfn finetune ..."
         yield f"--mesh {job.mesh} takes {max(needed, 1)} ranks, and there are {world}; start it by {start}"
+    if 1 < job.accumulate and job.batch < job.accumulate * job.shape["dp"]:
+        yield (
+            f"--accumulate {job.accumulate}: {job.accumulate} microbatches on dp={job.shape['dp']} need as many rows on"
+            f" each rank, and --batch has {job.batch}; pass a --batch of {job.accumulate * job.shape['dp']} or more"
+        )
     if job.remat and job.shape.get("tp", 1) > 1:
         yield f"--remat is for a mesh without tp, and this one is {job.mesh}"
 
 
 def _other_run(job: FinetuneJob) -> Iterator[str]:
-    """The settings in which an interrupted run in the same directory differs."""
+    """Yields the settings in which an interrupted run in the same directory differs."""
     record = pathlib.Path(job.out, "run.json")
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
         return
     before = json.loads(record.read_text(encoding="utf-8"))
+    if (
+        "learn" not in before
+        and job.learn == "answers"
+        and os.path.isfile(job.train)
+        and scan_rows(job.train, "answers").chats
+    ):
+        yield (
+            f"--out {job.out} has a run of an earlier version, which learnt all tokens of messages: pass --learn"
+            f" everything to go"
+            " on, or another --out"
+        )
     for name, value in settings(job).items():
         if name in before and before[name] != value:
             yield (
@@ -228,7 +251,7 @@ def _other_run(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """The settings that a run which goes on may not change."""
+    """Returns the settings that a run which goes on may not change."""
     return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
 
 

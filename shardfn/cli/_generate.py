@@ -24,6 +24,7 @@ from shardfn.inference import (
     limits_of,
 )
 from shardfn.memory import DamagedError
+from shardfn.waits import end_start, waiting
 
 from ._generate_job import GenerateJob
 from ._generate_model import AXIS, about, engine_of, load
@@ -39,7 +40,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         asked: the user's text.
-        ids: of its tokens.
+        ids: ids of its tokens.
         sampling: how it is continued.
     """
 
@@ -67,6 +68,7 @@ def generate(job: GenerateJob) -> int:
         try:
             ready = _prepared(job)
         except (ValueError, OSError, ImportError) as error:
+            end_start()
             if os.environ.get("RANK", "0") == "0":
                 print(f"shardfn generate: error: {one_line(error)}", file=sys.stderr)
             return 1 if isinstance(error, DamagedError) else 2
@@ -80,12 +82,13 @@ def generate(job: GenerateJob) -> int:
         print(file=sys.stderr)
         return 130  # as a program that the signal ends
     finally:
+        end_start()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error as one line, with the first items of its list."""
+    """Returns the message of an error as one line, with the first items of its list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
@@ -95,7 +98,8 @@ def _prepared(job: GenerateJob) -> Ready:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _asked(job, mesh)
     with contextlib.ExitStack() as held:
-        served = load(job, mesh, held)
+        with waiting("reading", job.model):
+            served = load(job, mesh, held)
         made, text = served.decoder, served.text
         prompts = _prompts(job, made, text, asked)
         limits = _limits(job, made, prompts)
@@ -105,9 +109,10 @@ def _prepared(job: GenerateJob) -> Ready:
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
         adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
-        engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
+        with waiting("packing weights"):
+            engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
-    engine.warm_up(grammars=job.sampling.grammar is not None)
+    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
@@ -115,7 +120,7 @@ def _prepared(job: GenerateJob) -> Ready:
 
 
 def _asked(job: GenerateJob, mesh: Mesh) -> list[str]:
-    """The texts; those of stdin are read by the first rank."""
+    """Returns the texts. Those of stdin are read by the first rank."""
     if _STDIN not in job.prompts:
         return list(job.prompts)
     lines = [line for line in sys.stdin.read().splitlines() if line.strip()] if mesh.rank == 0 else []
@@ -150,7 +155,7 @@ def _encoded(job: GenerateJob, text: Text, asked: str) -> list[int]:
     if text.chat is None:
         raise ValueError(f"--chat: the tokenizer of {job.model} has no chat template; leave --chat out.")
     system = [] if job.system is None else [{"role": "system", "content": job.system}]
-    return text.chat([*system, {"role": "user", "content": asked}])
+    return text.plain(text.chat([*system, {"role": "user", "content": asked}]))
 
 
 def _stop(job: GenerateJob, text: Text, token: str) -> int:
@@ -169,7 +174,10 @@ def _context(job: GenerateJob, made: Decoder) -> int:
 
 
 def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
-    """The sizes for these prompts: no longer sequence, no larger step, and few graphs, as a capture takes seconds."""
+    """Returns the sizes for these prompts.
+
+    No longer sequence, no larger step, and few graphs, as a capture takes seconds.
+    """
     longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
     drafts = job.drafts
@@ -204,10 +212,11 @@ def _name(job: GenerateJob) -> str | None:
 
 
 def _stream(ready: Ready) -> int:
-    """Prints the one completion while it is drawn, to a terminal at once; returns its number of tokens."""
+    """Prints the one completion while it is drawn, to a terminal at once, and returns its number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_name(ready.job)):
+        end_start()
         if token.finish == "error":
             raise FloatingPointError(f"prompt 1: {_reason(ready)} after {drawn} tokens")
         drawn += token.token is not None
@@ -219,10 +228,11 @@ def _stream(ready: Ready) -> int:
 
 
 def _all(ready: Ready) -> int:
-    """Prints all completions in the order of the prompts; returns their number of tokens."""
+    """Prints all completions in the order of the prompts, and returns their number of tokens."""
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
     made = ready.engine.generate([p.ids for p in prompts], how, adapter=_name(ready.job))
+    end_start()
     each = [[found] if isinstance(found, Completion) else found for found in made]
     broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
     if ready.engine.mesh.rank == 0:
@@ -236,7 +246,7 @@ def _all(ready: Ready) -> int:
 
 
 def _reason(ready: Ready) -> str:
-    """The reason of an "error"."""
+    """Returns the reason of an "error"."""
     grammar = ready.job.sampling.grammar
     return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def object_of(path: pathlib.Path) -> dict[str, Any]:
-    """The object of a file of JSON.
+    """Returns the object of a file of JSON.
 
     Raises:
         ValueError: it is not JSON, or not an object; the message names the file.
@@ -25,8 +25,8 @@ def reading(path: pathlib.Path, part: str) -> Iterator[None]:
     """Makes errors of packages that read a model's files, which have many types, refusals that name the files.
 
     Args:
-        path: of the model.
-        part: that is read, in words.
+        path: path of the model.
+        part: part that is read, in words.
 
     Raises:
         ValueError: has the path, the part and the error.

@@ -13,11 +13,11 @@ _ROWS, _LENGTH = 16, 512
 
 
 def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
-    """The parameters on the grids of their codes, and a remark about them. Each rank fits them all; collective.
+    """Returns the parameters on the grids of their codes, and a remark about them. Each rank fits them all; collective.
 
     Args:
         job: names the text and the codes.
-        params: of the model; those in codes already are not changed.
+        params: parameters of the model. Those in codes already are not changed.
         text: the tokenizer.
         plain: the model's decoder, without codes, on one rank.
 

@@ -1,8 +1,8 @@
 """The weights of a GGUF file that are in codes which linear layers read: Q8_0 and Q4_1, without change.
 
-Transformers decodes a file and puts rows in its own order. So each weight is compared with what transformers has of
-it: blocks are taken where they decode to the same values, in the file's order or with the rows of each head's halves
-apart, as Llama's queries and keys; any other weight is rounded.
+Transformers decodes a file and puts rows in its own order. So each weight is compared with what transformers has of it:
+blocks are taken where they decode to the same values, in the file's order or with the rows of each head's halves apart,
+as Llama's queries and keys. Any other weight is rounded.
 """
 
 import importlib
@@ -29,12 +29,12 @@ _BLOCK_NAMES = {
 
 
 def with_blocks(path: pathlib.Path, config: gpt.Config, params: PyTree) -> tuple[PyTree, int]:
-    """The parameters of a model, with the blocks of a GGUF file in place of the values that they decode to.
+    """Returns the parameters of a model, with the blocks of a GGUF file in place of the values that they decode to.
 
     Args:
-        path: of the file.
+        path: path of the file.
         config: the shape, with blocks of layers that are not stacked.
-        params: of the file as transformers decodes them, as from `interop.gpt_from_hf`.
+        params: parameters of the file as transformers decodes them, as from `interop.gpt_from_hf`.
 
     Returns:
         The parameters, and how many of them are blocks.
@@ -71,7 +71,7 @@ def _value(leaf: Any) -> Tensor:
 
 
 def _same(blocks: Tensor, weight: Tensor, heads: int) -> Tensor | None:
-    """Blocks in the order of a weight's rows, in its shape but for the last dim; None where values differ."""
+    """Blocks in the order of a weight's rows, in its shape but for the last dim, or None where values differ."""
     width = weight.shape[-1]
     rows = blocks.reshape(blocks.shape[0], -1)
     if width % GROUP or rows.shape[1] * GROUP not in [weight.numel() // len(rows) * n for n in BLOCK_BYTES.values()]:

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from shardfn.core import MemoryKind, did_you_mean
+from shardfn.core import MemoryKind, did_you_mean, is_disk
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
 from shardfn.kernels import Codes
+
+from ._generation_config import add_config_argument, read_sampling
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 _CACHES = f"{', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 _DRAFTS = 15
+_TEMPERATURE = 0.8
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
@@ -49,6 +52,8 @@ class GenerateJob:
         drafter: a key of `DRAFTERS`.
         draft_model: the path of a smaller model that guesses, or None.
         adapter: a directory of `peft`, or None.
+        generation_config: "auto" takes values from the model's `generation_config.json`, and "none" ignores the file.
+        recommended: values of sampling from this file, which hold where the user gives none.
     """
 
     model: str
@@ -73,6 +78,8 @@ class GenerateJob:
     drafter: str = "none"
     adapter: str | None = None
     draft_model: str | None = None
+    generation_config: str = "auto"
+    recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def drafts(self) -> int:
@@ -86,10 +93,17 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py")
     add("prompts", metavar="PROMPT", nargs="+", help="a text; - for one prompt in each line of stdin")
     add("--max-tokens", type=int, metavar="N", help="the most tokens (default 256, or fewer where the context ends)")
-    add("--temperature", type=float, default=0.8, help="0 takes the most probable token (default %(default)s)")
-    add("--top-k", type=int, default=0, help="draw among this number of tokens; 0 is all (default %(default)s)")
-    add("--top-p", type=float, default=1.0, help="draw among the fewest tokens of this probability together")
-    add("--min-p", type=float, default=0.0, help="leave out tokens below this part of the most probable one")
+    add_config_argument(parser)
+    add("--temperature", type=float, help="0 takes the most probable token (default: the model's own, or 0.8)")
+    add("--top-k", type=int, help="draw among this number of tokens; 0 is all (default: the model's own, or 0)")
+    add(
+        "--top-p", type=float, help="draw among the fewest tokens of this probability together (default likewise, or 1)"
+    )
+    add(
+        "--min-p", type=float, help="leave out tokens below this part of the most probable one (default likewise, or 0)"
+    )
+    text = "above 1 makes tokens of prompt and completion less probable (default likewise, or 1)"
+    add("--repetition-penalty", type=float, help=text)
     add("--seed", type=int, default=0, help="equal seeds draw equal tokens (default %(default)s)")
     # torchrun takes --n for an abbreviation of several of its own options, and refuses it.
     add("--n", "--choices", type=int, default=1, metavar="N", dest="n", help="completions of each prompt (default 1)")
@@ -147,7 +161,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
-    if args.disk is not None and found["memory"] != "disk":
+    if args.disk is not None and not is_disk(found["memory"]):
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 
@@ -183,19 +197,21 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
-    """The settings that the arguments describe; nothing is loaded.
+    """Returns the settings that the arguments describe; no weights are loaded.
 
     Raises:
         ValueError: has everything that is wrong, each with its remedy.
     """
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
-    grammar = _grammar(args)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n")
+    grammar, kind = _grammar(args), kind_of(pathlib.Path(args.model))
+    recommended = recommended_of(args, kind)
+    defaults: dict[str, Any] = {"temperature": _TEMPERATURE} | ({} if isinstance(recommended, Problem) else recommended)
     sampling = Sampling(
-        **{name: getattr(args, name) for name in names},
+        **defaults | {name: getattr(args, name) for name in names if getattr(args, name) is not None},
         stop=tuple(args.stop),
         grammar=None if isinstance(grammar, Problem) else grammar,
     )
-    found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model)), "grammar": grammar}
+    found = {"ranks": _ranks(args.mesh), "kind": kind, "grammar": grammar, "recommended": recommended}
     found |= weights_of(args)
     problems = [*(value for value in found.values() if isinstance(value, Problem)), *_problems(args, sampling)]
     if problems:
@@ -208,6 +224,16 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
 
 class Problem(str):
     """A message in place of a value."""
+
+
+def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
+    """Returns the values of sampling that a model's files recommend, or a message."""
+    if args.generation_config == "none" or kind != "files":
+        return {}
+    try:
+        return read_sampling(pathlib.Path(args.model))
+    except (OSError, ValueError) as error:
+        return Problem(error)
 
 
 def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:

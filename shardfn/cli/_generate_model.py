@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, raise_all, tree_leaves, tree_map
+from shardfn.core import (
+    Disk,
+    Mesh,
+    PyTree,
+    first_of,
+    is_device,
+    is_disk,
+    key,
+    make_mesh,
+    raise_all,
+    tree_leaves,
+    tree_map,
+)
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
@@ -26,6 +38,8 @@ from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
+from ._generation_config import NAME as GENERATION_CONFIG
+from ._generation_config import describe_sampling
 
 AXIS = "tp"
 # A model of transformers, and weights for one without its own.
@@ -93,13 +107,14 @@ def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.E
     if job.kind == "gguf":
         return _of_gguf(path, job, mesh, held)
     tokenizer = _tokenizer_of_files(path)
-    text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
+    configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
+    text = text_of_transformers(tokenizer, frozenset[int]().union(*(_ends(path / name) for name in configs)))
     return _of_files(path, job, mesh, text)
 
 
 def _disk_of(job: GenerateJob) -> Disk | None:
     """The directory for weights on disk; a temporary one lasts as long as the process."""
-    if job.memory != "disk":
+    if not is_disk(job.memory):
         return None
     directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
     if job.disk is None:
@@ -140,11 +155,12 @@ def engine_of(
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
     """The lines about a model that is ready: its size, the codes and place of weights, exactness and memory."""
-    place = "" if job.memory == "device" else f"on {job.memory}"
-    cache = "" if job.cache_memory == "device" else f"cache on {job.cache_memory}"
+    place = "" if is_device(job.memory) else f"on {job.memory}"
+    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
     return "\n".join(lines)
 

@@ -13,42 +13,44 @@ class Text(NamedTuple):
 
     Attributes:
         size: ids are 0 to `size - 1`.
-        encode: from a text to the ids of a prompt.
-        tokenizer: as an engine takes it.
-        token: from a token's text to its id; None if there is no such token.
-        chat: from messages to the ids of a prompt; None without a chat template.
+        encode: function from a text to the ids of a prompt.
+        plain: likewise, without further special tokens.
+        tokenizer: tokenizer in a form that an engine takes.
+        token: function from a token's text to its id, or None if there is no such token.
+        chat: function from messages to a text for `plain`, or None without a chat template.
         ends: tokens that end a completion.
     """
 
     size: int
     encode: Callable[[str], list[int]]
+    plain: Callable[[str], list[int]]
     tokenizer: Any
     token: Callable[[str], int | None]
-    chat: Callable[[list[dict[str, str]]], list[int]] | None = None
+    chat: Callable[[list[dict[str, str]]], str] | None = None
     ends: frozenset[int] = frozenset()
 
 
 def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
-    """A tokenizer of transformers.
+    """Returns a tokenizer of transformers.
 
     Args:
-        tokenizer: from `AutoTokenizer`.
-        ends: the tokens that end a completion, by the model's files.
+        tokenizer: tokenizer from `AutoTokenizer`.
+        ends: tokens that end a completion, by the model's files.
     """
 
-    def chat(messages: list[dict[str, str]]) -> list[int]:
-        try:  # the template has the special tokens, and none is added to them
+    def chat(messages: list[dict[str, str]]) -> str:
+        try:
             check_template(tokenizer.get_chat_template())
-            text = rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program, which may divide by zero
             raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Text(
         size=1 + max(vocabulary.values(), default=-1),
         encode=lambda text: list(tokenizer(text)["input_ids"]),
+        plain=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         tokenizer=tokenizer,
         token=vocabulary.get,
         chat=chat if tokenizer.chat_template else None,
@@ -57,15 +59,18 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error that a template has met, or its type, where the message is empty."""
+    """Returns the message of an error that a template has met, or its type, where the message is empty."""
     return str(error) or type(error).__name__
 
 
 def text_of_data(tokenizer: Tokenizer) -> Text:
-    """A tokenizer of `shardfn.data`."""
+    """Returns a tokenizer of `shardfn.data`."""
 
     def token(text: str) -> int | None:
         ids = tokenizer.encode(text).tolist()
         return ids[0] if len(ids) == 1 else None
 
-    return Text(tokenizer.vocab_size, lambda text: tokenizer.encode(text).tolist(), tokenizer, token)
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).tolist()
+
+    return Text(tokenizer.vocab_size, encode, encode, tokenizer, token)

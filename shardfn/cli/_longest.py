@@ -38,10 +38,10 @@ _END = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class LongSettings:
-    """How a step keeps its activations small; blocks are always computed again in the backward.
+    """How a step keeps its activations small. Blocks are always computed again in the backward.
 
     Attributes:
-        loss_tile: tokens whose logits are in memory at a time; None means all.
+        loss_tile: tokens whose logits are in memory at a time. None means all.
         tiled_mlp: whether the MLP runs in tiles of `MLP_WIDTH` tokens.
         offload: whether the inputs of the blocks are stored on the host.
     """
@@ -69,7 +69,7 @@ class LongestSequence:
 
     Attributes:
         settings: those settings.
-        tokens: of the whole sequence, over all ranks; 0 if not even one token fits.
+        tokens: tokens of the whole sequence, over all ranks, or 0 if not even one token fits.
         peak: bytes at the peak of a rank's step.
     """
 
@@ -79,11 +79,11 @@ class LongestSequence:
 
 
 def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ...]:
-    """The longest sequence for each kind of settings, longest last; all ranks of the mesh cut one sequence.
+    """Returns the longest sequence for each kind of settings, longest last. All ranks of the mesh cut one sequence.
 
     Args:
-        setup: the run; its `seq`, `remat` and `accumulate` are ignored.
-        limit: bytes that a rank's tensors may take; default the device's memory less a reserve.
+        setup: the run. Its `seq`, `remat` and `accumulate` are ignored.
+        limit: bytes that a rank's tensors may take. Default: the device's memory less a reserve.
 
     Raises:
         ValueError: a mesh with tp or pp, or more sequences than one a step.
@@ -138,7 +138,7 @@ def _candidates() -> Iterator[LongSettings]:
 
 
 def _most(setup: Setup, settings: LongSettings, room: int) -> int:
-    """The largest number of tokens that fits; bytes grow with tokens."""
+    """Returns the largest number of tokens that fits; bytes grow with tokens."""
     end = setup.config.max_len if setup.config.position == "learned" else _END
     low, high = 0, end + 1
     while high - low > 1:
@@ -148,6 +148,6 @@ def _most(setup: Setup, settings: LongSettings, room: int) -> int:
 
 
 def _block_grads(c: gpt.Config) -> int:
-    """The number of parameters of one block."""
+    """Returns the number of parameters of one block."""
     one, two = (gpt.num_params(dataclasses.replace(c, num_layers=n)) for n in (1, 2))
     return two - one

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardfn.core import raise_all
+from shardfn.core import RankError, raise_all
 from shardfn.memory import DamagedError
 
 from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
+from ._build import build_command
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -36,12 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
     Args:
-        argv: the arguments; default those of the process.
+        argv: the arguments. Default: those of the process.
 
     Returns:
-        The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, or if
-        two differ; 2 for arguments that make no sense, or that a model
-        refuses.
+        The exit status: 0, or 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if
+        two differ, or if the loss of a run is not finite; 2 for arguments that make no sense, or that a model refuses.
 
     Example:
         >>> main(["plan", "--model", "gpt3", "--json"])
@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Lists the optional programs that this machine has, and the features that do not work without the others."
     commands.add_parser("env", help=about, description=about)
+    about = "Builds the C++ of all kernels for this processor, which other commands do when they first need a kernel."
+    commands.add_parser("build", help=about, description=about)
     args = parser.parse_args(argv)
+    if args.command == "build":
+        return build_command()
     if args.command == "env":
         print(env_text())
         return 0
@@ -76,11 +80,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
         print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
         return 1 if isinstance(e, DamagedError) else 2
-    return job()  # whose errors keep their traceback
+    try:
+        return job()
+    except FloatingPointError as e:
+        print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError, RankError) as e:
+        if not _is_for_users(e):
+            raise
+        print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
+        return 1 if isinstance(e, DamagedError) else 2
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Returns whether an error was raised by this package, whose messages name the mistake and the remedy.
+
+    Errors of other packages keep their traceback, without which nobody would know what they are about.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    return Path(traceback.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _job(args: argparse.Namespace) -> Callable[[], int] | None:
-    """A command that loads a model, once its arguments are known to make sense; None for the others."""
+    """Returns a command that loads a model, once its arguments are known to make sense, or None for the others."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
     if args.command == "generate":

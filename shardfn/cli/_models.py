@@ -22,7 +22,7 @@ class Preset:
     """A published model.
 
     Attributes:
-        config: its shape.
+        config: shape.
         source: where the shape was published, and which values were chosen here because the source does not give them.
     """
 
@@ -31,12 +31,12 @@ class Preset:
 
 
 def parse_model(text: str) -> gpt.Config:
-    """The model that `text` names: a preset, `gpt:field=value,...`, or a `config.json` (or its directory).
+    """Returns the model that `text` names: a preset, `gpt:field=value,...`, or a `config.json` (or its directory).
 
     Fields after a name change it: `gpt2:num_layers=2`, `config.json:max_len=4096`.
 
     Raises:
-        ValueError: no such preset; or lists every field that does not exist, has a bad value or is missing.
+        ValueError: no such preset, or lists every field that does not exist, has a bad value or is missing.
 
     Example:
         >>> parse_model("gpt2").num_layers, parse_model("gpt2:num_layers=2").num_layers
@@ -65,7 +65,10 @@ def parse_model(text: str) -> gpt.Config:
 
 
 def _of_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
-    """The model of a `config.json` of transformers. Scaling of rotary positions changes no plan, and is ignored."""
+    """Returns the model of a `config.json` of transformers.
+
+    Scaling of rotary positions changes no plan, and is ignored.
+    """
     try:
         told = json.loads((path if path.suffix == ".json" else path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -103,7 +106,7 @@ def _value(word: str) -> Any:
 
 
 def _problem(name: str, value: Any) -> list[str]:
-    """The errors in the type of a field's value, at most one; the config checks its range."""
+    """Returns the errors in the type of a field's value, at most one; the config checks its range."""
     if name in _WORDS or (name in _OPTIONAL and value is None):
         return []
     if name in _SWITCHES:

@@ -1,6 +1,6 @@
 """Pipelines in a plan: the layers of a rank, the microbatches whose activations it holds, and its idle time.
 
-Computed from the schedule. A pipeline fills and drains once, however many microbatches go through it; so the schedule
+Computed from the schedule. A pipeline fills and drains once, however many microbatches go through it, so the schedule
 of a few microbatches gives the idle time of many.
 """
 
@@ -19,7 +19,7 @@ class Pipeline(NamedTuple):
 
     Attributes:
         num_chunks: pieces of the model on each rank.
-        held: for each rank, the largest number of chunks whose activations it holds at a time.
+        held: the largest number of chunks whose activations it holds at a time for each rank.
         idle: the idle time of a rank in a step, in units of the time that one microbatch takes on it.
         sends: messages that the busiest rank sends for one microbatch.
         hops: transfers on the way from the first stage to the last and back.
@@ -33,7 +33,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(setup: Setup) -> Pipeline:
-    """The pipeline of a run; a pipeline of one rank if its mesh has no "pp".
+    """Returns the pipeline of a run; a pipeline of one rank if its mesh has no "pp".
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -47,7 +47,7 @@ def pipeline(setup: Setup) -> Pipeline:
 
 
 def pipeline_problems(setup: Setup) -> list[str]:
-    """The problems of a run's pipeline, as texts; empty if there are no problems."""
+    """Returns the problems of a run's pipeline, as texts, empty if there are no problems."""
     name, p, layers = setup.schedule, setup.axis("pp"), setup.config.num_layers
     if name not in SCHEDULES:
         return [f"--schedule {name!r} is not known.{did_you_mean(name, SCHEDULES)} Known: {', '.join(SCHEDULES)}."]
@@ -65,7 +65,7 @@ def pipeline_problems(setup: Setup) -> list[str]:
 
 
 def stage_layers(setup: Setup) -> int:
-    """The number of layers of the rank that has the most."""
+    """Returns the number of layers of the rank that has the most."""
     chunks = pipeline(setup).num_chunks
     return chunks * -(-setup.config.num_layers // (chunks * setup.axis("pp")))
 
@@ -95,7 +95,7 @@ def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
 
 
 def bubble(setup: Setup) -> float:
-    """The idle time of a step divided by its busy time, for equal stages: (p - 1) / m for GPipe and 1F1B.
+    """Returns the idle time of a step divided by its busy time, for equal stages: (p - 1) / m for GPipe and 1F1B.
 
     Example:
         >>> from shardfn.cli import parse_model

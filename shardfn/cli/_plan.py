@@ -30,7 +30,7 @@ class JobPlan:
         limit: bytes that the program may use on a device.
         cost: the step's time.
         notes: assumptions that the reader must know.
-        experts: of a model with experts.
+        experts: experts of a model with experts.
     """
 
     setup: Setup
@@ -49,12 +49,12 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the limit."""
+        """Returns whether the peak is within the limit."""
         return self.peak <= self.limit
 
     @property
     def verdict(self) -> str:
-        """Whether the run fits, in words; if not, which kind of memory to reduce."""
+        """Returns whether the run fits, in words; if not, which kind of memory to reduce."""
         if self.fits:
             return f"fits: {of_limit(self.peak, self.limit)}"
         biggest = max(self.memory, key=lambda kind: self.memory[kind])
@@ -65,7 +65,7 @@ class JobPlan:
 
 
 def plan(setup: Setup) -> JobPlan:
-    """The plan of a run.
+    """Returns the plan of a run.
 
     Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
     those of the loss, of a block or of the optimizer's update, whichever are larger.
@@ -97,7 +97,7 @@ def plan(setup: Setup) -> JobPlan:
 
 
 def by_ep(p: JobPlan) -> list[JobPlan]:
-    """The plans of a run with its experts on 1, .. of the ranks along dp: all divisors up to their number."""
+    """Returns the plans of a run with its experts on 1, .. of the ranks along dp: all divisors up to their number."""
     s, experts = p.setup, p.setup.config.experts
     if experts is None:
         return []
@@ -106,7 +106,7 @@ def by_ep(p: JobPlan) -> list[JobPlan]:
 
 
 def best_ep(plans: Sequence[JobPlan]) -> JobPlan:
-    """The fastest of some plans that fit; the smallest if none fits."""
+    """Returns the fastest of some plans that fit; the smallest if none fits."""
     fitting = [p for p in plans if p.fits]
     return min(fitting, key=lambda p: p.cost.seconds) if fitting else min(plans, key=lambda p: p.peak)
 
@@ -115,7 +115,7 @@ _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
 
 
 def problems(s: Setup) -> list[str]:
-    """The problems of a run's settings, as texts; empty if the settings are valid."""
+    """Returns the problems of a run's settings, as texts, empty if the settings are valid."""
     out = []
     for name in ("batch", "seq", "accumulate"):
         if getattr(s, name) < 1:
@@ -152,6 +152,13 @@ def _notes(s: Setup) -> tuple[str, ...]:
         notes.append(
             "Tensor parallelism is planned in Megatron's layout (columns, rows, vocabulary), that of"
             " `models.gpt.specs(config, tp='tp')`."
+        )
+    if s.has_uneven_heads:
+        tp, heads = s.axis("tp"), s.config.num_heads
+        notes.append(
+            f"tp={tp} does not divide the {heads} heads: the fullest rank has {s.heads_on_a_rank[0]}, the others"
+            " wait for it. `models.gpt` refuses this without Config(per_head=True), which the plan assumes. A loss"
+            " under `partition` runs as it is."
         )
     if s.axis("pp") > 1:
         notes.append(

@@ -32,9 +32,9 @@ class Recipe:
     """A published run.
 
     Attributes:
-        setup: its settings.
+        setup: settings.
         published: the values that its authors report, by the figure's name.
-        source: authors and paper; and which settings were chosen here because they do not give them.
+        source: authors and paper, and which settings were chosen here because they do not give them.
     """
 
     setup: Setup
@@ -43,7 +43,7 @@ class Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name.
+    """Returns the recipe of that name.
 
     Raises:
         ValueError: the name is unknown; suggests the nearest.
@@ -58,7 +58,7 @@ def recipe(name: str) -> Recipe:
 
 
 def recipe_text(name: str) -> str:
-    """The plan of a recipe as Markdown, beside the published values.
+    """Returns the plan of a recipe as Markdown, beside the published values.
 
     Example:
         >>> recipe_text("zero-1t").splitlines()[0]
@@ -71,7 +71,7 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_json(name: str) -> dict[str, Any]:
-    """The plan of a recipe as JSON's types, and the published values."""
+    """Returns the plan of a recipe as JSON's types, and the published values."""
     found = recipe(name)
     return plan_json(plan(found.setup)) | {"recipe": name, "published": dict(found.published), "source": found.source}
 

@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
-    """A plan as Markdown."""
+    """Returns a plan as Markdown."""
     s = p.setup
     mesh = ", ".join(f"{k}={v}" for k, v in s.mesh.items())
     head = [
@@ -45,7 +45,7 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
 
 
 def experts_text(p: JobPlan) -> str:
-    """The experts of a run on 1, 2, .. of the ranks along dp, the fastest that fits in bold, as Markdown."""
+    """Returns the experts of a run on 1, 2, .. of the ranks along dp, the fastest that fits in bold, as Markdown."""
     plans = by_ep(p)
     best = best_ep(plans)
     rows = []
@@ -75,7 +75,7 @@ def _active(p: JobPlan) -> str:
 
 
 def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
-    """The longest sequences as Markdown."""
+    """Returns the longest sequences as Markdown."""
     ranks = setup.world
     body = (
         "Dense()"
@@ -95,17 +95,17 @@ def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
 
 
 def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
-    """The longest sequences as JSON's types."""
+    """Returns the longest sequences as JSON's types."""
     return {"longest": [dataclasses.asdict(x) for x in found]}
 
 
 def advice_text(told: Sequence[str]) -> str:
-    """Advice as the last part of a report; empty without any."""
+    """Advice as the last part of a report, empty without any."""
     return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
 
 
 def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
-    """The table of memory by kind."""
+    """Returns the table of memory by kind."""
     measured = exact.memory if exact else {}
     unit = unit_of(max(p.peak, exact.peak if exact else 0))
     kinds = [*p.memory, *(kind for kind in measured if kind not in p.memory)]
@@ -128,7 +128,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
 
 
 def found_text(found: SearchResult, number: int = 10) -> str:
-    """The best plans of a search, and why the others fail, as Markdown."""
+    """Returns the best plans of a search, and why the others fail, as Markdown."""
     best = [_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_names(p), gib(p.peak), gib(p.peak - p.limit), _largest(p)) for p in found.failed]
     names = ("mesh", "stage", "accumulate", "remat")
@@ -144,7 +144,7 @@ def found_text(found: SearchResult, number: int = 10) -> str:
 
 
 def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
-    """A plan as JSON's types; bytes and seconds."""
+    """Returns a plan as JSON's types; bytes and seconds."""
     s, c = p.setup, p.cost
     out: dict[str, Any] = {
         "model": s.model,
@@ -182,7 +182,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
 
 
 def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
-    """A search as JSON's types."""
+    """Returns a search as JSON's types."""
     return {
         "tried": found.tried,
         "fitting": len(found.best),
@@ -193,17 +193,17 @@ def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
 
 
 def dump(value: dict[str, Any]) -> str:
-    """The value as JSON text."""
+    """Returns the value as JSON text."""
     return json.dumps(value, indent=2, default=_as_name) + "\n"
 
 
 def _as_name(value: Any) -> str:
-    """A function of a config by its name; of a partial one, that of its function."""
+    """Returns a function of a config by its name; of a partial one, that of its function."""
     return getattr(getattr(value, "func", value), "__name__", repr(value))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with columns aligned for reading as text.
+    """Returns a Markdown table with columns aligned for reading as text.
 
     Example:
         >>> print(table(("kind", "n"), [("params", "12")]))

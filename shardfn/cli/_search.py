@@ -59,7 +59,10 @@ def search(setup: Setup) -> SearchResult:
 
 
 def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]:
-    """The smallest plan of each combination in which none fits; one for both settings of remat if neither fits."""
+    """Returns the smallest plan of each combination in which none fits.
+
+    One for both settings of remat if neither fits.
+    """
     good, good_stages = {_family(p) for p in fitting}, {_family(p)[:3] for p in fitting}
     smallest: dict[tuple[int, ...], JobPlan] = {}
     for p in sorted(plans, key=lambda p: (p.peak, _order(p))):
@@ -70,7 +73,7 @@ def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]
 
 
 def _merged(skipped: list[tuple[str, str]]) -> tuple[str, ...]:
-    """The reasons, each once."""
+    """Returns the reasons, each once."""
     reasons: dict[str, list[str]] = {}
     for mesh, reason in skipped:
         reasons.setdefault(reason, []).append(mesh)

@@ -5,7 +5,9 @@ import os
 import pathlib
 import sys
 
+from shardfn.kernels import num_processors
 from shardfn.serve import Settings, Text, read_keys, serve
+from shardfn.waits import end_start
 
 from ._chat_template import template
 from ._generate import one_line
@@ -19,7 +21,7 @@ def serve_command(job: ServeJob) -> int:
     """Serves until SIGTERM, SIGINT or the end of a rank; reports to stderr.
 
     Returns:
-        The exit status: 0 after a signal; 1 if a rank has ended; 2 if the model or a setting is refused.
+        The exit status: 0 after a signal, or 1 if a rank has ended; 2 if the model or a setting is refused.
     """
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -31,15 +33,24 @@ def serve_command(job: ServeJob) -> int:
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)
         if job.chat_template is not None:
-            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"), text))
+            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8")))
+        end_start()  # from here on the first rank reports
         return serve(
             settings,
-            Text(text.encode, text.tokenizer, text.chat),
+            Text(text.encode, text.tokenizer, text.chat, text.plain),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
-            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // job.model.ranks),
-            report=lambda line: print(line, file=sys.stderr, flush=True),
+            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
+            report=_write,
         )
     except (ValueError, OSError, ImportError) as error:
+        end_start()
         print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _write(line: str) -> None:
+    """Writes a line to stderr, past Python's buffer: its lock would hold up the end of a process that nothing reads."""
+    data = f"{line}\n".encode("utf-8", "backslashreplace")
+    while data:
+        data = data[os.write(sys.stderr.fileno(), data) :]

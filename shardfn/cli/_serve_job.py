@@ -20,8 +20,10 @@ from ._generate_job import (
     add_weights_arguments,
     drafter_problems,
     kind_of,
+    recommended_of,
     weights_of,
 )
+from ._generation_config import add_config_argument
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -36,7 +38,7 @@ class ServeJob:
         budget: the most rows of a step.
         chat_template: a file, or None for the tokenizer's own.
         api_key_file: a file, or None.
-        adapters: their directories, by name.
+        adapters: directories, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -50,7 +52,7 @@ class ServeJob:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The numbers of rows of a step."""
+        """Returns the numbers of rows of a step."""
         return (*(size for size in Limits.buckets if size < self.budget), self.budget)
 
 
@@ -64,6 +66,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    add_config_argument(parser)
     text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
     add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
@@ -75,7 +78,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
     add("--budget", type=int, default=Limits.buckets[-1], metavar="N", help="rows of a step (default %(default)s)")
     add_drafter_arguments(parser)
-    add("--max-waiting-tokens", type=int, default=1 << 16, metavar="N", help="then 429 (default %(default)s)")
+    text = "of prompts in line; then 429, and 413 for a request of more (default: 65536, or the context if longer)"
+    add("--max-waiting-tokens", type=int, metavar="N", help=text)
     add("--max-body-mib", type=float, default=4.0, metavar="MIB", help="of a request (default %(default)s)")
     add("--max-connections", type=int, default=1024, metavar="N", help="at a time (default %(default)s)")
     add("--stall-seconds", type=float, default=30.0, metavar="S", help="for a slow reader (default %(default)s)")
@@ -83,7 +87,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_serve(args: argparse.Namespace) -> ServeJob:
-    """The settings that the arguments describe. No file is loaded.
+    """Returns the settings that the arguments describe. No weights are loaded.
 
     Raises:
         ValueError: has everything that is wrong, each with its remedy.
@@ -93,13 +97,14 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
-    wrong += [value for value in weights.values() if isinstance(value, Problem)]
+    recommended = recommended_of(args, kind)
+    wrong += [value for value in (*weights.values(), recommended) if isinstance(value, Problem)]
     problems = [*wrong, *_problems(args)]
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
-    names = ("context", "cache_gib", "dtype", "drafter", "draft_model")
-    given = {name: getattr(args, name) for name in names}
+    names = ("context", "cache_gib", "dtype", "drafter", "draft_model", "generation_config")
+    given = {name: getattr(args, name) for name in names} | {"recommended": recommended}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
     model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given, **weights)
@@ -114,13 +119,14 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "max_connections": args.max_connections,
         "max_waiting": args.max_waiting_tokens,
         "stall_seconds": args.stall_seconds,
+        "defaults": recommended,
         "drain_seconds": args.drain_seconds,
     }
     return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
 
 
 def _ranks(mesh: str) -> int | str:
-    """The number of ranks, or a message."""
+    """Returns the number of ranks, or a message."""
     found = re.fullmatch(r"tp=(\d+)", mesh or "tp=1")
     if found is None or int(found[1]) < 1:
         return f"--mesh {mesh}: write tp=N, with at least one rank"
@@ -150,7 +156,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
-    """The program of a rank, as another process starts it."""
+    """Returns the program of a rank, as another process starts it."""
     model = job.model
     options = {
         "--mesh": f"tp={model.ranks}",
@@ -159,6 +165,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--running": job.running,
         "--budget": job.budget,
         "--drafter": model.drafter,
+        "--generation-config": model.generation_config,
         **({} if model.context is None else {"--context": model.context}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if model.disk is None else {"--disk": model.disk}),

@@ -14,6 +14,7 @@ from shardfn.core import RankError, make_mesh
 from shardfn.inference import Engine, limits_of
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
+from shardfn.waits import end_start, waiting
 
 from ._generate import one_line
 from ._generate_model import AXIS, about, engine_of, load
@@ -50,11 +51,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm(job: ServeJob) -> tuple[Engine, Ready]:
-    """An engine whose graphs are captured."""
+    """Returns an engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with contextlib.ExitStack() as held:
-        served = load(model, mesh, held)
+        with waiting("reading", model.model):
+            served = load(model, mesh, held)
         limits = limits_of(
             served.decoder,
             context=_context(job, served.decoder.context),
@@ -64,17 +66,19 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             cache_dtype=model.cache or model.dtype,
             drafts=model.drafts,
         )
-        engine, drafter = engine_of(model, served, limits, mesh, held, job.adapters)
+        with waiting("packing weights"):
+            engine, drafter = engine_of(model, served, limits, mesh, held, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
-    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
+    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
     width = _width(engine, model.model) if embeds else 0
     lines = about(model, served, engine, drafter)
+    end_start()
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 
 
 def _width(engine: Engine, path: str) -> int:
-    """The width of embeddings."""
+    """Returns the width of embeddings."""
     try:
         return engine.embed([[0]]).shape[1]
     except FloatingPointError as error:

@@ -27,7 +27,7 @@ class Precision:
     """Bytes of each kind of state for one parameter.
 
     Attributes:
-        dtype: of the loss's computation.
+        dtype: dtype of the loss's computation.
         params: bytes of the parameter.
         grads: bytes of its gradient.
         optimizer: bytes of its optimizer state.
@@ -54,7 +54,7 @@ class Setup:
 
     Attributes:
         model: the name that the user gave.
-        config: its shape.
+        config: shape.
         mesh: axis name -> size.
         cluster: the machines.
         zero: the ZeRO rule.
@@ -64,8 +64,8 @@ class Setup:
         accumulate: microbatches per step.
         remat: whether blocks are computed again in the backward.
         efficiency: the fraction of the device's peak that its matrix products reach.
-        schedule: the pipeline's, if the mesh has an axis "pp"; it has `accumulate` microbatches.
-        ep: of the ranks along dp, those on which the experts lie; it divides dp.
+        schedule: the pipeline's, if the mesh has an axis "pp". It has `accumulate` microbatches.
+        ep: number of the ranks along dp, those on which the experts lie. It divides dp.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Setup:
 
     @property
     def bytes_of(self) -> Precision:
-        """The row of `PRECISIONS` of this run."""
+        """Returns the row of `PRECISIONS` of this run."""
         return PRECISIONS[self.precision]
 
     @property
@@ -94,7 +94,7 @@ class Setup:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self.axis("dp") * self.axis("tp") * self.axis("pp")
 
     @property
@@ -103,8 +103,24 @@ class Setup:
         return self.axis("dp") * self.batch * self.seq
 
     def axis(self, name: str) -> int:
-        """The number of ranks along an axis; 1 if the mesh does not have it."""
+        """Returns the number of ranks along an axis, or 1 if the mesh does not have it."""
         return self.mesh.get(name, 1)
+
+    @property
+    def has_uneven_heads(self) -> bool:
+        """Returns whether tp does not divide the number of heads."""
+        return self.config.num_heads % self.axis("tp") > 0
+
+    @property
+    def heads_on_a_rank(self) -> tuple[int, int]:
+        """Heads of the rank along tp that has the most, and the heads of keys and values that these read.
+
+        For example 28 heads over 8 ranks: 4, since the last rank has none.
+        """
+        heads = -(-self.config.num_heads // self.axis("tp"))
+        shared = self.config.num_heads // self.config.kv_heads  # heads that read one head of keys
+        apart = 1 if heads % shared and shared % heads else 0  # a rank's heads may begin inside a run of them
+        return heads, min(self.config.kv_heads, -(-heads // shared) + apart)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +155,16 @@ class States:
 
     @property
     def total(self) -> int:
-        """The sum of params, grads and optimizer."""
+        """Returns the sum of params, grads and optimizer."""
         return self.params + self.grads + self.optimizer
 
 
 def model_states(setup: Setup, num_layers: int | None = None) -> States:
-    """The states of a run's fullest rank, from the layout of its step.
+    """Returns the states of a run's fullest rank, from the layout of its step.
 
     Args:
         setup: the run.
-        num_layers: blocks of that rank; default an even share of the pipeline's.
+        num_layers: blocks of that rank. Default: an even share of the pipeline's.
 
     Example:
         >>> from shardfn.graph import cluster
@@ -158,7 +174,9 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
         15.8
     """
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
-    return _states(setup.config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
+    # Heads that tp does not divide need leaves by heads, of which the first ranks have more.
+    config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
+    return _states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 
 
 @functools.lru_cache(maxsize=256)
@@ -211,7 +229,7 @@ def _states(
 
 
 def _largest(cuts: Cuts) -> int:
-    """The elements of the first rank's piece, which is the largest."""
+    """Returns the elements of the first rank's piece, which is the largest."""
     if cuts.dim is None:
         return cuts.whole.numel()
     lo, hi = cuts.bounds[0]
@@ -221,7 +239,7 @@ def _largest(cuts: Cuts) -> int:
 def _layout(
     config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
-    """The layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
+    """Returns the layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
 
     Leaves of equal shape and spec share a layout, which takes time to compute.
     """
@@ -247,7 +265,10 @@ def _layout(
 
 @functools.lru_cache(maxsize=64)
 def _leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
-    """The shape and compute spec of the leaves of a model with one block: those before it, in it, and after it."""
+    """Returns the shape and compute spec of the leaves of a model with one block.
+
+    Those before it, in it, and after it.
+    """
     with deferred():
         params = gpt.init(config, key(0))
     paths = tree_paths(params, "params")

@@ -21,7 +21,7 @@ _MOST_RANKS = 1 << 14
 
 
 def preset_tables() -> str:
-    """All tables, as Markdown."""
+    """Returns all tables, as Markdown."""
     return "\n\n".join((_zero_paper(), _trillion(), _turing(), _presets(), _example())) + "\n"
 
 

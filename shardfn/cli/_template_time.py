@@ -30,7 +30,7 @@ def check_template(source: str) -> None:
 
 
 def rendered(render: Callable[[], str]) -> str:
-    """The text of a template, if it ends within `TEMPLATE_SECONDS`.
+    """Returns the text of a template, if it ends within `TEMPLATE_SECONDS`.
 
     Python watches the lines that the thread runs, so a loop ends wherever it is. Time in which the thread waits for a
     processor does not count.

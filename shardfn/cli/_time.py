@@ -26,7 +26,7 @@ class PlannedTransfer:
         what: the name of the values sent.
         nbytes: bytes that each rank sends in a step.
         messages: transfers in a step.
-        bandwidth: of the link, in bytes per second.
+        bandwidth: bandwidth of the link, in bytes per second.
         seconds: time on the link if nothing else uses it.
     """
 
@@ -68,12 +68,12 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The time of the step."""
+        """Returns the time of the step."""
         return self.compute + self.exposed + self.tensor + self.experts + self.pipeline + self.update
 
     @property
     def dominates(self) -> str:
-        """The name of the largest part of the step."""
+        """Returns the name of the largest part of the step."""
         parts = {
             "computation": self.compute,
             "waiting for data-parallel transfers": self.exposed,
@@ -86,7 +86,7 @@ class Cost:
 
 
 def step_cost(setup: Setup) -> Cost:
-    """The estimate for one step.
+    """Returns the estimate for one step.
 
     Raises:
         ValueError: the device does not compute in the precision.
@@ -103,7 +103,7 @@ def step_cost(setup: Setup) -> Cost:
     model_flops = setup.tokens * _flops_per_token(setup.config, setup.seq)
     again = setup.tokens * _block_flops_per_token(setup.config, setup.seq) / 3 if setup.remat else 0.0
     peak = device.rate(setup.bytes_of.dtype) * setup.world
-    compute = (model_flops + again) / (peak * setup.efficiency)
+    compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
     exposed = _exposed(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
@@ -126,14 +126,17 @@ def step_cost(setup: Setup) -> Cost:
 
 
 def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
-    """The transfers along dp in a step: gathers for use, gradients, and gathers of parameters after the update."""
+    """Returns the transfers along dp in a step.
+
+    Gathers for use, gradients, and gathers of parameters after the update.
+    """
     k = setup.accumulate
     reduces = k if setup.zero.pace.accumulate == "each" else 1
     rows = (
         ("gather of parameters, forward", states.gathered, k, "gathered"),
         ("gather of parameters, backward", states.gathered, k, "gathered"),
         ("gradients, each rank keeps rows", states.scattered, reduces, "scattered"),
-        # Each microbatch leaves every rank its rows of the sum; they are made whole once, at the end.
+        # Each microbatch leaves every rank its rows of the sum. They are made whole once, at the end.
         ("gradients, summed whole", states.summed, reduces + 1, "summed"),
         ("parameters made whole after the update", states.refreshed, 1, "refreshed"),
     )
@@ -142,7 +145,10 @@ def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
 
 
 def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
-    """The transfers along tp: two sums of the residual stream per block in the forward, and two in the backward."""
+    """Returns the transfers along tp.
+
+    Two sums of the residual stream per block in the forward, and two in the backward.
+    """
     c, k = setup.config, setup.accumulate
     sums = (6 if setup.remat else 4) * stage_layers(setup) * k
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
@@ -151,7 +157,7 @@ def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
 
 
 def expert_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
-    """The exchange of tokens along ep; nothing hides it."""
+    """Returns the exchange of tokens along ep; nothing hides it."""
     found = experts_plan(setup)
     if found is None or setup.ep == 1:
         return ()
@@ -164,7 +170,10 @@ def expert_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
 
 
 def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
-    """The transfers along pp: the residual stream between stages, and gradients of the leaves that all stages have."""
+    """Returns the transfers along pp.
+
+    The residual stream between stages, and gradients of the leaves that all stages have.
+    """
     line, size = pipeline(setup), setup.micro * setup.seq * setup.config.d_model * setup.bytes_of.params
     if not line.sends:
         return ()
@@ -197,7 +206,7 @@ def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) ->
 
 
 def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
-    """The extra time of the slowest stage compared with the mean, plus the idle time of its rank.
+    """Returns the extra time of the slowest stage compared with the mean, plus the idle time of its rank.
 
     Args:
         setup: the run.
@@ -214,13 +223,21 @@ def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> fl
 
 
 def _imbalance(setup: Setup) -> float:
-    """The work of the slowest stage divided by the mean; the last stage has the output layer."""
+    """Returns the work of the slowest stage divided by the mean. The last stage has the output layer."""
     layer = _block_flops_per_token(setup.config, setup.seq) / setup.config.num_layers * (4 / 3 if setup.remat else 1)
     whole, last = layer * setup.config.num_layers, 6.0 * setup.config.vocab_size * setup.config.d_model
     p = setup.axis("pp")
     fewest = setup.config.num_layers - (p - 1) * stage_layers(setup)
     slowest = max(layer * stage_layers(setup), layer * max(fewest, setup.config.num_layers // p) + last)
     return slowest * p / (whole + last)
+
+
+def _head_imbalance(setup: Setup) -> float:
+    """Returns the work of the rank with the most heads, divided by the mean of the ranks along tp."""
+    c, tp = setup.config, setup.axis("tp")
+    more = setup.heads_on_a_rank[0] * tp / c.num_heads - 1
+    attention = 12.0 * c.d_model * (c.d_model + c.kv_heads * c.head_dim + setup.seq)
+    return 1 + more * c.num_layers * attention / _flops_per_token(c, setup.seq)
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:

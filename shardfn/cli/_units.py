@@ -24,7 +24,7 @@ class Unit(NamedTuple):
 
     Attributes:
         name: such as "MiB".
-        nbytes: its size.
+        nbytes: size.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Unit(NamedTuple):
 
 
 def unit_of(nbytes: float) -> Unit:
-    """The unit in which a table with this largest entry is readable; from 0.1 GiB that is GiB.
+    """Returns the unit in which a table with this largest entry is readable; from 0.1 GiB that is GiB.
 
     Example:
         >>> [unit_of(n).name for n in (80 << 30, 1 << 28, 1 << 20, 100)]
@@ -71,7 +71,7 @@ def of_limit(nbytes: float, limit: float) -> str:
 
 
 def count(n: int) -> str:
-    """A number of parameters.
+    """Returns a number of parameters.
 
     Example:
         >>> count(106_816), count(7_500_000_000)
@@ -81,7 +81,7 @@ def count(n: int) -> str:
 
 
 def seconds(t: float) -> str:
-    """A time, in milliseconds below a second.
+    """Returns a time, in milliseconds below a second.
 
     Example:
         >>> seconds(12.345), seconds(0.012345)

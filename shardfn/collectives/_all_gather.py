@@ -15,7 +15,7 @@ from ._primitive import Call, bind
 def all_gather(
     x: Shaped[torch.Tensor, "..."], axis: Axes, *, dim: int = 0, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
-    """The blocks along `axis`, concatenated along `dim`: `V -> V`.
+    """Returns the blocks along `axis`, concatenated along `dim`: `V -> V`.
 
         NCCL: all_gather.  Slow spec: `[cat(blocks, dim)] * n`.  Layout: `A[I_axis] -> A[I]`.
 
@@ -23,12 +23,12 @@ def all_gather(
 
     Transpose: `psum_scatter`. Each rank may use the whole in its own way, so that cotangents differ and are summed.
 
-    When: every rank needs the whole and goes on differently with it: ZeRO's parameters, the sequence before
-    attention. When all go on alike, use `all_gather_invariant`, whose gradient needs no communication.
+    When: every rank needs the whole and goes on differently with it: ZeRO's parameters, the sequence before attention.
+    When all go on alike, use `all_gather_invariant`, whose gradient needs no communication.
 
     Args:
         x: this rank's block.
-        axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim along which `x` is a block.
         size: the global size of that dim. Needed where the axis does not divide it: blocks are those of `torch.chunk`
             (with several axes: cut by the major one first). Default: n times this block, which must be so on all ranks.
@@ -52,7 +52,7 @@ def all_gather(
 def all_gather_invariant(
     x: Shaped[torch.Tensor, "..."], axis: Axes, *, dim: int = 0, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
-    """The blocks along `axis`, concatenated along `dim`, as a value that counts once: `V -> I`.
+    """Returns the blocks along `axis`, concatenated along `dim`, as a value that counts once: `V -> I`.
 
         NCCL: all_gather.  Slow spec: `[cat(blocks, dim)] * n`.  Layout: `A[I_axis] -> A[I]`.
 
@@ -64,9 +64,9 @@ def all_gather_invariant(
 
     Args:
         x: this rank's block.
-        axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim along which `x` is a block.
-        size: the global size of that dim; see `all_gather`.
+        size: the global size of that dim. See `all_gather`.
 
     Returns:
         The whole, of `size` along `dim`.
@@ -99,8 +99,8 @@ def quantized_all_gather(
 
         [A] [B]  =>  [A', B'] [A', B'],  |A - A'| <= max|A| / 2^bits, in each block of elements
 
-    Every rank gets the same rounded whole, its own block included. The largest positive element of a block may lose
-    one step, `max|A| / 2^(bits - 1)`.
+    Every rank gets the same rounded whole, its own block included. The largest positive element of a block may lose one
+    step, `max|A| / 2^(bits - 1)`.
 
     Transpose: `psum_scatter`, exact: gradients ignore the rounding.
 
@@ -108,9 +108,9 @@ def quantized_all_gather(
 
     Args:
         x: this rank's block; float32, bfloat16 or float16. Computed in float32.
-        axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity, without rounding.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity, without rounding.
         dim: the dim along which `x` is a block.
-        size: the global size of that dim; see `all_gather`.
+        size: the global size of that dim. See `all_gather`.
         bits: 8 or 4.
         block: neighbours in the block, in row-major order with `dim` first, that share a scale; even with 4 bits.
 

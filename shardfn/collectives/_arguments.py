@@ -40,7 +40,9 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
 
 
 def joined_size(op: str, x: Shaped[Tensor, "..."], line: Line | None, dim: int, size: int | None) -> int:
-    """The global size along a dim that blocks are joined on; without `size`, every block is as long as this one.
+    """Returns the global size along a dim that blocks are joined on.
+
+    Without `size`, every block is as long as this one.
 
     Raises:
         ValueError: this rank's block is not as long as `size` gives it.

@@ -35,7 +35,7 @@ def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> 
 
 
 def rows_as(x: Shaped[Tensor, "rows ..."], like: Shaped[Tensor, "come ..."]) -> Shaped[Tensor, "come ..."]:
-    """The first `len(like)` rows of `x`, where the step runs; `x` has no gradient.
+    """Returns the first `len(like)` rows of `x`, where the step runs. `x` has no gradient.
 
     Args:
         x: integers, such as the places of the rows of `like`; in the capture both have one number of rows.

@@ -1,119 +1,165 @@
-"""Numbers that remember the axes along which they differ: `axis_index`, and results computed from it."""
+"""Numbers that remember the axes along which they differ: `axis_index`, and results computed from it.
 
+They are no `int`s or `float`s: Python computes `0.5 * i` of an `int` without asking `i`, and the axes would be lost.
+"""
+
+import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from shardfn._torch import DisableTorchFunctionSubclass
 
 
 class AxisTypeError(TypeError):
     """A value varies along an axis where it must not: a collective is missing, or one is applied twice."""
 
 
-class AxisIndex(int):
-    """A rank's index along axes, or an integer computed from it; otherwise an `int`.
+class AxisNumber:
+    """A rank's index along axes, or a number computed from it.
+
+    It has the operators of numbers, and functions of torch take it as they take a number. `int(i)` and `i.item()` are
+    plain numbers. Python's other conversions are refused.
 
     Attributes:
-        axes: along which ranks have other numbers.
+        value: the plain number.
+        axes: axes along which ranks have other numbers.
     """
 
-    axes: tuple[str, ...]
+    __slots__ = ("axes", "value")
+    __array_ufunc__ = None  # numpy leaves its operators to this class
 
-    def __new__(cls, value: int, axes: tuple[str, ...]) -> Any:
-        """An index along `axes`."""
-        out = super().__new__(cls, value)
-        out.axes = axes
-        return out
+    def __init__(self, value: Any, axes: tuple[str, ...]) -> None:
+        self.value, self.axes = value, axes
 
-    __hash__ = int.__hash__
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch on plain numbers, where values are not followed."""
+        del kinds
+        with DisableTorchFunctionSubclass():
+            return func(*with_plain_numbers(args), **with_plain_numbers(kwargs or {}))
+
+    def item(self) -> Any:
+        """Returns the plain number, for this rank's own affairs."""
+        return self.value
+
+    def __int__(self) -> int:
+        """Returns a plain number, for this rank's own affairs."""
+        return int(self.value)
 
     def __bool__(self) -> bool:
         """Refuses, as ranks would go different ways."""
-        _refuse_truth(self.axes)
+        self._refuse(
+            "the truth of a number made of sf.axis_index",
+            "they would go different ways, and a number that max, min or if chooses by it would count as the same on"
+            " all ranks. Compute with it: a comparison is 0 or 1, so that max(0, i - 1) is (i - 1) * (i > 0)",
+        )
 
+    def __index__(self) -> int:
+        """Refuses, as an element of a list would count as the same on all ranks."""
+        self._refuse(
+            "an index, a length or a range by a number made of sf.axis_index",
+            "an element that is chosen by it would count as the same on all ranks. Index a tensor: for numbers xs,"
+            " torch.tensor(xs)[i]; for x.chunk(n)[i] a slice of x",
+        )
 
-class AxisTruth(AxisIndex):
-    """A comparison of such a number: 0 or 1, and for torch a boolean."""
+    def __float__(self) -> float:
+        """Refuses, as the result of a function of `math` would count as the same on all ranks."""
+        self._refuse(
+            "the float of a number made of sf.axis_index",
+            "a float, and a result of math, would count as the same on all ranks. Compute with i * 1.0, and by torch:"
+            " math.sin(i) is torch.tensor(i).sin()",
+        )
 
-    def __invert__(self) -> "AxisTruth":
-        """The opposite."""
-        return AxisTruth(not int(self), self.axes)
+    __complex__ = __float__
 
+    def __invert__(self) -> "AxisNumber":
+        """Returns the opposite of a comparison, and `~` of an integer."""
+        return AxisNumber(not self.value if isinstance(self.value, bool) else ~self.value, self.axes)
 
-class AxisFloat(float):
-    """A float that is computed from an index.
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        """Returns a power."""
+        if modulus is not None:
+            return self**other % modulus
+        return _operated(operator.pow, self, other)
 
-    Attributes:
-        axes: along which ranks have other numbers.
-    """
+    def __round__(self, ndigits: int | None = None) -> "AxisNumber":
+        """Returns a rounded number."""
+        return AxisNumber(round(self.value, ndigits), self.axes)
 
-    axes: tuple[str, ...]
+    def __hash__(self) -> int:
+        """Returns the hash of the plain number."""
+        return hash(self.value)
 
-    def __new__(cls, value: float, axes: tuple[str, ...]) -> Any:
-        """A number along `axes`."""
-        out = super().__new__(cls, value)
-        out.axes = axes
-        return out
+    def __repr__(self) -> str:
+        """Returns the plain number as text."""
+        return repr(self.value)
 
-    __hash__ = float.__hash__
+    def __format__(self, spec: str) -> str:
+        """Returns the plain number as text."""
+        return format(self.value, spec)
 
-    def __bool__(self) -> bool:
-        """Refuses, as ranks would go different ways."""
-        _refuse_truth(self.axes)
-
-
-AXIS_NUMBERS = (AxisIndex, AxisTruth, AxisFloat)
+    def _refuse(self, what: str, why: str) -> NoReturn:
+        raise AxisTypeError(
+            f"{what} differs between ranks along {', '.join(map(repr, self.axes))}: {why}. Where only this rank's own"
+            " affairs depend on it, such as its prints, take int(i), a plain number."
+        )
 
 
 def plain(x: Any) -> Any:
-    """A number without its axes; any other value unchanged.
+    """Returns a number without its axes; any other value unchanged.
 
     Example:
-        >>> plain(AxisIndex(1, ("dp",)) > 0)
+        >>> plain(AxisNumber(1, ("dp",)) > 0)
         True
     """
+    return x.value if type(x) is AxisNumber else x
+
+
+def with_plain_numbers(x: Any) -> Any:
+    """Returns arguments of a function, in which numbers are without their axes.
+
+    Example:
+        >>> with_plain_numbers(([AxisNumber(1, ("dp",)), 2], {"dim": 0}))
+        ([1, 2], {'dim': 0})
+    """
     kind = type(x)
-    if kind is AxisTruth:
-        return int(x) == 1
-    return int(x) if kind is AxisIndex else float(x) if kind is AxisFloat else x
+    if kind is tuple or kind is list:
+        return kind(map(with_plain_numbers, x))
+    if kind is dict:
+        return {k: with_plain_numbers(y) for k, y in x.items()}
+    return slice(*map(plain, (x.start, x.stop, x.step))) if kind is slice else plain(x)
 
 
-def _refuse_truth(axes: tuple[str, ...]) -> NoReturn:
-    raise AxisTypeError(
-        f"the truth of a number made of sf.axis_index differs between ranks along {', '.join(map(repr, axes))}: they"
-        " would go different ways, and a number that max, min or if chooses by it would count as the same on all ranks."
-        " Compute with it: a comparison is 0 or 1, so that max(0, i - 1) is (i - 1) * (i > 0). Where only this rank's"
-        " own affairs depend on it, such as its prints, take int(i), a plain number."
-    )
-
-
-def _carrying(value: Any, axes: tuple[str, ...]) -> Any:
-    kind = {bool: AxisTruth, int: AxisIndex, float: AxisFloat}.get(type(value))
-    return value if kind is None else kind(value, axes)
-
-
-def _binary(f: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, int | float):
+def _operated(f: Callable[..., Any], *operands: Any) -> Any:
+    """Returns `f` of numbers, as numbers along the axes of all of them; NotImplemented where an operand is another."""
+    axes: dict[str, None] = {}
+    for x in operands:
+        if type(x) is AxisNumber:
+            axes.update(dict.fromkeys(x.axes))
+        elif not isinstance(x, numbers.Number):
             return NotImplemented
-        axes = (*self.axes, *(a for a in getattr(other, "axes", ()) if a not in self.axes))
-        a, b = plain(self), plain(other)
-        return _carrying(f(b, a) if swapped else f(a, b), axes)
-
-    return method
-
-
-def _unary(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: _carrying(f(plain(self)), self.axes)
+    out = f(*map(plain, operands))
+    if type(out) is tuple:  # of divmod
+        return tuple(AxisNumber(y, tuple(axes)) for y in out)
+    return AxisNumber(out, tuple(axes))
 
 
-for _kind in (AxisIndex, AxisFloat):
-    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
-        if hasattr(_kind, f"__r{_name}__"):
-            _f = getattr(operator, f"__{_name}__")
-            setattr(_kind, f"__{_name}__", _binary(_f))
-            setattr(_kind, f"__r{_name}__", _binary(_f, swapped=True))
-    for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(_kind, f"__{_name}__", _binary(getattr(operator, _name)))
-    for _name in ("neg", "pos", "abs", "invert"):
-        if hasattr(_kind, f"__{_name}__"):
-            setattr(_kind, f"__{_name}__", _unary(getattr(operator, _name)))
+def _method(f: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    if swapped:
+        return lambda self, other: _operated(f, other, self)
+    return lambda self, *rest: _operated(f, self, *rest)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor"):
+    _f = getattr(operator, f"__{_name}__")
+    setattr(AxisNumber, f"__{_name}__", _method(_f))
+    setattr(AxisNumber, f"__r{_name}__", _method(_f, swapped=True))
+AxisNumber.__rpow__ = _method(operator.pow, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
+AxisNumber.__divmod__ = _method(divmod)  # pyright: ignore[reportAttributeAccessIssue]
+AxisNumber.__rdivmod__ = _method(divmod, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs"):
+    setattr(AxisNumber, f"__{_name}__", _method(getattr(operator, _name)))
+for _f in (math.floor, math.ceil, math.trunc):
+    setattr(AxisNumber, f"__{_f.__name__}__", _method(_f))

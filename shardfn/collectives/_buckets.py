@@ -16,7 +16,7 @@ BUCKET = 1 << 22
 
 
 def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
-    """Neighbours together, while they are of `size` elements at most; empty leaves are left out."""
+    """Neighbours together, while they are of `size` elements at most, empty leaves are left out."""
     out: list[list[Any]] = []
     room = 0
     for leaf in leaves:
@@ -35,7 +35,7 @@ def staggered(runs: Sequence[Iterator[None]]) -> None:
 
     So every message that can be sent is sent before any run only receives.
     """
-    # The order depends on how many runs there are and where they stop, never on arrivals; so it is the same on all
+    # The order depends on how many runs there are and where they stop, never on arrivals, so it is the same on all
     # ranks, and messages need no names.
     under_way: collections.deque[Iterator[None]] = collections.deque()
     waiting = collections.deque(runs)
@@ -77,7 +77,7 @@ def _followed(x: Tensor) -> bool:
 
 
 def matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
-    """The state of each leaf.
+    """Returns the state of each leaf.
 
     Raises:
         ValueError: the state is of another tree.
@@ -89,7 +89,7 @@ def matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
 
 
 def misfit(op: str, ranks: int) -> str:
-    """The first line of an error that lists states of another size."""
+    """Returns the first line of an error that lists states of another size."""
     return (
         f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit; compressed_init makes one that does,"
         " and recut_residuals one for another number of ranks:"

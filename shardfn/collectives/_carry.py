@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Placement, Stored
+from shardfn.core import MemoryKind, Pending, Placement, StoredValue
 
 from ._buckets import staggered
 from ._env import current_mesh
@@ -27,9 +27,9 @@ SMALL, MESSAGE = 64 << 10, 4 << 20
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
 # Starts to move a block from one memory to another.
-Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Pending[Tensor | Stored]]
+Sender = Callable[[StoredValue, MemoryKind, MemoryKind], Pending[StoredValue]]
 # From the number of a route and its last block to the block that is kept.
-Keeper = Callable[[int, Tensor | Stored], Tensor | Stored]
+Keeper = Callable[[int, StoredValue], StoredValue]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -66,8 +66,8 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 
 
 def carry_all(
-    blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
-) -> list[Tensor | Stored]:
+    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
+) -> list[StoredValue]:
     """This rank's block at the end of each route. Collective over the mesh, which must be bound; no gradients.
 
     Values and bytes are `carry`'s. Small leaves with the same hops share messages. For routes of h hops, at most h + 1
@@ -82,7 +82,7 @@ def carry_all(
     Raises:
         ValueError: a route rounds to codes.
     """
-    out: list[Tensor | Stored] = list(blocks)
+    out: list[StoredValue] = list(blocks)
     groups = _groups([x.dtype for x in blocks], routes)
     staggered([_run(out, at, [routes[i] for i in at], send, keep) for at in groups])
     return out
@@ -111,7 +111,7 @@ def _groups(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list
 
 
 def _run(
-    out: list[Tensor | Stored], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
+    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
 ) -> Iterator[None]:
     """Brings `out[i]` along routes of the same hops; each time that something is on its way, others go on."""
     for step in zip(*map(_in_one, routes), strict=True):
@@ -121,7 +121,7 @@ def _run(
             arriving = [send(x, before.memory_kind, moved) for x, (_, before, _) in zip(blocks, step, strict=True)]
             del blocks
             yield
-            ends: list[Tensor | Stored] = [x.result() for x in arriving]
+            ends: list[StoredValue] = [x.result() for x in arriving]
         else:
             here = [x for x in blocks if isinstance(x, Tensor)]
             assert len(here) == len(blocks)  # a route moves to the device first

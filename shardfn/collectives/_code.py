@@ -42,7 +42,7 @@ class Code(NamedTuple):
     block: int
 
     def length(self, c: int) -> int:
-        """The bytes of a message of c elements."""
+        """Returns the bytes of a message of c elements."""
         return _length(c, self.bits, self.block)
 
     def encode(self, flat: Tensor, sizes: Sequence[int], c: int) -> Tensor:
@@ -50,15 +50,15 @@ class Code(NamedTuple):
         return _ops.encode(flat, as_runs(sizes), c, *self)
 
     def decode(self, messages: Tensor, sizes: Sequence[int], c: int, dtype: torch.dtype) -> Tensor:
-        """The blocks that messages encode."""
+        """Returns the blocks that messages encode."""
         return _ops.decode(messages, as_runs(sizes), c, *self, dtype)
 
     def sum(self, messages: Tensor, num: int, n: int, c: int) -> Tensor:
-        """The sum of one block's messages from `num` ranks, fp32 [n]."""
+        """Returns the sum of one block's messages from `num` ranks, fp32 [n]."""
         return _ops.decode_sum(messages, num, n, c, *self)
 
     def sum_again(self, messages: Tensor, num: int, c: int) -> Tensor:
-        """The messages of the sums of blocks, from the messages of `num` ranks, rank by rank."""
+        """Returns the messages of the sums of blocks, from the messages of `num` ranks, rank by rank."""
         return _ops.decode_sum_encode(messages, num, c, *self)
 
 

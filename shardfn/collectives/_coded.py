@@ -29,7 +29,7 @@ class CodedGather:
     Args:
         inner: a channel that gathers bytes.
         code: the code.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
 
     def __init__(self, inner: AnyChannel | TwoHops, code: Code, dtype: torch.dtype) -> None:
@@ -37,12 +37,12 @@ class CodedGather:
         self._inner, self._code, self._dtype = inner, code, dtype
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `TwoHops.bring`; the blocks arrive in code, and take half the memory and wire, or a quarter."""
+        """See `TwoHops.bring`. The blocks arrive in code, and take half the memory and wire, or a quarter."""
         assert isinstance(self._inner, TwoHops)
         return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `Channel.all_gather`; with two hops the second, from the result of `bring`."""
+        """See `Channel.all_gather`. With two hops the second, from the result of `bring`."""
         c = max(sizes)
         message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
         pending = self._inner.all_gather(message, self._lengths(sizes))
@@ -61,7 +61,7 @@ class CodedReduce:
     Args:
         channels: the communicators.
         axes: all axes, in the mesh's order.
-        near: those of them along which it sums first; () for one hop.
+        near: those of them along which it sums first, or () for one hop.
         code: the code.
     """
 
@@ -75,7 +75,7 @@ class CodedReduce:
         self.index = self._first.index if self._grid is None else self._grid.index
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
-        """See `Channel.reduce_scatter`; the result is in fp32."""
+        """See `Channel.reduce_scatter`. The result is in fp32."""
         del reuse
         code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
         messages, length = code.encode(flat, sizes, c), code.length(c)
@@ -96,7 +96,7 @@ class CodedReduce:
 
 
 class Relayed(Pending[Tensor]):
-    """A transfer in two hops, under way; the second starts in `done` or `result`, in the order of the first ones.
+    """A transfer in two hops, under way. The second starts in `done` or `result`, in the order of the first ones.
 
     Args:
         far: the channel of the second hop, used only by relays: it starts when this rank finds the first one done.
@@ -114,13 +114,13 @@ class Relayed(Pending[Tensor]):
         self._line.append(self)
 
     def done(self) -> bool:
-        """Whether `result()` would return at once."""
+        """Returns whether `result()` would return at once."""
         while self._line and self._line[0]._first.done():
             self._line[0].pass_on()
         return self._second is not None and self._second.done()
 
     def result(self) -> Tensor:
-        """The value; waits for it."""
+        """Returns the value, and waits for it."""
         while self._second is None:
             self._line[0].pass_on()
         return self._second.result()

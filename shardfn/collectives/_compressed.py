@@ -41,7 +41,7 @@ def compressed_pmean(
     donate: bool = False,
     bucket: int = BUCKET,
 ) -> tuple[PyTree, PyTree]:
-    """The mean over the ranks along `axis`, approximately, at the compressor's bytes an element: `V -> I`.
+    """Returns the mean over the ranks along `axis`, approximately, at the compressor's bytes an element: `V -> I`.
 
         NCCL: all_to_all, all_gather.  Slow spec: see above.
 
@@ -54,7 +54,7 @@ def compressed_pmean(
 
     Not differentiable: it is nonlinear, and meant for use after the backward.
 
-    When: the link between ranks is slow and an optimizer can bear the noise; see `optim.onebit_adam`.
+    When: the link between ranks is slow and an optimizer can bear the noise. See `optim.onebit_adam`.
 
     Args:
         tree: floating point tensors of one shape on all ranks; computed in float32. An empty one is returned unchanged.
@@ -63,14 +63,14 @@ def compressed_pmean(
         state: the result of `compressed_init` for such a tree, or the state that the last call returned.
         outer: the slow ones of several axes. Along the others the mean is exact: psum_scatter in float32 inside, this
             collective between, and an all_gather of the codes inside.
-        donate: whether the tensors of `tree` and `state` may be overwritten; they are not to be used afterwards.
+        donate: whether the tensors of `tree` and `state` may be overwritten. They are not to be used afterwards.
         bucket: elements that travel in one message. It changes no bits; the same on all ranks.
 
     Returns:
         The means, a tree like `tree`, and the new state.
 
     Raises:
-        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        ValueError: an unknown axis, or a state that does not fit. Every leaf is listed.
         TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
@@ -103,7 +103,7 @@ def compressed_psum(
     donate: bool = False,
     bucket: int = BUCKET,
 ) -> tuple[PyTree, PyTree]:
-    """The sum over the ranks along `axis`, approximately: as `compressed_pmean`, without the division.
+    """Returns the sum over the ranks along `axis`, approximately: as `compressed_pmean`, without the division.
 
         NCCL: all_to_all, all_gather.
 
@@ -112,8 +112,8 @@ def compressed_psum(
     Args:
         tree: see `compressed_pmean`, as for all that follow.
         axis: mesh axes.
-        compressor: as in `compressed_pmean`.
-        state: the errors; not those of a mean.
+        compressor: see `compressed_pmean`.
+        state: the errors, not those of a mean.
         outer: the slow ones of several axes.
         donate: whether the tensors of `tree` and `state` may be overwritten.
         bucket: elements that travel in one message.
@@ -122,7 +122,7 @@ def compressed_psum(
         The sums, a tree like `tree`, and the new state.
 
     Raises:
-        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        ValueError: an unknown axis, or a state that does not fit. Every leaf is listed.
         TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
@@ -153,7 +153,7 @@ def coded_pmean(
     Args:
         tree: see `compressed_pmean`, as for all that follow.
         axis: mesh axes.
-        compressor: as in `compressed_pmean`.
+        compressor: see `compressed_pmean`.
         state: the errors.
         outer: the slow ones of several axes.
         donate: whether the tensors of `tree` and `state` may be overwritten.
@@ -164,7 +164,7 @@ def coded_pmean(
         empty leaf. And the new state.
 
     Raises:
-        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        ValueError: an unknown axis, or a state that does not fit. Every leaf is listed.
         TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
@@ -184,13 +184,13 @@ def coded_pmean(
 def decoded(
     codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
 ) -> PyTree:
-    """The tensors whose codes `coded_pmean` returned. No communication.
+    """Returns the tensors whose codes `coded_pmean` returned. No communication.
 
     Args:
         codes: the codes that it returned.
         like: tensors of the shapes and dtypes of the result.
-        axis: as there.
-        compressor: as there.
+        axis: axis as there.
+        compressor: compressor as there.
         outer: as there.
         donate: whether results may take the memory of `like`, which is not to be used afterwards.
 
@@ -226,7 +226,7 @@ def _apart(x: Tensor, codes: Codes) -> Tensor:
 
 
 def _memory_of(x: Tensor) -> Tensor | None:
-    """The memory of an input, where the result may take its place."""
+    """Returns the memory of an input, where the result may take its place."""
     return x.view(-1) if x.dtype == torch.float32 and x.is_contiguous() else None
 
 
@@ -246,7 +246,7 @@ def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: 
 
 
 def _lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
-    """The ranks between which traffic is compressed, and those among which it is exact."""
+    """Returns the ranks between which traffic is compressed, and those among which it is exact."""
     line_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
     return line_along(between), line_along(inside)
@@ -310,7 +310,7 @@ class _CompressedCall:
         return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
 
     def _stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
-        """The phases of one bucket; stops where something is under way."""
+        """Yields the phases of one bucket; stops where something is under way."""
         # Collective at each stop: all ranks make the same buckets of the same leaves, and so send in the same order.
         pieces = self._pieces(leaves)
         sent = [self._compressed(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]

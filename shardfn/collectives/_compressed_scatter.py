@@ -42,7 +42,7 @@ def compressed_psum_scatter(
     Each block has scales of its own. The sum is taken in float32 in the order of ranks, and not compressed again.
     Through `identity()` it is `psum_scatter` in that order.
 
-    Not differentiable; see `compressed_pmean`.
+    Not differentiable. See `compressed_pmean`.
 
     When: gradients cross a slow link to the ranks that update them (ZeRO++'s qgZ: `int4()` on both hops).
 
@@ -87,13 +87,13 @@ def compressed_psum_scatter(
 def compressed_scatter_init(
     tree: PyTree, axis: Axes, compressor: Compressor, *, dim: int = 0, outer: Axes = None
 ) -> PyTree:
-    """The errors before the first call of `compressed_psum_scatter`: zeros.
+    """Returns the errors before the first call of `compressed_psum_scatter`: zeros.
 
     Args:
         tree: tensors of the shapes that will be summed. No communication.
-        axis: as there.
-        compressor: as there.
-        dim: as there.
+        axis: axis as there.
+        compressor: compressor as there.
+        dim: dim as there.
         outer: as there.
 
     Returns:
@@ -163,7 +163,7 @@ class _Scatter:
         return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
 
     def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
-        """The hops of one bucket; stops where something is under way."""
+        """Yields the hops of one bucket; stops where something is under way."""
         # Collective at each stop, as in `_compressed`: the same buckets on all ranks, and one message of a bucket at a
         # time.
         blocks = [job.cut.blocks(job.x) for job in jobs]

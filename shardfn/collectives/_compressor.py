@@ -40,14 +40,14 @@ class Compressor(NamedTuple):
     A new compressor needs the first four fields.
 
     Attributes:
-        name: its name in messages.
+        name: name in messages.
         init: `like [r, c] -> memory`: zeros like it, or `()`.
         compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor,
             so that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
         decompress: `(codes, c) -> x [r, c]`.
         quantum: a row's length must be a multiple of it.
         fed_back: this with error feedback, if there is a faster form than the plain combination of the two.
-        pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part; the rest is zero.
+        pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part. The rest is zero.
         mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order
             and compressed again, over the memory; None: one after the other.
         total: `(codes of k rows, c) -> x [1, c]`: decompressed and summed in their order; None: one after the other.
@@ -73,7 +73,7 @@ class Compressor(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a memory."""
+        """Returns whether there is a memory."""
         return _remembers(self.init)
 
 
@@ -84,7 +84,7 @@ def _remembers(init: Callable[[Tensor], Memory]) -> bool:
 
 
 def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
-    """The rows that came from several ranks, summed in their order, divided, and compressed again as one row."""
+    """Sums the rows of several ranks in their order, divides them, and compresses them again as one row."""
     if compressor.mean is not None and divisor == len(codes[0]):
         return compressor.mean(codes, memory)
     total = sum_of_rows(compressor, codes, c)
@@ -93,7 +93,7 @@ def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, diviso
 
 
 def sum_of_rows(compressor: Compressor, codes: Codes, c: int) -> Float32[Tensor, "1 c"]:
-    """The rows decompressed, and summed in their order: a new tensor."""
+    """Returns the rows decompressed, and summed in their order: a new tensor."""
     if compressor.total is not None:
         return compressor.total(codes, c)
     rows = [compressor.decompress(tuple(part[i : i + 1] for part in codes), c) for i in range(codes[0].shape[0])]
@@ -181,11 +181,11 @@ def _from_signs_into(codes: Codes, out: Tensor) -> None:
 def int8(block: int = 2048) -> Compressor:
     """One byte an element and a scale a block: `q = round(x / s)` in [-128, 127], `s = 2 max|x| / 2^8`.
 
-    The most positive element of a block comes back as 127/128 of itself at worst; every other is off by `s / 2` at
+    The most positive element of a block comes back as 127/128 of itself at worst. Every other is off by `s / 2` at
     most.
 
     Args:
-        block: elements that share a scale; the last block of a row may be short.
+        block: elements that share a scale. The last block of a row may be short.
 
     Raises:
         ValueError: `block` is not positive.
@@ -205,10 +205,10 @@ def int8(block: int = 2048) -> Compressor:
 def int4(block: int = 256) -> Compressor:
     """Half a byte an element and a scale a block: `q = round(x / s)` in [-8, 7], `s = 2 max|x| / 2^4`.
 
-    The most positive element of a block comes back as 7/8 of itself at worst; every other is off by `s / 2` at most.
+    The most positive element of a block comes back as 7/8 of itself at worst. Every other is off by `s / 2` at most.
 
     Args:
-        block: elements that share a scale, an even number; the last block of a row may be short.
+        block: elements that share a scale, an even number. The last block of a row may be short.
 
     Raises:
         ValueError: `block` is not positive, or odd.
@@ -253,10 +253,10 @@ def _blocks(bits: int, block: int) -> Compressor:
 
 @functools.cache
 def top_k(fraction: float) -> Compressor:
-    """The largest elements of each row, by magnitude, and their places: 8 bytes each.
+    """Returns the largest elements of each row, by magnitude, and their places: 8 bytes each.
 
     Args:
-        fraction: of a row's elements, in (0, 1]; rounded up.
+        fraction: fraction of a row's elements, in (0, 1]; rounded up.
 
     Raises:
         ValueError: `fraction` is not in (0, 1].

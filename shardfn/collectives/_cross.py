@@ -3,7 +3,7 @@
 All ranks start their transfers in one order, that of leaves, of `overlaps` and of `pieces`, and a rank waits only for
 its oldest. So both ranks of the first unfinished transfer in that order have started it, or will, and no rank waits for
 ever. A message of several parts has the place of its first. Both its ranks know all parts between them, so they agree
-on the message; and it comes before the end of each leaf in it.
+on the message, and it comes before the end of each leaf in it.
 """
 
 import collections
@@ -20,7 +20,7 @@ from shardfn.core import Pending
 
 from ._overlaps import Box, Overlap, pieces
 
-# Bytes of a message, and of those that a rank has under way; and how many these are.
+# Bytes of a message, and of those that a rank has under way, and how many these are.
 PIECE, WINDOW, MESSAGES = 4 << 20, 32 << 20, 256
 # Parts of fewer bytes share messages.
 SMALL = 64 << 10
@@ -30,9 +30,9 @@ class LeafCrossing(NamedTuple):
     """A leaf on its way to another mesh, as one rank sees it. A box is in the coordinates of the whole leaf.
 
     Attributes:
-        overlaps: from `overlaps`, for this rank.
-        dtype: of the elements while they travel.
-        take: from a box to this rank's elements in it, on any device, in any dtype.
+        overlaps: overlaps from `overlaps`, for this rank.
+        dtype: dtype of the elements while they travel.
+        take: function from a box to this rank's elements in it, on any device, in any dtype.
         put: stores new elements of a box; a tensor on the host, in `dtype`, which may be part of a larger one.
         done: called when this rank has sent and received its whole part.
     """
@@ -51,7 +51,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
 
     Args:
         crossings: the leaves.
-        channel: from `Channels.between`.
+        channel: channel from `Channels.between`.
         places: rank of the program -> its index in the channel.
     """
     window, tags = _CrossWindow(), collections.Counter[tuple[int, int]]()
@@ -75,7 +75,7 @@ class _Message:
     Attributes:
         sender: a rank of the program.
         receiver: likewise.
-        dtype: of all parts.
+        dtype: dtype of all parts.
         parts: leaves and boxes of these.
         numel: the number of all their elements.
     """
@@ -97,7 +97,7 @@ class _Message:
         self.numel += _numel(box)
 
     def taken(self) -> Tensor:
-        """The elements, from the sender's blocks."""
+        """Returns the elements, from the sender's blocks."""
         whole = torch.empty(self.numel, dtype=self.dtype, device="cpu")
         for crossing, box, piece in self._pieces(whole):
             piece.copy_(crossing.take(box))

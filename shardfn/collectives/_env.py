@@ -1,19 +1,20 @@
 """The axis environment: the mesh that `shard_map` and `sharded_step` bind while their function runs.
 
-It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too; other programs' threads do not.
+It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too. Other programs' threads do not.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from shardfn.core import Again, Ambient, Axes, Mesh, bound_again, checkpoints_as_now
 
-from ._axis_index import AxisIndex
-from ._function_modes import WAITING, began, function_modes, note_crossed
+from ._axis_index import AxisNumber
+from ._function_modes import WAITING, NotingMode, began, function_modes, note_crossed
 
 _MESH = Ambient[Mesh]("mesh")
 _SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
@@ -70,13 +71,13 @@ def noting_meshes() -> AbstractContextManager[list[Mesh]]:
 
 
 def current_mesh() -> Mesh:
-    """The bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
+    """Returns the bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
     mesh = _MESH.innermost()
     return _ONE_RANK if mesh is None else mesh
 
 
 def axis_size(axis: Axes) -> int:
-    """Ranks along `axis` in the bound mesh; 1 for None and a missing axis.
+    """Ranks along `axis` in the bound mesh, or 1 for None and a missing axis.
 
     Example:
         >>> axis_size("dp")
@@ -85,25 +86,25 @@ def axis_size(axis: Axes) -> int:
     return current_mesh().axis_size(axis)
 
 
-def axis_index(axis: Axes) -> int:
-    """This rank's index along `axis` in the bound mesh; 0 for None and a missing axis.
+def axis_index(axis: Axes) -> Any:
+    """This rank's index along `axis` in the bound mesh, or 0 for None and a missing axis.
 
     Where values are followed along axes, in `shard_map` and in losses, it is a number that remembers its axes, and so
-    are numbers computed from it: `+ - * / // % ** & | ^ << >>`, comparisons (0 or 1) and `abs`. A tensor made of one
-    varies along them. Its truth is refused, as ranks would go different ways: `max(0, i - 1)` is `(i - 1) * (i > 0)`,
-    and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`. Axes are lost in `int(i)` and `float(i)`, in
-    elements of lists and tuples (`x.chunk(n)[i]`; take a slice of `x`), in `range(i)`, and beside a float on the left
-    (`0.5 * i`; write `i * 0.5`).
+    are numbers computed from it by Python's operators, `abs`, `round`, `divmod` and comparisons (0 or 1), with it on
+    either side. A tensor made of it varies along them. Its truth is refused, as ranks would go different ways: `max(0,
+    i - 1)` is `(i - 1) * (i > 0)`, and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`. Refused are
+    also elements of lists (`xs[i]`; use `torch.tensor(xs)[i]`, or a slice of `x` in place of `x.chunk(n)[i]`),
+    `range(i)`, `float(i)` and functions of `math`. `int(i)` is a plain number without axes.
 
     Args:
         axis: mesh axes, major to minor.
 
     Returns:
-        An `int` at least 0 and less than `axis_size(axis)`.
+        An integer at least 0 and less than `axis_size(axis)`; an `int` where values are not followed.
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        AxisTypeError: (of the number, later) it is used as a truth.
+        AxisTypeError: (of the number, later) it is used as a truth, an index of a list, or a float.
 
     Example:
         >>> axis_index(None)
@@ -115,5 +116,6 @@ def axis_index(axis: Axes) -> int:
         began()
         named = mesh.axes(axis)
         note_crossed(named)
-        return AxisIndex(index, named)
+        if named and any(isinstance(mode, NotingMode) for mode in function_modes()):
+            return AxisNumber(index, named)
     return index

@@ -28,7 +28,7 @@ def exchange_rows(
 
         [a A B] [c C]  =>  [a c .] [A B C]        with sizes [[1, 2], [1, 1]] and rows=3
 
-    Transpose: the exchange back, by the transposed table; rows of `x` that stay have the gradient zero.
+    Transpose: the exchange back, by the transposed table. Rows of `x` that stay have the gradient zero.
 
     When: ranks have gathered the numbers of rows, as those of tokens for each expert. Numbers that only sender and
     receiver know go by `ragged_all_to_all`, which compares them.
@@ -37,11 +37,11 @@ def exchange_rows(
         x: `[rows here, ...]`.
         sizes: `sizes[i, j]` rows go from index i along `axis` to index j; the same table on all ranks.
         axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 rows stay where they are.
-        rows: of the result, which are zeros beyond those that come. In a captured step it is needed; elsewhere None is
-            exactly the rows that come. `check_room` compares it with the table on all ranks.
+        rows: rows of the result, which are zeros beyond those that come. In a captured step it is needed; elsewhere
+            None is exactly the rows that come. `check_room` compares it with the table on all ranks.
 
     Raises:
-        ValueError: the table has another shape; or `rows` is missing in a capture, or under vmap over the table.
+        ValueError: the table has another shape, or `rows` is missing in a capture, or under vmap over the table.
 
     Example:
         >>> exchange_rows(torch.tensor([5, 6, 7]), torch.tensor([[2]]), "ep", rows=3)
@@ -72,8 +72,8 @@ def check_room(
     Args:
         sizes: the table, as of `exchange_rows`.
         room: the rows of each index's result.
-        axis: as of `exchange_rows`.
-        name: of the exchange, for the message.
+        axis: axis as of `exchange_rows`.
+        name: name of the exchange, for the message.
         remedy: ends the message of each rank.
 
     Raises:
@@ -87,7 +87,9 @@ def check_room(
 
 
 def values_are_known(*tensors: Tensor) -> bool:
-    """Whether shapes may depend on the values of tensors: not in a capture, and not where vmap has batched them.
+    """Returns whether shapes may depend on the values of tensors.
+
+    Not in a capture, and not where vmap has batched them.
 
     Example:
         >>> values_are_known(torch.ones(2))

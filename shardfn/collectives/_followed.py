@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.core import Again, Axes, Note, bound_again, noted_again
 
-from ._axis_index import AxisIndex
+from ._axis_index import AxisNumber
 from ._env import current_mesh
 from ._following import NOTED, Following
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
@@ -22,7 +22,7 @@ _NONE = LateMode(TorchFunctionMode(), begun=True)
 
 
 def following_now(*, begin: bool = True) -> Following | None:
-    """The mode that follows values on this thread, if any; with `begin`, one that waits begins now."""
+    """Returns the mode that follows values on this thread, if any. With `begin`, one that waits begins now."""
     if begin:
         began()
     return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
@@ -75,11 +75,11 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
             return f(*args)
 
     # A number along these axes is one more operand.
-    return mode.operation(unfollowed, (AxisIndex(0, named), *args), {})
+    return mode.operation(unfollowed, (AxisNumber(0, named), *args), {})
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:
-    """Notes that `x`, which a Function has made by sums along `axis`, is the same on all ranks there; returns it."""
+    """Notes that `x`, made by sums along `axis`, is the same on all ranks there, and returns `x`."""
     mode = following_now(begin=False)
     if mode is None:
         return x
@@ -89,7 +89,7 @@ def summed_inside(x: Tensor, axis: Axes) -> Tensor:
 
 
 def same_axes(x: Tensor, like: Tensor) -> Tensor:
-    """Notes that `x` varies as `like` does, where values are followed; returns it."""
+    """Notes that `x` varies as `like` does, where values are followed, and returns it."""
     noted = like.__dict__.get(NOTED)
     if noted is not None:
         setattr(x, NOTED, noted)
@@ -97,7 +97,7 @@ def same_axes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def noted_axes(x: Tensor) -> int | None:
-    """The note of the axes along which a tensor varies, to be compared; None where nothing has noted any."""
+    """Returns the note of the axes along which a tensor varies, to be compared, or None where nothing has noted any."""
     return x.__dict__.get(NOTED)
 
 
@@ -114,7 +114,7 @@ def _same_following() -> list[Again]:
 
 @noted_again
 def _same_arguments(args: Sequence[Any]) -> Note | None:
-    # Not the tensors, which a checkpoint is to drop; and from the end, as other arguments may precede those of a run.
+    # Not the tensors, which a checkpoint is to drop, and from the end, as other arguments may precede those of a run.
     named = enumerate(args, -len(args))
     noted = [(i, x.__dict__[NOTED]) for i, x in named if isinstance(x, Tensor) and NOTED in x.__dict__]
     if not noted:

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardfn._torch import DisableTorchFunctionSubclass, functorch, transforming
 from shardfn.core import Mesh
 
-from ._axis_index import AXIS_NUMBERS, AxisTypeError, plain
+from ._axis_index import AxisNumber, AxisTypeError, with_plain_numbers
 from ._function_modes import NotingMode, interception
 from ._line import line_along
 from ._primitive import Call, bind, own_block
@@ -50,9 +50,9 @@ class Following(NotingMode):
 
     Args:
         mesh: the mesh, which must be bound meanwhile.
-        axes: the axes to follow; ranks along the others are left alone.
+        axes: the axes to follow. Ranks along the others are left alone.
         default: those along which tensors from outside vary.
-        batch: the axes that cut the batch, over which the mean of a loss is taken; by default the same.
+        batch: the axes that cut the batch, over which the mean of a loss is taken. Default: the same.
 
     Attributes:
         axes: those with several ranks.
@@ -88,21 +88,21 @@ class Following(NotingMode):
         self._around.pop().__exit__(None, None, None)
 
     def axes_of(self, x: Tensor) -> tuple[str, ...]:
-        """The axes along which a tensor varies."""
+        """Returns the axes along which a tensor varies."""
         return self._named(self._of(x))
 
     def declare(self, x: Tensor, axes: Iterable[str]) -> Tensor:
-        """Notes that a tensor varies along `axes`, and along no others; returns it."""
+        """Notes that a tensor varies along `axes`, and along no others, and returns it."""
         self._note(x, self._mask(axes))
         return x
 
     def cast(self, x: Tensor, axes: Iterable[str]) -> Tensor:
-        """The tensor as one that varies along `axes` too."""
+        """Returns the tensor as one that varies along `axes` too."""
         missing = self._mask(axes) & ~self._of(x)
         return self._cast(x, missing) if missing and _differentiable(x) else x
 
     def made_at(self, x: Tensor) -> str:
-        """The line that made a tensor, in words."""
+        """Returns the line that made a tensor, in words."""
         code, line = x.__dict__.get(_MADE_AT, (None, 0))
         return "" if code is None else f", made at {code.co_filename}:{line}"
 
@@ -115,15 +115,17 @@ class Following(NotingMode):
         return self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of any kind: the result varies along the union of the axes of its operands."""
-        union = None if kwargs or self._wrote else self._common(args)
+        """Returns an operation of any kind: the result varies along the union of the axes of its operands."""
+        union, numbered = None if kwargs or self._wrote else self._common(args), False
         if union is None:
+            given = args, kwargs
             union, unlike, args, kwargs = self._union(args, kwargs)
+            numbered = args is not given[0]
             if unlike and _recording_gradients():
                 args, kwargs = self._alike(args, union), self._alike(kwargs, union)
         out = func(*args, **kwargs)
         self._note_result(out, union, sys._getframe(2))
-        return out
+        return AxisNumber(out, self._named(union)) if numbered and type(out) in (bool, int, float) else out
 
     # Masks: bit i is the i-th axis.
 
@@ -146,14 +148,14 @@ class Following(NotingMode):
         return mask
 
     def _inherited(self, x: Tensor) -> int:
-        """The axes of a tensor that was made past this mode: a wrapper of torch.func, a view."""
+        """Returns the axes of a tensor that was made past this mode: a wrapper of torch.func, a view."""
         if functorch.is_functorch_wrapped_tensor(x):
             return self._of(functorch.get_unwrapped(x))
         base = _base(x)
         return self._default if base is None else self._of(base)
 
     def _common(self, args: Any) -> int | None:
-        """The axes of operands that all have the same and hold no others, which is the rule; else None."""
+        """Returns the axes of operands that all have the same and hold no others, which is the rule, else None."""
         stamp, common = self._stamp, None
         for a in args:
             if isinstance(a, Tensor):
@@ -166,24 +168,24 @@ class Following(NotingMode):
         return common
 
     def _union(self, args: Any, kwargs: Any) -> tuple[int, bool, Any, Any]:
-        """The axes of all operands together, whether they differ, and the operands with plain numbers."""
+        """Returns the axes of all operands together, whether they differ, and the operands with plain numbers."""
         masks: list[int] = []
         numbers = [self._collect(x, masks) for x in (*args, *kwargs.values())]
         union = 0
         for m in masks:
             union |= m
         if any(numbers):
-            args, kwargs = _with_plain_numbers(args), _with_plain_numbers(kwargs)
+            args, kwargs = with_plain_numbers(args), with_plain_numbers(kwargs)
         return union, any(m != union for m in masks), args, kwargs
 
     def _collect(self, x: Any, into: list[int]) -> bool:
-        """Collects the axes of an operand; returns whether it has numbers that remember some."""
+        """Collects the axes of an operand, and returns whether it has numbers that remember some."""
         kind = type(x)
         if kind is Tensor or isinstance(x, Tensor):
             into.append(self._of(x))
         elif kind is tuple or kind is list or kind is torch.Size:
             return any([self._collect(y, into) for y in x])
-        elif kind in AXIS_NUMBERS:
+        elif kind is AxisNumber:
             into.append(self._mask(x.axes))
             return True
         elif kind is slice:
@@ -223,7 +225,7 @@ class Following(NotingMode):
         return out
 
     def _alike(self, x: Any, union: int) -> Any:
-        """An operand, or a container of some, with casts along the axes that it lacks."""
+        """Returns an operand, or a container of some, with casts along the axes that it lacks."""
         if isinstance(x, Tensor):
             missing = union & ~self._of(x)
             return self._cast(x, missing) if missing and _differentiable(x) else x
@@ -237,7 +239,7 @@ class Following(NotingMode):
     # Rules of operations that differ.
 
     def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A primitive of the table."""
+        """Returns a primitive of the table."""
         x, call = (*args, *kwargs.values())
         has, over = self._of(x), self._mask(call.line.axes)
         self.crossed.update(call.line.axes)
@@ -268,7 +270,7 @@ class Following(NotingMode):
         return out
 
     def in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A write to the first operand, which varies along the union afterwards."""
+        """Returns a write to the first operand, which varies along the union afterwards."""
         union, unlike, args, kwargs = self._union(args, kwargs)
         target = args[0]
         if not unlike or not isinstance(target, Tensor):
@@ -285,13 +287,16 @@ class Following(NotingMode):
         return out
 
     def first_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that only looks at the shape or dtype of its further operands."""
+        """Returns an operation that only looks at the shape or dtype of its further operands."""
         out = func(*args, **kwargs)
         self._note_result(out, self._of(args[0]) if isinstance(args[0], Tensor) else 0, sys._getframe(2))
         return out
 
     def constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that looks at the shape of its first operand alone; others are numbers, or data to copy."""
+        """Returns an operation that looks at the shape of its first operand alone.
+
+        Others are numbers, or data to copy.
+        """
         first = args[0] if args else kwargs["input"]
         union, _, rest, kwargs = self._union(args[1:], {k: x for k, x in kwargs.items() if k != "input"})
         out = func(first, *rest, **kwargs)
@@ -299,7 +304,7 @@ class Following(NotingMode):
         return out
 
     def each(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that returns each of its operands in another shape."""
+        """Returns an operation that returns each of its operands in another shape."""
         out = func(*args, **kwargs)
         given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         for x, y in zip(out, given, strict=True):
@@ -352,7 +357,7 @@ def _line_of_user() -> str:
 
 
 def _is_inside(frame: Any) -> bool:
-    """Whether a frame is one of torch's or this package's, which no user has written."""
+    """Returns whether a frame is one of torch's or this package's, which no user has written."""
     known = _CODES.get(frame.f_code)
     if known is None:
         file = frame.f_code.co_filename
@@ -368,22 +373,13 @@ _MOST_CODES = 16384
 
 
 def _carries_nothing(index: Any) -> bool:
-    """Whether an index has neither tensors nor numbers that remember axes."""
+    """Returns whether an index has neither tensors nor numbers that remember axes."""
     parts = index if type(index) is tuple else (index.start, index.stop, index.step)
     return all(type(x) in _CARRY_NOTHING or (type(x) is slice and _carries_nothing(x)) for x in parts)
 
 
-def _with_plain_numbers(x: Any) -> Any:
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind(map(_with_plain_numbers, x))
-    if kind is dict:
-        return {k: _with_plain_numbers(y) for k, y in x.items()}
-    return slice(*map(plain, (x.start, x.stop, x.step))) if kind is slice else plain(x)
-
-
 def _base(x: Tensor) -> Tensor | None:
-    """The tensor that a view shows."""
+    """Returns the tensor that a view shows."""
     with DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
         return x._base if x._is_view() else None
 
@@ -393,7 +389,10 @@ def _recording_gradients() -> bool:
 
 
 def _differentiable(x: Tensor) -> bool:
-    """Whether a gradient may be wanted; inside torch.func any tensor of floats may have one at an outer level."""
+    """Returns whether a gradient may be wanted.
+
+    Inside torch.func any tensor of floats may have one at an outer level.
+    """
     if not (x.is_floating_point() or x.is_complex()):
         return False
     return x.requires_grad or transforming()

@@ -1,4 +1,4 @@
-"""torch's stack of function modes: a mode that begins late, below the others; and `Function.apply`, past all modes."""
+"""torch's stack of function modes: a mode that begins late, below the others, and `Function.apply`, past all modes."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
 
 
 def began() -> bool:
-    """Begins the mode that waits, if there is one that has not begun; returns whether it did."""
+    """Begins the mode that waits, if there is one that has not begun, and returns whether it did."""
     if not WAITING:
         return False
     waiting = WAITING.innermost()
@@ -87,7 +87,7 @@ def began() -> bool:
 
 @contextlib.contextmanager
 def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
-    """Lets the mode begin with the first collective; ends it."""
+    """Lets the mode begin with the first collective, and ends it."""
     waiting = LateMode(mode)
     with WAITING.bound(waiting):
         try:

@@ -26,10 +26,13 @@ from shardfn.core import (
     PyTree,
     Sharding,
     Stored,
+    StoredValue,
     as_html,
+    as_stored,
     block_slices,
     columns,
     dtype_name,
+    load,
     raise_all,
     size,
     tree_map,
@@ -76,14 +79,14 @@ class GlobalTensor:
 
     def __init__(
         self,
-        local: Tensor | Stored,
+        local: StoredValue,
         shape: torch.Size,
         spec: P,
         mesh: Mesh,
         memory_kind: MemoryKind = "device",
         frozen: bool = False,
     ) -> None:
-        self._local: Tensor | Stored | None = local
+        self._local: StoredValue | None = local
         self.shape = shape
         self.spec = spec
         self.mesh = mesh
@@ -99,10 +102,10 @@ class GlobalTensor:
             ValueError: this rank is not of the mesh.
         """
         held = self.held
-        return held if isinstance(held, Tensor) else held.load()
+        return held if isinstance(held, Tensor) else load(held)
 
     @property
-    def held(self) -> Tensor | Stored:
+    def held(self) -> StoredValue:
         """This rank's block in its stored form: a tensor on the device or the host, or a value on disk.
 
         Raises:
@@ -120,7 +123,7 @@ class GlobalTensor:
         """Whether a step has consumed this leaf."""
         return self._local is None
 
-    def donate(self) -> Tensor | Stored:
+    def donate(self) -> StoredValue:
         """The block in its stored form; afterwards this leaf cannot be touched."""
         held = self.held
         self._local = None
@@ -140,15 +143,15 @@ class GlobalTensor:
     @property
     def code(self) -> Code | None:
         """The code to which the stored block is rounded; None = it is not rounded."""
-        held = self.held
-        return None if isinstance(held, Tensor) else held.code
+        stored = as_stored(self.held)
+        return None if stored is None else stored.code
 
     @property
     def placement(self) -> Placement:
         """The layout, memory and dtype in which it is stored."""
         return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
 
-    def with_block(self, block: Tensor | Stored) -> "GlobalTensor":
+    def with_block(self, block: StoredValue) -> "GlobalTensor":
         """The same leaf with another block, in the same memory; the block has its code."""
         return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
 

@@ -21,7 +21,7 @@ class Grid:
     Attributes:
         shape: the tensor's.
         dim: the dim that is cut.
-        sizes: of the axes that cut it, major to minor.
+        sizes: sizes of the axes that cut it, major to minor.
         order: the places in `sizes` of the inner axes, then of the outer ones.
         inner: ranks along the inner axes.
         outer: ranks along the outer axes.
@@ -48,7 +48,7 @@ class Grid:
 
     @property
     def own_shape(self) -> torch.Size:
-        """The shape of this rank's block."""
+        """Returns the shape of this rank's block."""
         return torch.Size([*self.shape[: self.dim], self.lengths[self.index], *self.shape[self.dim + 1 :]])
 
     @property
@@ -61,7 +61,7 @@ class Grid:
         return -(-self.m // quantum) * quantum
 
     def blocks(self, x: Float[Tensor, "..."]) -> Float32[Tensor, "inner outer m"]:
-        """All blocks: of each inner rank those of each outer one."""
+        """Returns all blocks: of each inner rank those of each outer one."""
         rows = x.movedim(self.dim, 0).float()
         pieces = rows.split(self.lengths)
         longest = self.lengths[0]
@@ -82,7 +82,7 @@ def _longer(piece: Shaped[Tensor, "rows ..."], rows: int) -> Shaped[Tensor, "lon
 
 
 def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int) -> Grid:
-    """The blocks of `x` along `axis`; `dim` must be in range."""
+    """Returns the blocks of `x` along `axis`. `dim` must be in range."""
     mesh = current_mesh()
     named = mesh.axes(axis)
     between, inside = (mesh.axes(a) for a in split_axes(op, axis, outer))

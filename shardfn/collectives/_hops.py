@@ -45,7 +45,7 @@ class TwoHops:
         """Across the far axes: the blocks of the ranks that share this one's index along the near axes.
 
         Args:
-            own: this rank's block; see `Channel.all_gather`.
+            own: this rank's block. See `Channel.all_gather`.
             sizes: number of elements of each rank's block, along all axes.
         """
         c = max(sizes)

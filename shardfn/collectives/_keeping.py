@@ -21,7 +21,7 @@ class Keeper(Protocol):
     """Decides about results of transfers: `remat` with a policy."""
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """The result of a transfer: `run()`, or the one that was kept of it."""
+        """Returns the result of a transfer: `run()`, or the one that was kept of it."""
         ...
 
     def joined(self, run: Callable[[], T]) -> T:
@@ -38,24 +38,24 @@ def keeping(keeper: Keeper) -> AbstractContextManager[Keeper]:
 
 
 def keeper_around() -> Keeper | None:
-    """The keeper that sees the transfers now."""
+    """Returns the keeper that sees the transfers now."""
     return _KEEPER.innermost()
 
 
 def transferred(name: str, run: Callable[[], Tensor]) -> Tensor:
-    """The result of a transfer."""
+    """Returns the result of a transfer."""
     keeper = _KEEPER.innermost()
     return run() if keeper is None else keeper.transfer(name, run)
 
 
 def as_one(run: Callable[[], T]) -> T:
-    """The value of a collective that is made of transfers and other operations."""
+    """Returns the value of a collective that is made of transfers and other operations."""
     keeper = _KEEPER.innermost()
     return run() if keeper is None else keeper.joined(run)
 
 
 def joined(f: Callable[..., T]) -> Callable[..., T]:
-    """A function that is such a collective."""
+    """Returns a function that is such a collective."""
 
     @functools.wraps(f)
     def one(*args: Any) -> T:

@@ -1,6 +1,6 @@
 """The ranks along some mesh axes, as one collective sees them.
 
-A caller names axes from major to minor, in any order; a process group has the mesh's order. `Line` is the map between
+A caller names axes from major to minor, in any order. A process group has the mesh's order. `Line` is the map between
 the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as `torch.chunk` makes
 it, as in `P(("dp", "tp"))`.
 """
@@ -36,17 +36,17 @@ class Line:
 
     @staticmethod
     def alone() -> "Line":
-        """The line of this rank alone, on which rows are moved all the same."""
+        """Returns the line of this rank alone, on which rows are moved all the same."""
         return Line((), (), 0, range(1), current_mesh())
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return len(self.ranks)
 
     @property
     def in_order(self) -> bool:
-        """Whether index and rank are the same number."""
+        """Returns whether index and rank are the same number."""
         return isinstance(self.ranks, range)
 
     @property
@@ -55,12 +55,12 @@ class Line:
         return sorted(range(self.size), key=lambda i: self.ranks[i])
 
     def lengths(self, size: int) -> tuple[int, ...]:
-        """How many of `size` rows each index holds."""
+        """Returns how many of `size` rows each index holds."""
         return block_lengths(size, self.sizes)
 
 
 def line_along(axis: Axes) -> Line | None:
-    """The line of the bound mesh along `axis`; None where that is this rank alone.
+    """Returns the line of the bound mesh along `axis`, or None where that is this rank alone.
 
     Raises:
         ValueError: an axis is unknown or named twice.
@@ -80,7 +80,7 @@ def line_along(axis: Axes) -> Line | None:
 
 @functools.lru_cache(maxsize=1024)
 def block_lengths(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The rows of each block when `size` rows are cut along axes of `sizes`, major to minor.
+    """Returns the rows of each block when `size` rows are cut along axes of `sizes`, major to minor.
 
     Example:
         >>> block_lengths(7, (4,))

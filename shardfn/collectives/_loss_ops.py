@@ -1,4 +1,4 @@
-"""The collectives that a loss calls, as ops of a captured graph; the step's own transfers are in `_wire_ops.py`.
+"""The collectives that a loss calls, as ops of a captured graph. The step's own transfers are in `_wire_ops.py`.
 
     loss_psum_start(x, axes)                       -> handle, like x        the sum over the ranks
     loss_pmax_start(x, axes)                       -> handle, like x        the maximum
@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 
 
 def channel_along(axes: str) -> Channel | None:
-    """The channel of a loss's collectives along axes joined by commas; None along none.
+    """Returns the channel of a loss's collectives along axes joined by commas; None along none.
 
     Raises:
         RuntimeError: no mesh with these axes is bound.

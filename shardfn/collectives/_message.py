@@ -31,7 +31,7 @@ def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Ca
 
     Args:
         parts: groups of tensors, whose leading dims are the line's size.
-        line: the ranks; None is this rank alone.
+        line: the ranks. None is this rank alone.
         name: the operation's name for the traffic counter.
     """
     if line is None:
@@ -47,7 +47,7 @@ def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[
 
     Args:
         parts: groups of tensors with equal leading dims, the same on all ranks.
-        line: the ranks; None is this rank alone.
+        line: the ranks. None is this rank alone.
     """
     if line is None:
         return lambda: list(parts)
@@ -57,7 +57,10 @@ def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[
 
 
 def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
-    """The message, and the places in it: the widest elements first, so that each begins at a multiple of its width."""
+    """Returns the message, and the places in it.
+
+    The widest elements first, so that each begins at a multiple of its width.
+    """
     flat = [part for group in parts for part in group]
     places: list[_MessagePlace] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Messages from one rank to another, as ops of a captured graph; the other ops of the wire are in `_wire_ops.py`.
+"""Messages from one rank to another, as ops of a captured graph. The other ops of the wire are in `_wire_ops.py`.
 
     send_start(x, to, tag, axes)                               -> handle [0]    x to one rank along the axes
     receive_start(shape, dtype, device, source, tag, axes)     -> handle        that rank's message of the same tag

@@ -27,7 +27,7 @@ def _unknown(x: Tensor) -> Tensor:
 
 
 def _channel(x: Tensor, line: Line) -> Channel | None:
-    """The channel that takes `x` at once; None where transfers are to be ops."""
+    """Returns the channel that takes `x` at once, or None where transfers are to be ops."""
     if torch.compiler.is_compiling() or num_dispatch_modes() or peek_interpreter_stack() is not None:
         return None
     if isinstance(x, FakeTensor) or x.is_meta or line.mesh.abstract:
@@ -40,7 +40,7 @@ def _channel(x: Tensor, line: Line) -> Channel | None:
 
 
 def start_op(name: str, line: Line, *args: Any) -> Callable[[], Tensor]:
-    """Starts a transfer by its op, whose last argument is the axes; the result waits for it."""
+    """Starts a transfer by its op, whose last argument is the axes. The result waits for it."""
     axes = ",".join(line.axes)
     if torch.compiler.is_compiling():
         whole = getattr(_ops, name)(*args, axes)
@@ -64,7 +64,7 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
 
 
 def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
-    """The blocks of the line stacked by index, `[...] -> [n, ...]`, under way; the result waits for it.
+    """Returns the blocks of the line stacked by index, `[...] -> [n, ...]`, under way. The result waits for it.
 
     `x` is not to be written until then.
     """
@@ -85,7 +85,7 @@ def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
 
 
 def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
-    """The sum over the line of the row of each rank's `x` that belongs to this index: `[n, ...] -> [...]`."""
+    """Returns the sum over the line of the row of each rank's `x` that belongs to this index: `[n, ...] -> [...]`."""
     n, shape = line.size, x.shape[1:]
     if x.numel() == 0:
         return x.new_empty(shape)
@@ -125,5 +125,8 @@ def exchange_start(
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:
-    """The sum over dim 0 from the first row to the last; 16-bit floats are summed in 32 bits and rounded once."""
+    """Returns the sum over dim 0 from the first row to the last.
+
+    16-bit floats are summed in 32 bits and rounded once.
+    """
     return ordered_sum(list(rows.unbind(0)), None)

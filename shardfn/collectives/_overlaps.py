@@ -32,15 +32,15 @@ class Overlap(NamedTuple):
 
 
 def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], rank: int) -> list[Overlap]:
-    """The parts of a leaf that a rank sends, receives and has already, in an order that is the same on all ranks.
+    """Returns the parts of a leaf that a rank sends, receives and has already, in an order equal on all ranks.
 
     Where several ranks hold a block, those that want it and do not hold it are shared out among them in turn.
 
     Args:
         shape: the leaf's global shape.
-        src: its present spec and mesh.
-        dst: its new spec and mesh.
-        rank: of the program; in one mesh, or both.
+        src: present spec and mesh.
+        dst: new spec and mesh.
+        rank: rank of the program; in one mesh, or both.
 
     Example:
         >>> import torch
@@ -67,13 +67,13 @@ def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], r
 
 
 def blocks_of(shape: tuple[int, ...], spec: P, mesh: Mesh) -> list[Box]:
-    """The blocks of a leaf, in the order of the mesh's ranks."""
+    """Returns the blocks of a leaf, in the order of the mesh's ranks."""
     cuts = (block_slices(shape, spec, mesh.shape, coords) for coords in all_coords(mesh.shape))
     return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
 
 
 def pieces(box: Box, most: int) -> Iterator[Box]:
-    """A box as boxes of at most `most` elements, in row-major order.
+    """Yields a box as boxes of at most `most` elements, in row-major order.
 
     Example:
         >>> list(pieces(((0, 2), (0, 5)), 4))

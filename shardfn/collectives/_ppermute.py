@@ -14,7 +14,7 @@ from ._where import recording
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
-    """Sends `x` from each source to its destination; a rank that receives nothing gets zeros: `V -> V`.
+    """Sends `x` from each source to its destination. A rank that receives nothing gets zeros: `V -> V`.
 
         NCCL: send / recv.  Slow spec: `out = zeros; out[dst] = blocks[src] for src, dst in perm`.
 
@@ -28,7 +28,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
         x: of one shape on all ranks.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have the one index 0: `[(0, 0)]`,
             the form of every ring there, is the identity, and `[]`, that of every shift, gives zeros.
-        perm: pairs (source, destination) of indices along `axis`; the same list on all ranks.
+        perm: pairs (source, destination) of indices along `axis`. The same list on all ranks.
 
     Returns:
         A tensor like `x`.
@@ -52,14 +52,14 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
 
 def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
-    """Starts a `ppermute` of a plain tensor that is not differentiated; the result waits for it.
+    """Starts a `ppermute` of a plain tensor that is not differentiated. The result waits for it.
 
     While a program is captured it is sent and waited for at once: the passes over its graph decide on overlap.
 
     Args:
-        x: of one shape on all ranks; not to be written before the wait.
-        axis: as in `ppermute`.
-        perm: as in `ppermute`.
+        x: of one shape on all ranks, not to be written before the wait.
+        axis: see `ppermute`.
+        perm: see `ppermute`.
 
     Raises:
         ValueError: as `ppermute`.

@@ -88,11 +88,11 @@ class Primitive(NamedTuple):
     """A row of the table.
 
     Attributes:
-        impl: the wire; it gets the tensor, the call and the operands.
+        impl: the wire. It gets the tensor, the call and the operands.
         transpose: the call that is the transpose of a call.
         tangent: the call that maps tangents.
-        start: the wire, under way; `impl` waits for it. None if no caller has other work meanwhile.
-        turned: from the operands of a call to those of its transpose.
+        start: the wire, under way. `impl` waits for it. None if no caller has other work meanwhile.
+        turned: function from the operands of a call to those of its transpose.
     """
 
     impl: Callable[..., Tensor]
@@ -108,7 +108,7 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
     Args:
         x: the tensor in which the primitive is linear.
         call: the numbers and names that a graph holds as constants.
-        operands: integer tensors that the primitive reads, such as sizes that are data; they have no derivative. Under
+        operands: integer tensors that the primitive reads, such as sizes that are data. They have no derivative. Under
             vmap each has `call.batch_dims` leading dims, of size 1 where it is not batched.
     """
     if has_torch_function_unary(x) or began():
@@ -120,12 +120,12 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
 
 
 def _transforming() -> bool:
-    """Whether tensors may be wrapped: inside torch.func or forward-mode AD."""
+    """Returns whether tensors may be wrapped: inside torch.func or forward-mode AD."""
     return peek_interpreter_stack() is not None or forward_level() >= 0
 
 
 def start(x: Tensor, call: Call) -> Wait:
-    """`bind` without derivatives, started; `x` must not be written until the wait.
+    """`bind` without derivatives, started. `x` must not be written until the wait.
 
     On all ranks of the line, calls are started and waited for in one order.
     """
@@ -137,7 +137,10 @@ def start(x: Tensor, call: Call) -> Wait:
 
 
 def transposed(call: Call) -> Call:
-    """The call whose result pairs with cotangents as `call`'s operand pairs with values: `<A x, y> = <x, A^T y>`."""
+    """Returns the call whose result pairs with cotangents as `call`'s operand pairs with values.
+
+    `<A x, y> = <x, A^T y>`.
+    """
     return PRIMITIVES[call.name].transpose(call)
 
 
@@ -222,7 +225,7 @@ def _pmax(x: Tensor, call: Call) -> Tensor:
 
 
 def _in_order(bits: Tensor) -> Tensor:
-    """The bits of floats as integers that have their order, and the way back, which is the same."""
+    """Returns the bits of floats as integers that have their order, and the way back, which is the same."""
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> info.bits - 1) & info.max)
 
@@ -299,7 +302,7 @@ def _all_to_all_start(x: Tensor, call: Call) -> Wait:
 
 
 def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
-    """The shape, cut dim first, of the block from a rank that holds `width` of `concat_dim`."""
+    """Returns the shape, cut dim first, of the block from a rank that holds `width` of `concat_dim`."""
     shape = list(x.shape)
     shape[call.concat_dim] = width
     shape[call.dim] = call.line.lengths(call.size)[call.line.index]
@@ -332,14 +335,14 @@ def _pad(x: Tensor, rows: int) -> Tensor:
 
 
 def _cut(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The blocks of `x` along dim 0, padded to the first one's length and stacked."""
+    """Returns the blocks of `x` along dim 0, padded to the first one's length and stacked."""
     if x.shape[0] == len(lengths) * lengths[0]:
         return x.reshape(len(lengths), lengths[0], *x.shape[1:])
     return torch.stack([_pad(block, lengths[0]) for block in x.split(lengths)])
 
 
 def _join(blocks: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The transpose of `_cut`: stacked padded blocks to rows."""
+    """Returns the transpose of `_cut`: stacked padded blocks to rows."""
     if len(set(lengths)) == 1:
         return blocks.flatten(0, 1)
     return torch.cat([block[:rows] for block, rows in zip(blocks.unbind(0), lengths, strict=True)])
@@ -350,7 +353,7 @@ def _becomes(name: str) -> Callable[[Call], Call]:
 
 
 def swap_dims(call: Call) -> Call:
-    """The call that cuts where a call joins."""
+    """Returns the call that cuts where a call joins."""
     return dataclasses.replace(
         call, dim=call.concat_dim, size=call.concat_size, concat_dim=call.dim, concat_size=call.size
     )

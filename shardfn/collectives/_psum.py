@@ -12,7 +12,7 @@ from ._primitive import Call, bind
 
 
 def psum(x: PyTree, axis: Axes) -> PyTree:
-    """The sum over the ranks along `axis`: `V -> I`.
+    """Returns the sum over the ranks along `axis`: `V -> I`.
 
         NCCL: all_reduce.  Slow spec: `[sum(blocks)] * n`.  Layout: `A{U_axis} -> A`.
 
@@ -25,7 +25,7 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
 
     Args:
         x: a tensor, or a tree of them, of one shape on all ranks. Booleans are counted, as by `torch.sum` (int64).
-        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
         A tree like `x`.
@@ -50,7 +50,7 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
 
 
 def pmean(x: PyTree, axis: Axes) -> PyTree:
-    """The mean over the ranks along `axis`: `V -> I`, `psum(x) / n`.
+    """Returns the mean over the ranks along `axis`: `V -> I`, `psum(x) / n`.
 
         NCCL: all_reduce.  Slow spec: `[sum(blocks) / n] * n`.
 
@@ -62,7 +62,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
 
     Args:
         x: a tensor, or a tree of them, of one shape on all ranks. Integers give the default float.
-        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
         A tree like `x`.
@@ -87,7 +87,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
 
 
 def pmax(x: PyTree, axis: Axes) -> PyTree:
-    """The elementwise maximum over the ranks along `axis`: `V -> I`.
+    """Returns the elementwise maximum over the ranks along `axis`: `V -> I`.
 
         NCCL: all_reduce (max).  Slow spec: `[max(blocks)] * n`.
 
@@ -101,7 +101,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
     Args:
         x: a tensor, or a tree of them, of one shape on all ranks.
-        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
         A tree like `x`.
@@ -130,19 +130,19 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
 
 def pvary(x: PyTree, axis: Axes) -> PyTree:
-    """The identity that declares an invariant value varying: `I -> V`.
+    """Returns the identity that declares an invariant value varying: `I -> V`.
 
         NCCL: nothing forward, all_reduce backward.  Slow spec: `blocks`.
 
         [A] [A]  =>  [A] [A]
 
-    Transpose: `psum`. Each rank's use of `x` gives a part of its gradient; the parts are summed.
+    Transpose: `psum`. Each rank's use of `x` gives a part of its gradient. The parts are summed.
 
     When: an invariant value (replicated weights, activations between tensor-parallel layers) meets a varying one.
 
     Args:
         x: a tensor, or a tree of them, equal on all ranks.
-        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
         A tree like `x`.

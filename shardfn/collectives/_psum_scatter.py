@@ -20,14 +20,14 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
 
     Transpose: `all_gather`, of the same global size.
 
-    On gloo the blocks are exchanged and summed in the order of ranks, 16-bit floats in 32 bits; elsewhere by
-    the backend.
+    On gloo the blocks are exchanged and summed in the order of ranks, 16-bit floats in 32 bits; elsewhere by the
+    backend.
 
     When: each rank goes on with its block of the sum: ZeRO's gradients, sequence-parallel activations.
 
     Args:
         x: this rank's summand, of one shape on all ranks. Booleans are counted (int64).
-        axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim that is cut. Any size: blocks are those of `torch.chunk` (with several axes: cut by the major one
             first), the last ones short or empty. `all_gather(..., size=x.shape[dim])` joins them again.
 
@@ -60,7 +60,7 @@ def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Sha
 
     Args:
         x: the whole, equal on all ranks.
-        axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim that is cut, as `psum_scatter` cuts it.
 
     Returns:

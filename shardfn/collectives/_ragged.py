@@ -34,7 +34,7 @@ def ragged_all_to_all(
     recv_sizes: Tensor,
     axis: Axes,
 ) -> Shaped[Tensor, "..."]:
-    """Sends each rank rows of `x`, which replace rows of its `out`; their numbers are data: `V -> V`.
+    """Sends each rank rows of `x`, which replace rows of its `out`. Their numbers are data: `V -> V`.
 
         NCCL: all_to_all of unequal parts.  Slow spec, for ranks i and j, from the blocks of all:
         `out[j][output_offsets[i][j] :][: send_sizes[i][j]] = x[i][input_offsets[i][j] :][: send_sizes[i][j]]`
@@ -52,8 +52,8 @@ def ragged_all_to_all(
     the data, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
 
     Args:
-        x: `[rows, ...]`; any number of rows, which may differ between ranks.
-        out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`; the capacity may differ between ranks.
+        x: `[rows, ...]`. Any number of rows, which may differ between ranks.
+        out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`. The capacity may differ between ranks.
         input_offsets: int32 or int64, one a rank along `axis`: the first of the rows of `x` for that rank.
         send_sizes: likewise: the number of these rows.
         output_offsets: likewise: the row of that rank's `out` at which they begin.
@@ -92,7 +92,7 @@ def ragged_all_to_all(
 def ragged_exchange(
     x: Shaped[Tensor, "..."], send_sizes: Tensor, axis: Axes
 ) -> tuple[Shaped[Tensor, "..."], Shaped[Tensor, " n"]]:
-    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on; returns the rows that come: `V -> V`.
+    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on, and returns the rows that come: `V -> V`.
 
         [a A B] [c C]  =>  [a c] [A B C]        with send_sizes [1, 2] and [1, 1]
 
@@ -104,15 +104,15 @@ def ragged_exchange(
     When: tokens go to the ranks that hold their experts, in any number, in eager code.
 
     Args:
-        x: `[rows, ...]`; any number of rows, which may differ between ranks.
+        x: `[rows, ...]`. Any number of rows, which may differ between ranks.
         send_sizes: int32 or int64, one a rank along `axis`: the number of rows for that rank.
-        axis: as in `ragged_all_to_all`.
+        axis: see `ragged_all_to_all`.
 
     Returns:
         The received rows, in the order of ranks, and the number from each rank (int64).
 
     Raises:
-        ValueError: as `ragged_all_to_all`; or the numbers have no values here: in a capture, or batched by vmap.
+        ValueError: as `ragged_all_to_all`, or the numbers have no values here: in a capture, or batched by vmap.
 
     Example:
         >>> rows, sizes = ragged_exchange(torch.tensor([5, 6, 7]), torch.tensor([2]), "ep")
@@ -215,7 +215,7 @@ def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
 
 
 def _refuse(line: Line, problems: list[str]) -> None:
-    """Raises on all ranks that exchange; a capture has agreements of its own."""
+    """Raises on all ranks that exchange. A capture has agreements of its own."""
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Exchanges of rows whose numbers are data, as ops of a captured graph; other transfers are in `_wire_ops.py`.
+"""Exchanges of rows whose numbers are data, as ops of a captured graph. Other transfers are in `_wire_ops.py`.
 
     ragged_places_start(output_offsets, input_offsets, send_sizes, recv_sizes, rows, capacity, looks, axes)
         -> handle, like output_offsets      compares the places of all ranks; where the rows for this one go
@@ -9,7 +9,7 @@
 Places are integers for each rank along the axes, in the order of the group, or several rows of these, one after another
 (of a batch). Rows that arrive at one place are added in that order. An axis of one rank has the name "".
 
-The check comes before the exchange, whose op needs its result; so all ranks raise alike, and nothing has been sent.
+The check comes before the exchange, whose op needs its result, so all ranks raise alike, and nothing has been sent.
 """
 
 import zlib
@@ -35,9 +35,9 @@ class Header(NamedTuple):
     """The facts that a rank sends to the others before an exchange.
 
     Attributes:
-        words: dtype and shape of its rows; or the reason why it has refused its call.
+        words: dtype and shape of its rows, or the reason why it has refused its call.
         refused: whether it has.
-        rows: that it sends from.
+        rows: rows that it sends from.
         capacity: the rows that it has room for; -1: any number.
     """
 
@@ -51,11 +51,11 @@ class Header(NamedTuple):
 
 
 def compared_places(channel: Channel | None, axes: str, told: Header, places: Tensor) -> Pending[Tensor]:
-    """The places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
+    """Returns the places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
 
     Args:
-        channel: the channel; None for this rank alone.
-        axes: their names, for errors.
+        channel: the channel, or None for this rank alone.
+        axes: names, for errors.
         told: this rank's facts.
         places: `[4, batch, ranks]`, int64: input offsets, sizes sent, output offsets, sizes received. Where a rank has
             no output offsets, -1, rows go behind one another.
@@ -208,7 +208,7 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 
 def _are_apart(places: list[tuple[int, int]]) -> bool:
-    """Whether no row is in two places."""
+    """Returns whether no row is in two places."""
     end = 0
     for start, size in sorted(p for p in places if p[1]):
         if start < end:

@@ -31,7 +31,7 @@ def pmax_ref(blocks: Blocks) -> Blocks:
 
 
 def pvary_ref(blocks: Blocks) -> Blocks:
-    """Each rank keeps its block."""
+    """Returns each rank keeps its block."""
     return list(blocks)
 
 
@@ -54,7 +54,7 @@ def psum_scatter_ref(blocks: Blocks, dim: int) -> Blocks:
 
 
 def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
-    """Each rank keeps its own block of its tensor.
+    """Returns each rank keeps its own block of its tensor.
 
     Example:
         >>> take_own_block_ref([torch.arange(3), torch.arange(3)], 0)

@@ -27,7 +27,7 @@ class Residual(NamedTuple):
 
     Attributes:
         worker: `[1, N]`, this rank's; `()` if the compressor has no memory.
-        server: `[N / P]`, of the chunk that this rank sums; `()` if the sum is not compressed again.
+        server: `[N / P]`, of the chunk that this rank sums. `()` if the sum is not compressed again.
     """
 
     worker: Any
@@ -54,7 +54,7 @@ class Cut:
 
 
 def cut_of(n: int, ranks: int, quantum: int, inner: int = 1) -> Cut:
-    """The rows of a leaf of n elements.
+    """Returns the rows of a leaf of n elements.
 
     Example:
         >>> [ranks * cut_of(1000, ranks, 8).c for ranks in (2, 3, 4, 8, 16)]
@@ -66,7 +66,7 @@ def cut_of(n: int, ranks: int, quantum: int, inner: int = 1) -> Cut:
 
 
 def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
-    """The axes between compressed ranks, and those inside, along which everything is exact.
+    """Returns the axes between compressed ranks, and those inside, along which everything is exact.
 
     Raises:
         ValueError: `outer` is not among `axis`.
@@ -80,12 +80,12 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
 
 
 def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
-    """The errors before the first call of `compressed_pmean`, `coded_pmean` or `compressed_psum`: zeros.
+    """Returns the errors before the first call of `compressed_pmean`, `coded_pmean` or `compressed_psum`: zeros.
 
     Args:
         tree: tensors of the shapes that will be averaged, on the devices where that will be. Local; no communication.
-        axis: as there.
-        compressor: as there.
+        axis: axis as there.
+        compressor: compressor as there.
         outer: as there.
 
     Returns:
@@ -135,7 +135,7 @@ def check_compressor(op: str, compressor: Any) -> None:
 def check_memory(
     path: str, x: Tensor, residual: Any, worker: tuple[int, ...] | None, server: tuple[int, ...] | None
 ) -> list[str]:
-    """The problems of a leaf's state, as lines of a message.
+    """Returns the problems of a leaf's state, as lines of a message.
 
     `worker` and `server` are the shapes it must have; None: no error.
     """
@@ -162,7 +162,7 @@ def _described(what: Any) -> str:
 
 
 def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
-    """The errors of all ranks as `GlobalTensor`s, whose blocks are this rank's.
+    """Returns the errors of all ranks as `GlobalTensor`s, whose blocks are this rank's.
 
     Blocks along other axes must be of one size: pad a dim that an axis does not divide.
 
@@ -171,7 +171,7 @@ def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: A
         axis: the axes that it averages over.
         specs: a prefix tree of `P`: how the blocks that are averaged are cut out of their leaves. Their axes are those
             along which each rank has errors of its own.
-        outer: as in `compressed_pmean`.
+        outer: see `compressed_pmean`.
 
     Returns:
         A tree like `state`.
@@ -220,25 +220,25 @@ def recut_residuals(
 ) -> PyTree:
     """Errors for another number of ranks, with the same total as the old ones.
 
-    Every new rank gets the mean of the old workers' errors, so that their mean stays; the server's errors of the real
+    Every new rank gets the mean of the old workers' errors, so that their mean stays. The server's errors of the real
     elements are cut anew. The errors of padding are zero.
 
         mean_i e_i' + server' = mean_i e_i + server
 
     Args:
-        state: the errors of all old ranks, as `unshard(global_residuals(...))` gives them: for each leaf worker
-            `[P, T N]` and server `[T N]`, T = inner * others. `GlobalTensor`s are gathered, which is collective.
+        state: the errors of all old ranks, as `unshard(global_residuals(...))` gives them: for each leaf worker `[P, T
+            N]` and server `[T N]`, T = inner * others. `GlobalTensor`s are gathered, which is collective.
         like: a tree of the tensors that were averaged, as each rank had them (shapes only).
         num_ranks: the new P.
-        compressor: as before.
-        inner: the number of ranks along the exact axes; 1 without such axes.
-        others: blocks that the leaf is in along axes that are not averaged over; the same for all leaves.
+        compressor: compressor as before.
+        inner: the number of ranks along the exact axes, or 1 without such axes.
+        others: blocks that the leaf is in along axes that are not averaged over. The same for all leaves.
 
     Returns:
         A tree like `state`, for the new ranks: worker `[P', T N']`, server `[T N']`. Rows of a worker share memory.
 
     Raises:
-        ValueError: a leaf's errors are not of the size of its leaf; every leaf is listed.
+        ValueError: a leaf's errors are not of the size of its leaf. Every leaf is listed.
 
     Example:
         >>> old = {"w": Residual(torch.tensor([[1.0] * 16, [3.0] * 16]), torch.ones(16))}
@@ -273,6 +273,6 @@ def recut_residuals(
 
 
 def _refitted(error: Tensor, blocks: int, cut: Cut) -> Tensor:
-    """The errors of the real elements of each block, with as much padding as the new cut has."""
+    """Returns the errors of the real elements of each block, with as much padding as the new cut has."""
     real = error.view(blocks, -1)[:, : cut.piece]
     return torch.nn.functional.pad(real, (0, cut.ranks * cut.c - cut.piece)).view(-1)

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardfn.core import Code, MemoryKind, Mesh, P, Placement
+from shardfn.core import Code, MemoryKind, Mesh, P, Placement, is_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Trail:
     def go(self, dst: Placement) -> None:
         """The direct way from here."""
         computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
-        if computes and self.now.memory_kind != "device":
+        if computes and not is_device(self.now.memory_kind):
             self.step(Move("device"), memory_kind="device")
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
         if self.now.code is not None and self.now.code != dst.code and not sums:

@@ -1,6 +1,6 @@
 """`start_together`: one hop of several small blocks, in one message.
 
-The bytes are those of a message a block; the parts of each block have the place in the message that the block has in
+The bytes are those of a message a block. The parts of each block have the place in the message that the block has in
 the list. So the values are those of `start`, bit for bit.
 """
 
@@ -14,10 +14,10 @@ from ._primitive import Call, start
 
 
 def start_together(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """`start` of each block, in one message where the call has one; the results have memory of their own.
+    """`start` of each block, in one message where the call has one. The results have memory of their own.
 
     Args:
-        blocks: of one dtype and device.
+        blocks: blocks of one dtype and device.
         calls: one primitive along one line; dims and sizes may differ.
     """
     name = calls[0].name
@@ -48,14 +48,14 @@ def _gather(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], lis
 
 
 def _joined(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> Tensor:
-    """The whole of one leaf, from the rows of all ranks [ranks, width]."""
+    """Returns the whole of one leaf, from the rows of all ranks [ranks, width]."""
     rest = own.shape[1:]
     pieces = [row[: n * rest.numel()].view(n, *rest) for row, n in zip(part, lengths, strict=True)]
     return torch.cat([piece.movedim(0, dim) for piece in pieces], dim).contiguous()
 
 
 def _exchange(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """Each rank gets its parts of all blocks, one after another."""
+    """Returns each rank gets its parts of all blocks, one after another."""
     line = calls[0].line
     sent = [x.split(line.lengths(call.size), call.dim) for x, call in zip(blocks, calls, strict=True)]
     arriving = [_arriving(x, call) for x, call in zip(blocks, calls, strict=True)]
@@ -73,7 +73,7 @@ def _exchange(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], l
 
 
 def _arriving(x: Tensor, call: Call) -> list[torch.Size]:
-    """The shapes of the parts that come from each index."""
+    """Returns the shapes of the parts that come from each index."""
     own = call.line.lengths(call.size)[call.line.index]
     shapes = []
     for rows in call.line.lengths(call.concat_size):

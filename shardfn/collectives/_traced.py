@@ -62,12 +62,12 @@ class TracedChannel:
         return Pending.of(out)
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
-        """See `Channel.all_reduce`; here the result is a new tensor."""
+        """See `Channel.all_reduce`. Here the result is a new tensor."""
         out = _ops.wait(_ops.psum_start([flat], self._name))
         return Pending.of(out)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
-        """See `Channel.send`; it is waited for where its result is taken."""
+        """See `Channel.send`. It is waited for where its result is taken."""
         handle = _ops.send_start(x, to, tag, self._name)
 
         def left() -> Tensor:
@@ -77,7 +77,7 @@ class TracedChannel:
         return Pending(left)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """See `Channel.arrival`; it is waited for where its result is taken."""
+        """See `Channel.arrival`. It is waited for where its result is taken."""
         handle = _ops.receive_start(list(like.shape), like.dtype, self._device, source, tag, self._name)
         return Pending(lambda: _ops.wait(handle))
 
@@ -92,19 +92,19 @@ class TracedChannels:
         self._mesh = mesh
 
     def gather(self, axes: tuple[str, ...]) -> TracedChannel:
-        """The channel that gathers along `axes`."""
+        """Returns the channel that gathers along `axes`."""
         return TracedChannel(self._mesh, axes)
 
     def reduce(self, axes: tuple[str, ...]) -> TracedChannel:
-        """The channel that reduces along `axes`."""
+        """Returns the channel that reduces along `axes`."""
         return TracedChannel(self._mesh, axes)
 
     def relay(self, axes: tuple[str, ...]) -> TracedChannel:
-        """A graph's transfers start in its order, so this is the channel that reduces."""
+        """Returns a graph's transfers start in its order, so this is the channel that reduces."""
         return TracedChannel(self._mesh, axes)
 
     def between(self, axes: tuple[str, ...]) -> TracedChannel:
-        """The channel from rank to rank."""
+        """Returns the channel from rank to rank."""
         return TracedChannel(self._mesh, axes)
 
     def flush(self) -> None:

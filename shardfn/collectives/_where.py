@@ -1,6 +1,6 @@
 """Notes, in a capture, the line of the user's code that calls a collective, and the collective that an op is part of.
 
-A forward collective runs under the user's frame; its transpose runs in the backward, where that frame is gone, so a
+A forward collective runs under the user's frame. Its transpose runs in the backward, where that frame is gone, so a
 primitive notes its line when it is applied and its transpose is recorded under the same one.
 """
 
@@ -15,10 +15,10 @@ class Applied(NamedTuple):
     """One application of a primitive; ops of a graph are part of one.
 
     Attributes:
-        name: of the primitive.
+        name: name of the primitive.
         axes: along which it is applied, in the mesh's order.
         number: identifies the application.
-        transposes: the number of the application that it is the transpose of; 0 for one of the program's own.
+        transposes: the number of the application that it is the transpose of, or 0 for one of the program's own.
     """
 
     name: str
@@ -43,13 +43,13 @@ def at_line(line: str | None) -> AbstractContextManager[Any]:
 
 
 def current_line() -> str | None:
-    """The current line of the user's code; None if lines are not recorded."""
+    """Returns the current line of the user's code, or None if lines are not recorded."""
     find, fixed = _FINDER.innermost(), _FIXED.innermost()
     return None if find is None else fixed[0] if fixed else find()
 
 
 def recording() -> bool:
-    """Whether a program is being captured."""
+    """Returns whether a program is being captured."""
     return bool(_FINDER)
 
 
@@ -59,5 +59,5 @@ def applying(applied: Applied) -> AbstractContextManager[Any]:
 
 
 def current_application() -> Applied | None:
-    """The application that is being recorded, if any."""
+    """Returns the application that is being recorded, if any."""
     return _APPLIED.innermost()

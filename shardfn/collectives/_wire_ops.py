@@ -10,11 +10,11 @@
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
 While a program is captured the sizes are written as runs, [count, size, count, size, ...], since a tracer's work on
-each of a thousand numbers takes longer than the rest; `with_sizes` puts them back as `Sizes`.
+each of a thousand numbers takes longer than the rest. `with_sizes` puts them back as `Sizes`.
 
-A handle represents the value, and is in flight until `wait`; only the value may be read. All tensors but `into` are
+A handle represents the value, and is in flight until `wait`. Only the value may be read. All tensors but `into` are
 flat. `axes` are mesh axes joined by commas; the bound mesh chooses the communicator, so that one graph runs on any
-wire. The inputs of a transfer must not be written before its `wait`, by which they have left; the op keeps them alive
+wire. The inputs of a transfer must not be written before its `wait`, by which they have left. The op keeps them alive
 until then.
 """
 
@@ -66,7 +66,7 @@ class StoppedError(Exception):
 def bind_channels(channels: "Channels | Any") -> Iterator[None]:
     """Binds the communicators that the ops use while a captured graph runs.
 
-    When it ends all sends have left; after an error, transfers without a `wait` are forgotten.
+    When it ends all sends have left. After an error, transfers without a `wait` are forgotten.
     """
     try:
         with _CHANNELS.bound(channels):
@@ -77,7 +77,7 @@ def bind_channels(channels: "Channels | Any") -> Iterator[None]:
 
 
 def channels_of_graph() -> Any:
-    """The communicators that are bound."""
+    """Returns the communicators that are bound."""
     return _CHANNELS.innermost()
 
 
@@ -88,7 +88,7 @@ def under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
 
 
 def ended(handle: Tensor) -> Pending[Tensor]:
-    """The transfer of a handle, which is forgotten."""
+    """Returns the transfer of a handle, which is forgotten."""
     return _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)[1]
 
 
@@ -289,7 +289,7 @@ def with_sizes(gm: torch.fx.GraphModule) -> None:
 
 
 def in_runs(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The op and the arguments by which a call with `Sizes` is traced: in the form before `with_sizes`.
+    """Returns the op and the arguments by which a call with `Sizes` is traced: in the form before `with_sizes`.
 
     Example:
         >>> gather = torch.ops.shardfn.all_gather_start.default

@@ -35,7 +35,7 @@ class GatherWire:
     Args:
         way: the route of each leaf.
         packing: the places of the pieces in the message.
-        channel: of the route, from `gather_channels`.
+        channel: channel of the route, from `gather_channels`.
 
     Attributes:
         packing: the same.
@@ -82,7 +82,7 @@ class SumWire:
 
     Attributes:
         packing: the same.
-        scatters: whether each rank gets its rows of the leaves; else sums are wanted whole.
+        scatters: whether each rank gets its rows of the leaves, else sums are wanted whole.
         size: the number of ranks along the axes of the first hop.
         index: this rank's index among them.
         axes: the axes.
@@ -98,19 +98,19 @@ class SumWire:
 
     @property
     def is_alone(self) -> bool:
-        """Whether gradients reach the optimizer from this rank alone, and as they are."""
+        """Returns whether gradients reach the optimizer from this rank alone, and as they are."""
         return self.size == 1 and not isinstance(self._channel, CodedReduce)
 
     @property
     def sums_in_one(self) -> bool:
-        """Whether `sum_whole` has the bits of `start` and `join`."""
+        """Returns whether `sum_whole` has the bits of `start` and `join`."""
         return not self.scatters and self._channel.sums_in_one
 
     def start(self, grads: list[Tensor], *, traced: bool, joins: bool) -> Pending[Tensor]:
-        """Begins to send gradients; the list is emptied, so that each goes when the message has it.
+        """Begins to send gradients. The list is emptied, so that each goes when the message has it.
 
         Args:
-            grads: of the leaves, in the dtype in which they travel.
+            grads: gradients of the leaves, in the dtype in which they travel.
             traced: whether this is a capture.
             joins: whether `join` may follow.
 
@@ -122,7 +122,7 @@ class SumWire:
         return self._channel.reduce_scatter(message, self._sizes(message), reuse=not self.scatters)
 
     def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
-        """`start` and `join` in one transfer; see `sums_in_one`."""
+        """`start` and `join` in one transfer. See `sums_in_one`."""
         message = self._laid(grads, traced)
         # It is summed in place; memory that another tensor shares is copied first.
         return self._channel.all_reduce(message if is_sole_owner(message) else message.clone())
@@ -164,7 +164,7 @@ class SumWire:
 
 
 def gather_wires(channels: AnyChannels, ways: Sequence[tuple[Route, Packing]]) -> list[GatherWire]:
-    """A wire for each route and packing; routes that are one object share their channels."""
+    """Returns a wire for each route and packing; routes that are one object share their channels."""
     made: dict[int, GatherChannel] = {}
     for way, _ in ways:
         if id(way) not in made:
@@ -183,7 +183,7 @@ def _gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
 
 
 def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
-    """The channel that sums along a route, up to the rows if it leads to rows. Collective the first time."""
+    """Returns the channel that sums along a route, up to the rows if it leads to rows. Collective the first time."""
     scatters = [hop for hop in way.hops if isinstance(hop, PsumScatter)]
     if not scatters:
         return channels.reduce(tuple(a for hop in way.hops if isinstance(hop, Psum) for a in hop.axes))
@@ -196,7 +196,7 @@ def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
 
 
 def _travels_as(way: Route) -> torch.dtype:
-    """The dtype of a leaf as its first gather begins; without a gather, as it arrives."""
+    """Returns the dtype of a leaf as its first gather begins; without a gather, as it arrives."""
     if isinstance(way.src.code, str):  # the bytes of its codes
         return torch.uint8
     pairs = zip(way.hops, way.stops, strict=False)

@@ -4,6 +4,7 @@
 from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
+from ._finite import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
 from ._errors import (
     a_kind as a_kind,
     did_you_mean as did_you_mean,
@@ -22,7 +23,8 @@ from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._spec import Codes as Codes, MemoryKind as MemoryKind, P as P, Sharding as Sharding
+from ._memory_kind import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
+from ._spec import Codes as Codes, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
@@ -51,7 +53,8 @@ from ._progress import progress as progress
 from ._per_mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
 from ._tracing import one_tracing as one_tracing
-from ._stored import Absent as Absent, Stored as Stored
+from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
+from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
 from ._shown import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,

@@ -46,7 +46,7 @@ def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Ag
 def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Sequence[Any]], Note | None]:
     """Registers a look at notes on the arguments of a checkpointed function, whose tensors are new objects later.
 
-    It returns a function that notes the same on the arguments of a later run; None where there is nothing to note.
+    It returns a function that notes the same on the arguments of a later run, or None where there is nothing to note.
     """
     _ARGUMENTS.append(look)
     return look
@@ -67,7 +67,7 @@ def _entered(found: Sequence[Again]) -> Iterator[None]:
 
 
 class Replaced:
-    """Attributes that are replaced while blocks run, for all threads; blocks, also of several of these, may overlap.
+    """Attributes that are replaced while blocks run, for all threads. Blocks, also of several of these, may overlap.
 
     Args:
         find: returns the attributes, as (owner, name, replacement of the current value).
@@ -145,7 +145,7 @@ _CHECKPOINTS = Replaced(_names)
 
 @functools.cache
 def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The driver of checkpoints that are not reentrant, with another function to run again."""
+    """Returns the driver of checkpoints that are not reentrant, with another function to run again."""
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ class Program:
 
 
 class _Here(threading.local):
-    """The program of this thread; None before its first use, and on the threads of autograd."""
+    """The program of this thread, or None before its first use, and on the threads of autograd."""
 
     program: Program | None = None
 
@@ -50,7 +50,7 @@ _HERE = _Here()
 
 
 def this_program() -> Program:
-    """The program of this thread.
+    """Returns the program of this thread.
 
     Example:
         >>> this_program() is this_program()
@@ -137,7 +137,7 @@ class OfProgram(Generic[T]):
         self._name, self._make = name, make
 
     def here(self) -> T:
-        """The value of this thread's program."""
+        """Returns the value of this thread's program."""
         return this_program().own(self._name, self._make)
 
 
@@ -155,7 +155,7 @@ class _StackOfProgram(threading.local):
         self.find()
 
     def find(self) -> list[Any]:
-        """The list of this thread's program."""
+        """Returns the list of this thread's program."""
         values: list[Any] = this_program().own(self._name, list)
         if _HERE.program is not None:
             self.values = values
@@ -176,7 +176,7 @@ class _StackOfThread(threading.local):
         self.values: list[Any] = []
 
     def find(self) -> list[Any]:
-        """The list of this thread."""
+        """Returns the list of this thread."""
         return self.values
 
     def put(self, values: list[Any]) -> None:
@@ -257,11 +257,11 @@ class Ambient(Generic[T]):
 
     @property
     def all(self) -> tuple[T, ...]:
-        """The bound values, the innermost last."""
+        """Returns the bound values, the innermost last."""
         return tuple(self._values())
 
     def innermost(self) -> T | None:
-        """The value bound last; None without one."""
+        """Returns the value bound last, or None without one."""
         try:
             values = self._stack.values
         except AttributeError:
@@ -293,7 +293,7 @@ _NAMES: list[str] = []
 
 
 def ambient_names() -> tuple[str, ...]:
-    """The names of all ambient values, in the order of their definitions.
+    """Returns the names of all ambient values, in the order of their definitions.
 
     Example:
         >>> "mesh" in ambient_names()

@@ -6,7 +6,7 @@ from ._zero import Zero
 
 
 def as_zero(zero: Any) -> Zero:
-    """The rule: a stage alone is `Zero(stage)`, and None is stage 0.
+    """Returns the rule: a stage alone is `Zero(stage)`, and None is stage 0.
 
     Raises:
         TypeError: it is neither.

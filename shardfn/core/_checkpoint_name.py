@@ -16,14 +16,14 @@ _HEARING = Ambient[Hears]("hears of named values", by_thread=True)
 
 
 def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."]:
-    """The identity, which names `x` for the transforms around it.
+    """Returns the identity, which names `x` for the transforms around it.
 
     A policy of `remat` or `offload` can then decide by this name. The name belongs to the memory: views of `x` have it
     too. Name a value where it is computed, before it is used.
 
     Args:
         x: any tensor.
-        name: its name in policies; several values may share one.
+        name: name in policies. Several values may share one.
 
     Returns:
         `x` itself.

@@ -8,16 +8,18 @@ from ._errors import did_you_mean
 from ._placement import GROUP_BYTES
 from ._spec import Codes
 
-# The codes of all weights of linear layers, or by regular expressions those of each; None keeps floats.
+# The codes of all weights of linear layers, or by regular expressions those of each. None keeps floats.
 CodePolicy = Codes | Mapping[str, Codes | None] | None
 
 
 def codes_of(policy: CodePolicy, name: str) -> Codes | None:
-    """The codes of a weight: those of the first regular expression that is found in its name; None without one.
+    """Returns the codes of a weight.
+
+    Those of the first regular expression that is found in its name, or None without one.
 
     Args:
         policy: codes for all weights, or codes by regular expressions.
-        name: of the weight, such as "model.layers.0.mlp.down_proj.weight" or "blocks.0.w_down".
+        name: name of the weight, such as "model.layers.0.mlp.down_proj.weight" or "blocks.0.w_down".
 
     Example:
         >>> policy = {"embed|head": "int8", "": "int4"}

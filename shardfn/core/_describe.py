@@ -19,7 +19,7 @@ from shardfn._torch import is_functorch_wrapped_tensor
 from ._spec import P, Sharding
 
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size, P, Sharding)
-# Each rank may have a disk of its own; and a rank that has used a rule for itself remembers more.
+# Each rank may have a disk of its own, and a rank that has used a rule for itself remembers more.
 _OWN = {"directory", "memo"}
 # A schedule of a number is described by its values at these steps.
 _RATES, _COUNTS = ("learning_rate", "schedule", "schedules", "rate"), (0, 1, 10, 100, 1000, 10000, 100000)
@@ -37,7 +37,7 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
 
     Args:
         value: any value.
-        path: its name in the lines.
+        path: name in the lines.
         strangers: whether functions from elsewhere, and the values of tensors, are described at all.
 
     Example:
@@ -48,7 +48,7 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
 
 
 class _Seen:
-    """The objects described so far, kept alive so that no other object gets their ids; and the option `strangers`."""
+    """The objects described so far, kept alive so that no other object gets their ids, and the option `strangers`."""
 
     def __init__(self, strangers: bool) -> None:
         self.strangers = strangers
@@ -148,12 +148,12 @@ def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Ite
 
 
 def _key(x: Any) -> str:
-    """A text without memory addresses."""
+    """Returns a text without memory addresses."""
     return repr(x) if isinstance(x, _PLAIN) else type(x).__qualname__
 
 
 def _fields(x: Any) -> dict[str, Any]:
-    """The fields of a NamedTuple, or the shown and compared fields of a dataclass; empty for other values."""
+    """Returns the fields of a NamedTuple, or the shown and compared fields of a dataclass, empty for other values."""
     if dataclasses.is_dataclass(x):
         shown = [f.name for f in dataclasses.fields(x) if f.repr and f.compare]
     else:
@@ -179,9 +179,9 @@ def _tensor(x: Tensor, values: bool) -> str:
 
 
 def plain(f: types.FunctionType) -> types.FunctionType:
-    """A function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
+    """Returns a function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
     while not is_own(f) and (wrapped := getattr(f, "__wrapped__", None)) is not None:
-        # A decorator runs the function in its closure; its `__wrapped__` may have been copied from that.
+        # A decorator runs the function in its closure. Its `__wrapped__` may have been copied from that.
         inside = [x for x in (*closed_over(f).values(), wrapped) if isinstance(x, types.FunctionType)]
         own = [x for x in inside if is_own(x)] or [x for x in inside if x is wrapped]
         if not own:
@@ -191,7 +191,7 @@ def plain(f: types.FunctionType) -> types.FunctionType:
 
 
 def closed_over(f: types.FunctionType) -> dict[str, Any]:
-    """The variables of a closure that have a value, and a function's defaults."""
+    """Returns the variables of a closure that have a value, and a function's defaults."""
     defaults = f.__defaults__ or ()
     names = f.__code__.co_varnames[f.__code__.co_argcount - len(defaults) : f.__code__.co_argcount]
     given = dict(zip(names, defaults, strict=True)) | (f.__kwdefaults__ or {})
@@ -205,12 +205,12 @@ def closed_over(f: types.FunctionType) -> dict[str, Any]:
 
 
 def is_own(f: Any) -> bool:
-    """Whether a function is this package's; a copied name does not count."""
+    """Returns whether a function is this package's. A copied name does not count."""
     return isinstance(f, types.FunctionType) and f.__globals__.get("__name__", "").partition(".")[0] == _PACKAGE
 
 
 def _is_own_value(x: Any) -> bool:
-    """Whether a value is made of this package's functions."""
+    """Returns whether a value is made of this package's functions."""
     if isinstance(x, types.FunctionType):
         return is_own(plain(x))
     parts = list(_fields(x).values()) if hasattr(x, "_fields") else x if isinstance(x, list | tuple) else []

@@ -1,8 +1,8 @@
-"""Draws: tensors as functions of (key, shape); any block can be computed without the rest.
+"""Draws: tensors as functions of (key, shape). Any block can be computed without the rest.
 
-Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`; so are the others. Inside
-`deferred()` the functions return a `Draw`, drawn when it is used or cut, so that one `init(config, key)` serves
-a laptop and a mesh on which no rank could hold the whole.
+Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`, so are the others. Inside
+`deferred()` the functions return a `Draw`, drawn when it is used or cut, so that one `init(config, key)` serves a
+laptop and a mesh on which no rank could hold the whole.
 """
 
 import functools
@@ -112,7 +112,7 @@ def normal(
         shape: shape of the result.
         mean: mean.
         stddev: standard deviation. Scale here and not afterwards, so that a deferred draw stays one.
-        dtype: a floating dtype; the 16-bit ones are drawn as float32 and rounded.
+        dtype: a floating dtype. The 16-bit ones are drawn as float32 and rounded.
         device: default the key's.
 
     Raises:
@@ -153,7 +153,7 @@ def bernoulli(key: Int64[Tensor, "2"], p: float, shape: Sequence[int]) -> Bool[T
 def full(
     shape: Sequence[int], value: float | int | bool, *, dtype: torch.dtype = torch.float32, device: Device = None
 ) -> Shaped[Tensor, "..."]:
-    """A tensor filled with `value`; a `Draw` inside `deferred()`.
+    """Returns a tensor filled with `value`; a `Draw` inside `deferred()`.
 
     Args:
         shape: shape of the result.
@@ -171,7 +171,7 @@ def full(
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None) -> Shaped[Tensor, "..."]:
-    """A tensor of zeros; a `Draw` inside `deferred()`.
+    """Returns a tensor of zeros; a `Draw` inside `deferred()`.
 
     Example:
         >>> zeros((2,)).tolist()
@@ -181,7 +181,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: D
 
 
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None) -> Shaped[Tensor, "..."]:
-    """A tensor of ones; a `Draw` inside `deferred()`.
+    """Returns a tensor of ones; a `Draw` inside `deferred()`.
 
     Example:
         >>> ones((2,)).tolist()
@@ -200,16 +200,16 @@ def uniform_block(
     maxval: float = 1.0,
     device: Device = None,
 ) -> Float[Tensor, "..."]:
-    """The block `uniform(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
+    """Returns the block `uniform(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
 
     Args:
         key: the key.
         shape: shape of the full draw.
         slices: one slice of step 1 a dim; missing ones are whole.
-        dtype: as in `uniform`.
-        minval: as in `uniform`.
-        maxval: as in `uniform`.
-        device: as in `uniform`.
+        dtype: see `uniform`.
+        minval: see `uniform`.
+        maxval: see `uniform`.
+        device: see `uniform`.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -240,16 +240,16 @@ def normal_block(
     dtype: torch.dtype = torch.float32,
     device: Device = None,
 ) -> Float[Tensor, "..."]:
-    """The block `normal(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
+    """Returns the block `normal(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
 
     Args:
         key: the key.
         shape: shape of the full draw.
         slices: one slice of step 1 a dim; missing ones are whole.
-        mean: as in `normal`.
-        stddev: as in `normal`.
-        dtype: as in `normal`.
-        device: as in `normal`.
+        mean: see `normal`.
+        stddev: see `normal`.
+        dtype: see `normal`.
+        device: see `normal`.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -273,7 +273,7 @@ def normal_block(
 
 
 def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, "..."]:
-    """The block `leaf[slices]` as a tensor of its own: a `Draw` draws only that, an ordinary tensor is copied.
+    """Returns the block `leaf[slices]` as a tensor of its own: a `Draw` draws only that, an ordinary tensor is copied.
 
     Args:
         leaf: a `Draw` or a tensor.
@@ -314,7 +314,7 @@ def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]
 
 
 class Draw(MetadataTensor):
-    """A tensor that is drawn when needed. Its shape, dtype and device cost nothing; any other use draws the whole.
+    """A tensor that is drawn when needed. Its shape, dtype and device cost nothing. Any other use draws the whole.
 
     Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
     """
@@ -330,11 +330,11 @@ class Draw(MetadataTensor):
         return self
 
     def block(self, slices: Slices) -> Tensor:
-        """The block `self.full()[slices]`, bit for bit, at the cost of the block."""
+        """Returns the block `self.full()[slices]`, bit for bit, at the cost of the block."""
         return self._draw(slices)
 
     def full(self) -> Tensor:
-        """The whole tensor."""
+        """Returns the whole tensor."""
         return self._draw(())
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -433,7 +433,7 @@ def _bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]:
 def _index_chunks(
     shape: Sequence[int], bounds: list[tuple[int, int]], chunk: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """The flat positions of a block of `shape`, in order, in pieces of about `chunk`.
+    """Yields the flat positions of a block of `shape`, in order, in pieces of about `chunk`.
 
     A block is a set of rows (the dims before `cut`), each a contiguous run of positions (the dims from `cut` on).
     """

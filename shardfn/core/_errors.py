@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suffix that names the nearest known word, or nothing.
+    """Returns a suffix that names the nearest known word, or nothing.
 
     Example:
         >>> did_you_mean("dpp", ["dp", "tp"])
@@ -27,7 +27,7 @@ def raise_all(kind: type[Exception], title: str, problems: list[str]) -> None:
 
 
 def first_of(lines: Sequence[str], num: int) -> list[str]:
-    """The first `num` lines, and how many more there are.
+    """Returns the first `num` lines, and how many more there are.
 
     Example:
         >>> first_of(["a", "b", "c"], 1)
@@ -37,14 +37,14 @@ def first_of(lines: Sequence[str], num: int) -> list[str]:
 
 
 def not_scalar(x: Any) -> str | None:
-    """A description of a value that is neither a 0-d tensor nor a number; None for a scalar."""
+    """Returns a description of a value that is neither a 0-d tensor nor a number, or None for a scalar."""
     if isinstance(x, Tensor):
         return None if x.shape == () else f"a tensor of shape {tuple(x.shape)}"
     return None if isinstance(x, numbers.Real) else f"a {type(x).__name__}"
 
 
 def a_kind(x: Any) -> str:
-    """The type of a value, with its article.
+    """Returns the type of a value, with its article.
 
     Example:
         >>> a_kind(1), a_kind("a")
@@ -59,7 +59,7 @@ class DonatedError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another rank failed or disagreed; the message names the rank and gives its report.
+    """Another rank failed or disagreed. The message names the rank and gives its report.
 
     Attributes:
         before_transfers: whether it was raised where ranks compare their calls, before any transfer began.

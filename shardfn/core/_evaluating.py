@@ -21,5 +21,5 @@ def evaluating() -> AbstractContextManager[None]:
 
 
 def is_evaluating() -> bool:
-    """Whether this thread is inside of `evaluating`."""
+    """Returns whether this thread is inside of `evaluating`."""
     return bool(_EVALUATION)

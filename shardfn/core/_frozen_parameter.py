@@ -9,7 +9,7 @@ from shardfn._torch import DisableTorchFunctionSubclass
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter without gradient whose copies and conversions are frozen, too; other results are plain tensors."""
+    """A parameter without gradient whose copies and conversions are frozen, too. Other results are plain tensors."""
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Frozen parameter containing:\n{self.as_subclass(Tensor)!r}"
@@ -30,7 +30,7 @@ COPIES = frozenset(
 
 
 def frozen(x: Tensor) -> Tensor:
-    """The tensor, sharing memory, marked as one that steps do not train unless `trainable=` includes it.
+    """Returns the tensor, sharing memory, marked as one that steps do not train unless `trainable=` includes it.
 
     Example:
         >>> is_frozen(frozen(torch.ones(2))), is_frozen(frozen(torch.ones(2)).clone()), is_frozen(torch.ones(2))
@@ -44,7 +44,7 @@ def frozen(x: Tensor) -> Tensor:
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether a leaf is a parameter without gradient, or a leaf of a state that began as one.
+    """Returns whether a leaf is a parameter without gradient, or a leaf of a state that began as one.
 
     Example:
         >>> is_frozen(nn.Parameter(torch.ones(2), requires_grad=False)), is_frozen(nn.Parameter(torch.ones(2)))

@@ -2,7 +2,7 @@
 
 torch keeps every group, with its connections and threads, until a program destroys it. So a mesh records its groups,
 and destroys them when it is closed. The collector finds a lost mesh at another time on each rank, and perhaps on
-another thread, where waiting is not allowed; so its groups are only put on a list, and are destroyed when the next mesh
+another thread, where waiting is not allowed, so its groups are only put on a list, and are destroyed when the next mesh
 is made, or at the end of the program.
 """
 
@@ -69,10 +69,10 @@ class MadeGroups:
 class NamedGroups:
     """Makes groups of some of the program's ranks, with none but these: the names are theirs, and not torch's count.
 
-    Ranks that make groups of the same ranks do so in the same order; so each knows the others' name of a group.
+    Ranks that make groups of the same ranks do so in the same order, so each knows the others' name of a group.
 
     Args:
-        ranks: of the program, in order; this one among them.
+        ranks: ranks of the program, in order; this one among them.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -80,12 +80,15 @@ class NamedGroups:
         self._numbers = itertools.count()
 
     def new(self, line: Sequence[int], backend: str | None, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
-        """A group of some of these ranks. Collective over all of them: each makes that of the ranks in line with it."""
+        """Returns a group of some of these ranks.
+
+        Collective over all of them: each makes that of the ranks in line with it.
+        """
         return registered_group(line, f"{self._name}:{next(self._numbers)}:{line[0]}", backend, timeout)
 
 
 def name_of(ranks: Sequence[int], kind: str) -> str:
-    """A name for a new object of some ranks, which make their objects of one kind in the same order."""
+    """Returns a name for a new object of some ranks, which make their objects of one kind in the same order."""
     counts = _COUNTS.setdefault(default_group(), collections.Counter[str]())
     key = f"{kind}.{'.'.join(map(str, ranks))}"
     counts[key] += 1
@@ -110,5 +113,5 @@ def end_lost() -> None:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether a group has not been destroyed."""
+    """Returns whether a group has not been destroyed."""
     return is_registered(group)

@@ -7,7 +7,7 @@ Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi
 """
 
 import numbers
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from jaxtyping import Int, Int32, Int64
@@ -21,7 +21,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor, "2"]:
-    """A key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
+    """Returns a key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
 
     It is an ordinary tensor, so that it lives in a state tree and is traced like any other leaf.
 
@@ -70,8 +70,8 @@ def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
     return fold_in(key, torch.arange(num, device=key.device))
 
 
-def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
-    """The key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
+def fold_in(key: Int64[Tensor, "*k 2"], data: SupportsInt | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
+    """Returns the key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
 
     Args:
         key: one key, or keys whose leading dims broadcast with those of `data`.
@@ -82,16 +82,20 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
 
     Raises:
         ValueError: an integer `data` has more than 64 bits.
+        TypeError: `data` is a float.
 
     Example:
         >>> fold_in(key(42), 7).tolist()
         [2547012911, 1371500959]
     """
     _check_tensor("fold_in", key)
-    if isinstance(data, int):
-        if not -(1 << 63) <= int(data) < 1 << 64:  # an axis index has no order, but is a number of this rank
-            raise ValueError(f"fold_in(key, {data}): data has at most 64 bits.")
-        data = torch.tensor(data - (1 << 64) if int(data) >> 63 > 0 else data, device=key.device)
+    if not isinstance(data, Tensor):
+        number: Any = data  # an `axis_index`, too, which has no order
+        if not -(1 << 63) <= int(number) < 1 << 64:
+            raise ValueError(f"fold_in(key, {data}): data must have at most 64 bits.")
+        data = torch.tensor(number - (1 << 64) if int(number) >> 63 > 0 else number, device=key.device)
+        if data.is_floating_point():
+            raise TypeError(f"fold_in(key, {number}): data must be an integer, got a float; pass int(data).")
     words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
     return torch.stack(words, dim=-1).to(torch.int64) & MASK
 
@@ -100,7 +104,7 @@ def check_key(who: str, key: Any) -> None:
     """Refuses anything but a key.
 
     Raises:
-        TypeError: `key` is not one; the message shows how to make one.
+        TypeError: `key` is not one. The message shows how to make one.
 
     Example:
         >>> check_key("sharded_step", key(0))
@@ -120,7 +124,7 @@ def _check_tensor(who: str, key: Any) -> None:
 
 
 def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]:
-    """The 32-bit words of flat positions start .. start + count: `hi ^ lo` of threefry2x32(key, position).
+    """Returns the 32-bit words of flat positions start .. start + count: `hi ^ lo` of threefry2x32(key, position).
 
     Args:
         key: the key.
@@ -169,6 +173,6 @@ def threefry2x32(
 
 
 def _rotate_left(x: Tensor, r: int) -> Tensor:
-    # The shift right is arithmetic, hence the mask; the sum with alpha is the shift left and the or in one pass.
+    # The shift right is arithmetic, hence the mask. The sum with alpha is the shift left and the or in one pass.
     low = (x >> (32 - r)) & ((1 << r) - 1)
     return torch.add(low, x, alpha=1 << r)

@@ -31,25 +31,24 @@ def make_mesh(
     alone: bool = False,
     ranks: Sequence[int] | None = None,
 ) -> Mesh:
-    """A mesh over all ranks of the program, or some.
+    """Returns a mesh over all ranks of the program, or some.
 
     Under a launcher such as torchrun it starts torch.distributed, if nothing has: NCCL on CUDA, gloo on CPU. With one
     process it starts nothing.
 
     Args:
-        axes: axis name -> size, major to minor. One size may be -1: the remaining ranks. Default:
-            `{"dp": -1}`.
+        axes: axis name -> size, major to minor. One size may be -1: the remaining ranks. Default: `{"dp": -1}`.
         device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is one, else the CPU.
         timeout: the seconds that a collective waits for other ranks; default torch's (30 minutes for gloo).
         agreement_timeout: the seconds that a rank waits at the beginning of a call (a step, `evaluate`, a checkpoint's
-            `save`, ...) for the other ranks to begin the same one; default 120, or `timeout` if that is less. Give it
+            `save`, ...) for the other ranks to begin the same one. Default: 120, or `timeout` if that is less. Give it
             more if one rank alone works for longer between two calls. Transfers, and waiting within a call, have
             `timeout`.
         abstract: whether the ranks do not exist. Such a mesh is for `step.lower`: it has any sizes and no process
             group, and nothing runs on it. This process takes the place of the first rank, or of the rank at these
             coordinates, as in `abstract={"pp": 17}`.
         alone: a mesh of this rank alone, although the program has others: for computations without the other ranks.
-        ranks: the ranks of the program that are in the mesh, in ascending order; default all. Other ranks make it too
+        ranks: the ranks of the program that are in the mesh, in ascending order. Default: all. Other ranks make it too
             if they have to name it, as in `reshard`. They are not members, and running something on it is an error
             there. Communicators are made when they are needed, by the members alone.
 
@@ -58,7 +57,7 @@ def make_mesh(
 
     Raises:
         TypeError: `axes` is not a dict of sizes.
-        ValueError: the sizes do not multiply to the number of ranks; or `ranks` are not the program's, in order.
+        ValueError: the sizes do not multiply to the number of ranks, or `ranks` are not the program's, in order.
 
     Example:
         >>> make_mesh({"dp": -1}, device="cpu").shape
@@ -107,10 +106,10 @@ def make_mesh(
 
 
 def _checked_axes(axes: Any) -> dict[str, int]:
-    """The axes as a dict of sizes.
+    """Returns the axes as a dict of sizes.
 
     Raises:
-        TypeError: `axes` is not a dict of names and sizes; the message shows one.
+        TypeError: `axes` is not a dict of names and sizes. The message shows one.
     """
     how = "axes are a dict of names and sizes; one size may be -1, for the rest of the ranks"
     if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
@@ -133,7 +132,7 @@ def _is_size(size: Any) -> bool:
 
 
 def num_launched() -> int:
-    """The number of processes of the program, whether or not they are connected yet."""
+    """Returns the number of processes of the program, whether or not they are connected yet."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -159,7 +158,7 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
 
     Raises:
-        ValueError: the program has more ranks than one, and there is no mesh; or this rank is not of it; or a
+        ValueError: the program has more ranks than one, and there is no mesh, or this rank is not of it, or a
             DeviceMesh has no names, or is not of all ranks in order.
     """
     if mesh is None:

@@ -42,9 +42,9 @@ class Mesh:
         ranks: the ranks of the program that are in the mesh, in its order.
         rank: this rank's index among them, which errors print; -1 on a rank that is not a member.
         device: the device this rank computes on.
-        device_mesh: its `torch.distributed.DeviceMesh`; None for one process, and for a mesh of some of the ranks.
-        timeout: how long a collective waits for other ranks; by default as long as in the default process group.
-        agreement_timeout: how long a rank waits for the others to come to the same call; by default two minutes, or
+        device_mesh: `torch.distributed.DeviceMesh`, or None for one process, and for a mesh of some of the ranks.
+        timeout: how long a collective waits for other ranks. Default: as long as in the default process group.
+        agreement_timeout: how long a rank waits for the others to come to the same call. By default two minutes, or
             `timeout` if that is shorter.
         name: the same on all its ranks, and different for each mesh of them.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
@@ -99,7 +99,7 @@ class Mesh:
     def close(self) -> None:
         """Ends the connections and threads of the mesh, and the disks of its steps. Every rank closes it.
 
-        Values on it stay readable where they are (`GlobalTensor.local`); steps and collectives on it are errors from
+        Values on it stay readable where they are (`GlobalTensor.local`). Steps and collectives on it are errors from
         then on. The program's own process groups stay, those of a `DeviceMesh` that was passed in included. Waits until
         the other ranks have received this rank's messages. Closing it again does nothing.
 
@@ -117,7 +117,7 @@ class Mesh:
         if self.closed:
             return
         self.closed = True
-        # First those that use the connections; these end last.
+        # First those that use the connections. These end last.
         for end in self._at_close.values():
             end(why)
         self._at_close.clear()
@@ -147,11 +147,11 @@ class Mesh:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is one of the mesh."""
+        """Returns whether this rank is one of the mesh."""
         return self.rank >= 0
 
     def is_like(self, other: "Mesh") -> bool:
-        """Whether the same ranks have the same places on the same axes; axes of one rank do not count."""
+        """Returns whether the same ranks have the same places on the same axes; axes of one rank do not count."""
         if other is self:
             return True
         mine, theirs = ([(a, n) for a, n in mesh.shape.items() if n > 1] for mesh in (self, other))
@@ -188,16 +188,16 @@ class Mesh:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axis names, major to minor."""
+        """Returns the axis names, major to minor."""
         return tuple(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return math.prod(self.shape.values())
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
-        """The named axes that exist here and are larger than 1, as a tuple.
+        """Returns the named axes that exist here and are larger than 1, as a tuple.
 
         Raises:
             ValueError: a name is neither an axis of this mesh nor a house name.
@@ -217,7 +217,7 @@ class Mesh:
         return there
 
     def axis_size(self, axes: Axes) -> int:
-        """The number of ranks along `axes`; 1 for a missing axis."""
+        """Returns the number of ranks along `axes`, or 1 for a missing axis."""
         names = self.axes(axes)
         return 1 if not names else self.shape[names[0]] if len(names) == 1 else math.prod(self.shape[n] for n in names)
 
@@ -229,29 +229,29 @@ class Mesh:
         return index
 
     def along(self, axes: Collection[str]) -> list[int]:
-        """The ranks of the mesh, this one among them, whose places differ from this one's along `axes` alone."""
+        """Returns the ranks whose places in the mesh differ from this rank's only along `axes`, with this rank."""
         places = enumerate(all_coords(self.shape))
         return [r for r, at in places if all(at[a] == self.coords[a] for a in at if a not in axes)]
 
     @property
     def backend(self) -> str:
-        """The backend that moves tensors between ranks: "nccl", "gloo", ..."""
+        """Returns the backend that moves tensors between ranks: "nccl", "gloo", ..."""
         if self.makes_groups and dist.is_initialized():
             return dist.get_backend()
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     @property
     def makes_groups(self) -> bool:
-        """Whether it has ranks that groups can be made of."""
+        """Returns whether it has ranks that groups can be made of."""
         return self.device_mesh is not None or self._apart is not None
 
     def group(self, axes: Axes) -> dist.ProcessGroup | None:
-        """The process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
+        """Returns the process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
 
         The first call for a tuple of several axes is collective over the whole mesh.
 
         Raises:
-            ValueError: several axes are named in another order than the mesh's; or the mesh is abstract.
+            ValueError: several axes are named in another order than the mesh's, or the mesh is abstract.
         """
         names = self.axes(axes)
         if not names:
@@ -271,7 +271,7 @@ class Mesh:
         self.check_open()
 
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
+        """Returns a fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
 
         Raises:
             ValueError: the mesh is abstract.
@@ -281,7 +281,7 @@ class Mesh:
         return self._make_group(names, backend) if names else None
 
     def group_for_good(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks that outlives the mesh. Collective over the mesh."""
+        """Returns a gloo group of all ranks that outlives the mesh. Collective over the mesh."""
         if self._apart is not None:
             return self._apart.new(self.ranks, "gloo", self.timeout)
         group = self._new_group(None, "gloo")
@@ -289,7 +289,10 @@ class Mesh:
         return group
 
     def _new_group(self, row: list[int] | None, backend: str | None) -> dist.ProcessGroup | None:
-        """A group of some ranks of the program, or of all; None on the others. Collective over the program."""
+        """Returns a group of some ranks of the program, or of all.
+
+        None on the others. Collective over the program.
+        """
         with on_one_thread():
             group = dist.new_group(row, backend=backend, timeout=self.timeout)
         return group if isinstance(group, dist.ProcessGroup) else None
@@ -327,7 +330,7 @@ class Mesh:
         return f"Mesh({axes}; {where} on {self.device})"
 
     def drawing(self) -> str:
-        """The ranks in their grid, the last axis across, this one in brackets.
+        """Returns the ranks in their grid, the last axis across, this one in brackets.
 
         Example:
             >>> from shardfn.core import make_mesh
@@ -384,5 +387,5 @@ def _close_all() -> None:
 
 
 def all_coords(shape: Mapping[str, int]) -> list[dict[str, int]]:
-    """The coordinates of every rank of a mesh of this shape, in rank order."""
+    """Returns the coordinates of every rank of a mesh of this shape, in rank order."""
     return [dict(zip(shape, c, strict=True)) for c in itertools.product(*(range(n) for n in shape.values()))]

@@ -53,7 +53,7 @@ class MetadataTensor(Tensor):
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function of torch that is given such tensors, and may read their values."""
+        """Returns the result of a function of torch that is given such tensors, and may read their values."""
         raise NotImplementedError
 
     @classmethod
@@ -66,6 +66,6 @@ class MetadataTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An op that bypassed `__torch_function__`."""
+        """Returns an op that bypassed `__torch_function__`."""
         del types
         return cls.on_values(func, args, kwargs or {})

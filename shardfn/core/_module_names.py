@@ -6,7 +6,9 @@ _WRAPPED = "_orig_mod"  # the attribute by which a compiled module holds the ori
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The original of a module in `torch.compile` or `DistributedDataParallel`, in any order; other modules unchanged.
+    """Returns the original of a module in `torch.compile` or `DistributedDataParallel`, in any order.
+
+    Other modules unchanged.
 
     Example:
         >>> import torch
@@ -20,7 +22,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is the one that `torch.compile` returns."""
+    """Returns whether a module is the one that `torch.compile` returns."""
     return _WRAPPED in module._modules
 
 
@@ -64,7 +66,7 @@ def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def state_names(module: nn.Module) -> list[str]:
-    """The keys of `module.state_dict()`, without the prefixes of `torch.compile`.
+    """Returns the keys of `module.state_dict()`, without the prefixes of `torch.compile`.
 
     Example:
         >>> import torch

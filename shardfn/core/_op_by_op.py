@@ -22,7 +22,7 @@ def op_by_op() -> AbstractContextManager[None]:
 
 
 def runs_op_by_op() -> bool:
-    """Whether `op_by_op()` is open on this thread.
+    """Returns whether `op_by_op()` is open on this thread.
 
     Example:
         >>> runs_op_by_op()

@@ -14,8 +14,8 @@ class Pending(Generic[T_co]):
     one at a time.
 
     Args:
-        result: waits, and returns the value or raises the transfer's error; None in a subclass that overrides `result`
-            and `done`. (One that passed its own methods would hold itself, and so its sources.)
+        result: waits, and returns the value or raises the transfer's error, or None in a subclass that overrides
+            `result` and `done`. (One that passed its own methods would hold itself, and so its sources.)
         done: whether the value has arrived, without waiting; default: unknown, thus False.
         left: waits until the source may be overwritten; default: when the value is there.
 
@@ -36,15 +36,15 @@ class Pending(Generic[T_co]):
 
     @staticmethod
     def of(value: U) -> "Pending[U]":
-        """A value that is here already."""
+        """Returns a value that is here already."""
         return Pending(lambda: value, _yes)
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once; False where this is unknown."""
+        """Returns whether `result` would return, or raise, at once, or False where this is unknown."""
         return self._done is not None and self._done()
 
     def result(self) -> T_co:
-        """The value; waits for it.
+        """Returns the value, and waits for it.
 
         For a tensor on an accelerator the current stream is made to wait, not the caller.
 
@@ -59,7 +59,7 @@ class Pending(Generic[T_co]):
         (self._left or self.result)()
 
     def then(self, f: Callable[[T_co], U]) -> "Pending[U]":
-        """The value `f(x)` of the arriving `x`; `f` runs where the value is asked for."""
+        """Returns the value `f(x)` of the arriving `x`. `f` runs where the value is asked for."""
         return Pending(lambda: f(self.result()), self.done, self.wait)
 
 

@@ -20,11 +20,11 @@ class PerMesh(Generic[T]):
     """
 
     def get(self, mesh: Mesh) -> T | None:
-        """The mesh's object, or None."""
+        """Returns the mesh's object, or None."""
         return mesh.resources.get(self)
 
     def of(self, mesh: Mesh, make: Callable[[], T]) -> T:
-        """The mesh's object; made by `make` at the first call."""
+        """Returns the mesh's object; made by `make` at the first call."""
         if self not in mesh.resources:
             mesh.resources[self] = make()
         return mesh.resources[self]

@@ -19,8 +19,9 @@ from typing import get_args
 
 import torch
 
+from ._memory_kind import MemoryKind
 from ._mesh import Mesh, all_coords
-from ._spec import Codes, MemoryKind, P, block_slices
+from ._spec import Codes, P, block_slices
 
 # A code that leaves travel in, (bits, elements that share a scale), or one that frozen leaves are kept in.
 Code = tuple[int, int] | Codes

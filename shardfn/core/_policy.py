@@ -24,7 +24,7 @@ class Dtypes(NamedTuple):
 
     Attributes:
         param: in which it is kept between steps.
-        master: in which the optimizer updates it; if wider than `param`, a copy is in the optimizer's state.
+        master: in which the optimizer updates it. If wider than `param`, a copy is in the optimizer's state.
         compute: in which the loss sees it, and in which it is gathered.
         reduce: in which its gradient travels.
         accum: in which its gradient is added up and handed to the optimizer.
@@ -63,11 +63,11 @@ class Policy:
         master: the dtype of a copy of the parameters in the optimizer's state, which exists where `param` is narrower.
             None means no copy; updates smaller than half a unit in the last place of `param` are then lost.
         exceptions: pattern -> dtype. Leaves in whose path the pattern is found (by `re.search`) are stored and computed
-            in that dtype; the last match counts. A path looks like `params['blocks'][0]['norm_w']`.
+            in that dtype. The last match counts. A path looks like `params['blocks'][0]['norm_w']`.
 
     Raises:
         TypeError: `exceptions` is not a dict.
-        ValueError: a dtype is not bfloat16, float16, float32 or float64; or a pattern is not a regular expression.
+        ValueError: a dtype is not bfloat16, float16, float32 or float64, or a pattern is not a regular expression.
 
     Example:
         >>> Policy(compute=torch.bfloat16).param
@@ -110,7 +110,7 @@ class Policy:
 
     @staticmethod
     def bf16(**changes: Any) -> "Policy":
-        """Parameters and arithmetic in bfloat16; gradients are sent, summed and applied in float32.
+        """Parameters and arithmetic in bfloat16. Gradients are sent, summed and applied in float32.
 
         Args:
             **changes: fields that shall differ.
@@ -148,10 +148,10 @@ class Policy:
         return dataclasses.replace(Policy(), **changes)
 
     def dtypes(self, path: str, dtype: torch.dtype) -> Dtypes:
-        """The dtypes of one leaf.
+        """Returns the dtypes of one leaf.
 
         Args:
-            path: its path, as errors print it.
+            path: path, as errors print it.
             dtype: its own dtype, which counts only where it is not of floating point.
         """
         if not dtype.is_floating_point:
@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether the optimizer keeps wider copies of some leaves.
+        """Returns whether the optimizer keeps wider copies of some leaves.
 
         Example:
             >>> Policy.bf16().keeps_master, Policy.full().keeps_master
@@ -176,7 +176,7 @@ class Policy:
         """Refuses exceptions that match no leaf.
 
         Raises:
-            ValueError: a pattern is found in no path; all are listed.
+            ValueError: a pattern is found in no path. All are listed.
 
         Example:
             >>> Policy.bf16(exceptions={"norm": torch.float32}).check(["params['norm_w']"])

@@ -22,23 +22,23 @@ def progress(
     mesh: Mesh | None = None,
     part: bool = False,
 ) -> Any:
-    """A bar of tqdm on stderr: on the first rank alone, and only where stderr is a terminal.
+    """Returns a bar of tqdm on stderr: on the first rank alone, and only where stderr is a terminal.
 
     Saving, restoring, captures and `shardfn plan --search` show such bars by themselves when they take longer than a
     second. The environment variable `TQDM_DISABLE=1`, which tqdm reads, hides all of them.
 
     Args:
-        iterable: its items are passed on and counted; None for a bar whose `update(n)` counts.
-        total: the number of items; default the length of `iterable`, where it has one.
+        iterable: items are passed on and counted, or None for a bar whose `update(n)` counts.
+        total: the number of items. Default: the length of `iterable`, where it has one.
         initial: the number of items that an earlier run has done.
         desc: words before the bar.
-        unit: of an item; "B" counts bytes.
-        mesh: the first rank of this mesh shows the bar; default the first of all.
+        unit: unit of an item; "B" counts bytes.
+        mesh: the first rank of this mesh shows the bar. Default: the first of all.
         part: whether it belongs to other work: it is shown after a second, and removed at its end.
 
     Returns:
         A `tqdm`: an iterator and a context manager with `update(n)`, `set_postfix(loss=...)`, `write(text)`, `close()`.
-        Where no bar is shown, an object with these whose `disable` is True; its `write` prints on the first rank.
+        Where no bar is shown, an object with these whose `disable` is True. Its `write` prints on the first rank.
 
     Example:
         >>> for step in progress(range(3), desc="training", unit="step"):

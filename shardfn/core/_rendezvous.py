@@ -7,7 +7,7 @@ round find a name that no other round has, below which they keep everything.
     rank r: here/r = a random word      rank 0: answers each word that it finds with its own, which is the name
             waits for the answer                until all ranks confirm that they have it
 
-A word of an earlier round may be answered, too; that answer is not read.
+A word of an earlier round may be answered, too. That answer is not read.
 """
 
 import datetime
@@ -24,7 +24,7 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
     """Starts torch.distributed from the launcher's environment variables, in any round of the job.
 
     Raises:
-        RuntimeError: ranks did not come in time; names them.
+        RuntimeError: ranks did not come in time. The message names them.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
@@ -38,13 +38,13 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
 
 
 def round_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
-    """A name that the living ranks of a store have in common, and that no earlier round has used.
+    """Returns a name that the living ranks of a store have in common, and that no earlier round has used.
 
     Args:
-        store: that may have been used by ranks that have ended.
-        rank: of this process.
+        store: store that may have been used by ranks that have ended.
+        rank: rank of this process.
         world: the number of ranks.
-        seconds: to wait for the others.
+        seconds: seconds to wait for the others.
 
     Raises:
         RuntimeError: they did not all come.

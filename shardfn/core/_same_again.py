@@ -34,7 +34,7 @@ class FirstRun:
         return _SEEING.bound(lambda x, name: self._values.append(x))
 
     def repeated(self) -> AbstractContextManager[Any]:
-        """Compares values while the function runs again; a difference is a RuntimeError."""
+        """Compares values while the function runs again. A difference is a RuntimeError."""
         before = iter(self._values)
         return _SEEING.bound(lambda x, name: _compare(next(before, None), x, name))
 
@@ -45,7 +45,7 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
     Functions are those under `remat`, and under `torch.utils.checkpoint` on a mesh or in a step.
 
     Args:
-        x: its values are compared; in a capture by an operation of the graph.
+        x: values are compared; in a capture by an operation of the graph.
         name: begins the error of a difference.
 
     Example:
@@ -74,7 +74,7 @@ _LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
 
 
 def _same_again(before: Tensor, x: Tensor, name: str) -> None:
-    """Raises RuntimeError if values differ; on a GPU the program ends later, without a wait for it."""
+    """Raises RuntimeError if values differ. On a GPU the program ends later, without a wait for it."""
     if x.is_cuda:
         torch._assert_async((before == x).all(), _differ(name, ""))
     elif not torch.equal(before, x):

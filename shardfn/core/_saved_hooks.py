@@ -7,7 +7,9 @@ from shardfn._torch import top_saved_hooks
 
 
 def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks on tensors that autograd saves for the backward, as (pack, unpack); None without any.
+    """Returns the innermost hooks on tensors that autograd saves for the backward, as (pack, unpack).
+
+    None without any.
 
     Args:
         while_tracing: whether those count that torch leaves unused while a graph is captured.

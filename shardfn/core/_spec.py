@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ._memory_kind import MemoryKind
+
 Entry = None | str | tuple[str, ...]
-MemoryKind = Literal["device", "host", "disk"]
 # Codes of groups of 32 elements of the last dim, in which frozen weights are kept: 34 and 20 bytes a group.
 Codes = Literal["int8", "int4"]
 

@@ -13,7 +13,7 @@ BLOCK = 256
 class Travel:
     """In how many bits, along which axes and in which messages leaves and gradients are sent.
 
-    `gather` and `reduce` round messages; `secondary_axis` and `bucket_bytes` never change a bit of the result.
+    `gather` and `reduce` round messages. `secondary_axis` and `bucket_bytes` never change a bit of the result.
 
     Attributes:
         gather: at stage 3, the format in which sharded leaves are gathered: "int8" or "int4" with a scale for each
@@ -23,7 +23,7 @@ class Travel:
             dtype of the precision policy.
         block_elements: with `gather` or `reduce`, the number of elements that share a scale.
         secondary_axis: at stage 3, those of the axes in `Zero.axis` that are within a node. A leaf is sent along the
-            other axes once per step; the result is stored until the end of the step, cut along the secondary axes, and
+            other axes once per step. The result is stored until the end of the step, cut along the secondary axes, and
             later gathers of the step run along these alone (ZeRO++'s hpZ).
         bucket_bytes: the size up to which smaller leaves are sent in one message; larger leaves are sent alone.
 

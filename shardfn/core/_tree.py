@@ -29,11 +29,11 @@ def tree_map(
 def tree_map(
     f: Callable[..., Any], tree: Any, *rest: PyTree, is_leaf: IsLeaf = None, none_is_leaf: bool = False
 ) -> Any:
-    """The tree of `f(leaf, *leaves of rest)`: of a `TrainState` a `TrainState`, of a dict a dict.
+    """Returns the tree of `f(leaf, *leaves of rest)`: of a `TrainState` a `TrainState`, of a dict a dict.
 
     Args:
         f: called with a leaf of each tree.
-        tree: dicts, lists, tuples and named tuples of leaves; None is a subtree without leaves.
+        tree: dicts, lists, tuples and named tuples of leaves. None is a subtree without leaves.
         *rest: trees with the structure of `tree`; may have subtrees at leaves of `tree`.
         is_leaf: nodes for which it returns True are treated as leaves.
         none_is_leaf: whether None is a leaf.
@@ -49,7 +49,7 @@ def tree_map(
 
 
 def tree_flatten(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
-    """The leaves of a tree and its structure, from which `tree_unflatten` makes such a tree again.
+    """Returns the leaves of a tree and its structure, from which `tree_unflatten` makes such a tree again.
 
     Example:
         >>> leaves, structure = tree_flatten({"b": 2, "a": [1]})
@@ -60,7 +60,7 @@ def tree_flatten(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = F
 
 
 def tree_unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
-    """The tree of a structure with these leaves.
+    """Returns the tree of a structure with these leaves.
 
     Raises:
         ValueError: there are more leaves, or fewer.
@@ -73,7 +73,7 @@ def tree_unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
 
 
 def tree_leaves(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> list[Any]:
-    """The leaves of a tree, in the order of sorted keys.
+    """Returns the leaves of a tree, in the order of sorted keys.
 
     Example:
         >>> tree_leaves({"b": 2, "a": [1, None]})
@@ -83,7 +83,7 @@ def tree_leaves(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = Fa
 
 
 def tree_structure(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> Any:
-    """The structure of a tree without its leaves; equal for trees of the same shape.
+    """Returns the structure of a tree without its leaves; equal for trees of the same shape.
 
     Example:
         >>> tree_structure({"a": 1}) == tree_structure({"a": "x"})
@@ -107,7 +107,7 @@ def register_pytree_node(
 
 
 def tree_paths(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[str]:
-    """The path of each leaf, in flattening order, as Python that reaches it from `root`.
+    """Returns the path of each leaf, in flattening order, as Python that reaches it from `root`.
 
     Example:
         >>> tree_paths({"w": [1, 2]}, "params")
@@ -117,7 +117,7 @@ def tree_paths(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[str
 
 
 def named_leaves(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
-    """Each leaf with its path, in flattening order.
+    """Returns each leaf with its path, in flattening order.
 
     Example:
         >>> named_leaves({"w": 1, "b": 2}, "params")
@@ -127,7 +127,7 @@ def named_leaves(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[t
 
 
 def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:
-    """The path of each leaf, entry by entry, as Python; joined they are the result of `tree_paths`.
+    """Returns the path of each leaf, entry by entry, as Python; joined they are the result of `tree_paths`.
 
     Example:
         >>> tree_path_parts({"w": [1, 2]})
@@ -137,14 +137,14 @@ def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:
 
 
 def tree_entries(tree: PyTree) -> list[tuple[Any, ...]]:
-    """The keys, indices and field positions that lead to each leaf."""
+    """Returns the keys, indices and field positions that lead to each leaf."""
     return list(optree.tree_paths(tree))
 
 
 def broadcast_prefix(
     prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool], *, names: tuple[str, str]
 ) -> list[Any]:
-    """The leaf of `prefix` for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
+    """Returns the leaf of `prefix` for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
 
     Args:
         prefix: a tree whose leaves (by `is_leaf`) are at or above those of `tree`.
@@ -198,13 +198,13 @@ def broadcast_prefix(
 
 
 def _shown(x: Any) -> str:
-    """A leaf that should not be there: its value where that is short, and its type."""
+    """Returns a leaf that should not be there: its value where that is short, and its type."""
     text = repr(x)
     return f"{text}, a {type(x).__name__}" if len(text) <= 40 else f"a {type(x).__name__}"
 
 
 def _example(names: tuple[str, str]) -> str:
-    """The remedy where a prefix of bools is expected."""
+    """Returns the remedy where a prefix of bools is expected."""
     prefix, tree = names
     if prefix not in ("trainable", "mask", "exact"):
         return ""

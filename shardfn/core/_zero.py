@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 from ._disk import Disk
 from ._errors import did_you_mean
+from ._memory_kind import MemoryKind
 from ._mesh import Mesh
 from ._pace import Pace
-from ._spec import MemoryKind, P
+from ._spec import P
 from ._travel import Travel
 from ._zero_flat import check_names, explains_parts, flattened, nested
 

@@ -18,7 +18,7 @@ PART_OF = {field.name: part for part, kind in PARTS.items() for field in datacla
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `Zero` for these fields; fields of a part change the given part, if there is one.
+    """Returns the keywords of `Zero` for these fields; fields of a part change the given part, if there is one.
 
     Raises:
         ValueError: fields of a disk are set, but no directory.
@@ -38,7 +38,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flattened(zero: Any) -> dict[str, Any]:
-    """The fields of a rule and of its parts by name."""
+    """Returns the fields of a rule and of its parts by name."""
     out: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(zero)):
         value = getattr(zero, name)

@@ -2,6 +2,7 @@
 
 from ._batches import Batches as Batches, TokenSource as TokenSource
 from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad
+from ._conversations import LEARN as LEARN, encode_answers as encode_answers, encode_chat as encode_chat
 from ._corpus import default_corpus as default_corpus
 from ._examples import Cursor as Cursor, ExampleBatches as ExampleBatches, Examples as Examples
 from ._json_lines import JSONLines as JSONLines

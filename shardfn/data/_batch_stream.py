@@ -27,7 +27,7 @@ class Stream:
 
     Args:
         loader: an iterable of batches, which begins anew with each `iter`.
-        mesh: the step's; None for one rank.
+        mesh: the step's, or None for one rank.
         ends: "together": all ranks must have the same number of batches. "first": a pass ends on all ranks with the
             shortest stream; batches of others that are left over are dropped.
         resume: "state": a place is the state that the loader saves. "replay": it is a number, and resuming reads and
@@ -39,7 +39,7 @@ class Stream:
         next: the number, in this pass, of the batch that comes next.
 
     Raises:
-        ValueError: an option has another value; or workers that persist would not learn of the number of a pass.
+        ValueError: an option has another value, or workers that persist would not learn of the number of a pass.
 
     Example:
         >>> stream = Stream([10, 20, 30], resume="replay")
@@ -73,7 +73,8 @@ class Stream:
         """This rank's rows of the next batch; at the end of a pass StopIteration, and then the next pass.
 
         Raises:
-            RankError: the stream has ended on some ranks alone, or has raised an error on another rank; names them.
+            RankError: the stream has ended on some ranks alone, or has raised an error on another rank. The message
+                names them.
             ValueError: a pass has no batch at all.
         """
         batch, have = self._read()
@@ -89,13 +90,13 @@ class Stream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position to save beside the state of the step, for `Manager.save(user=...)`. Collective.
+        """Returns the position to save beside the state of the step, for `Manager.save(user=...)`. Collective.
 
         It has the states of the loaders of all ranks, and is the same on all of them.
 
         Raises:
             TypeError: the loader keeps no place.
-            ValueError: the place that it keeps would not lead to the same batches; names the reason.
+            ValueError: the place that it keeps would not lead to the same batches. The message names the reason.
         """
         place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._size}
         if self._resume == "replay":
@@ -158,7 +159,7 @@ class Stream:
             vars(self._loader)["generator"].set_state(order)
 
     def _read(self) -> tuple[PyTree, bool]:
-        """The next batch, and whether there is one."""
+        """Returns the next batch, and whether there is one."""
         with self._told():
             if self._batches is None:
                 self._set_epoch()
@@ -170,7 +171,7 @@ class Stream:
                 return None, False
 
     def _all_have(self, have: bool) -> bool:
-        """Whether all ranks have a batch; agreed by all."""
+        """Returns whether all ranks have a batch; agreed by all."""
         if self._mesh is None or self._mesh.size == 1:
             return have
         call = f"sf.data.Stream, pass {self.passes}, batch {self.next}"
@@ -205,7 +206,7 @@ class Stream:
         self._started = True
 
     def _told(self) -> Any:
-        """A context that sends an error of this rank's to the others."""
+        """Returns a context that sends an error of this rank's to the others."""
         return told_before(comms_of(self._mesh).control) if self._mesh is not None else contextlib.nullcontext()
 
     def _epoch_takers(self) -> Iterator[Any]:
@@ -221,7 +222,7 @@ class Stream:
             x.set_epoch(self.passes)
 
     def _keeper(self) -> Any:
-        """The object that knows the place: the loader, or its dataset where no worker reads ahead."""
+        """Returns the object that knows the place: the loader, or its dataset where no worker reads ahead."""
         loader: Any = self._loader
         if callable(getattr(loader, "load_state_dict", None)):
             return loader
@@ -262,7 +263,7 @@ def _check_workers(loader: Any) -> None:
 
 
 def _has_buffer(x: Any) -> bool:
-    """Whether a streamed dataset of `datasets` shuffles by a buffer. Their state has no trace of it (5.2)."""
+    """Returns whether a streamed dataset of `datasets` shuffles by a buffer. Their state has no trace of it (5.2)."""
     if type(x).__name__ == "BufferShuffledExamplesIterable" and getattr(x, "buffer_size", 2) > 1:
         return True
     inner = [getattr(x, name, None) for name in ("_ex_iterable", "ex_iterable", "_examples", "dataset")]

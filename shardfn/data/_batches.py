@@ -10,8 +10,9 @@ There is no state between batches: resuming at batch n needs n, and any rank can
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from shardfn.core import chunk_bounds
 
+from ._digest import digest_bytes, sampled_rows
 from ._permute import permute, shuffled
 
 
@@ -29,11 +31,11 @@ class TokenSource(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The number of ids."""
+        """Returns the number of ids."""
         ...
 
     def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
-        """The `count` ids from each start on."""
+        """Returns the `count` ids from each start on."""
         ...
 
 
@@ -44,9 +46,9 @@ class Batches:
     Attributes:
         source: the token ids.
         batch_size: B, rows of a global batch, over all ranks.
-        length: T, ids a row predicts; a row holds T + 1.
-        seed: determines the order of windows; the windows held out by `split` do not depend on it.
-        part: (first, stop) of the fixed shuffle of windows; None takes all. `split` sets it.
+        length: T, ids a row predicts. A row holds T + 1.
+        seed: determines the order of windows. The windows held out by `split` do not depend on it.
+        part: (first, stop) of the fixed shuffle of windows. None takes all. `split` sets it.
 
     Raises:
         ValueError: the corpus is shorter than one window, or a size is not positive.
@@ -77,8 +79,21 @@ class Batches:
         first, stop = self._part
         return stop - first
 
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the values by which a `Cursor` recognises the corpus.
+
+        Windows of an epoch, their length, and a digest.
+
+        The digest is of `part`, the number of ids, and at most 64 windows at equal distances.
+        """
+        starts = np.array(sampled_rows(self._total), np.int64) * self.length
+        ids = self.source.read(starts, self.length + 1)
+        digest = digest_bytes([repr((self._part, self.source.num_tokens)).encode(), ids.tobytes()])
+        return {"windows": self.num_windows, "length": self.length, "digest": digest}
+
     def split(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Two disjoint parts, training and validation; the latter takes `fraction` of the windows, drawn at random.
+        """Two disjoint parts, training and validation. The latter takes `fraction` of the windows, drawn at random.
 
         Which windows those are depends on source and length alone, so runs with other seeds validate on the same text.
 
@@ -109,7 +124,7 @@ class Batches:
         Args:
             n: number of the batch, from 0 on, through all epochs.
             rank: index of the rank along the batch axis.
-            world: ranks along the batch axis; rows are cut as `core.chunk_bounds` cuts them.
+            world: ranks along the batch axis. Rows are cut as `core.chunk_bounds` cuts them.
 
         Returns:
             "tokens": int64 [rows, T + 1]; "index": int64 [rows], n B + i, which no other row of the run has.
@@ -130,7 +145,7 @@ class Batches:
         return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The window of each row number n B + i; window w starts at id w T."""
+        """Returns the window of each row number n B + i; window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
         # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
         return permute(place + self._part[0], self._total)

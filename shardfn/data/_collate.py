@@ -20,19 +20,19 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 def pad(length: int | None = None, *, token: int = 0) -> Collate:
-    """A collator that fills up each example to one length.
+    """Returns a collator that fills up each example to one length.
 
     Its batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
-    "attention_mask" [B, T], 1 at tokens, all int64; and "weight" [B] float32, the number of predicted tokens: the first
+    "attention_mask" [B, T], 1 at tokens, all int64, and "weight" [B] float32, the number of predicted tokens: the first
     token of a row is never predicted, and does not count.
 
     Args:
-        length: T; default the longest of the batch, for one rank: several must have one T, so name it there.
+        length: T. Default: the longest of the batch, for one rank: several must have one T, so name it there.
         token: the id that rows are filled up with.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens; lists
-            all.
+        ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens. The
+            message lists all.
 
     Example:
         >>> batch = pad(4)([[5, 6, 7], {"tokens": [8, 9], "labels": [-100, 9]}])
@@ -55,21 +55,21 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
 
 
 def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
-    """A collator that lays several examples into one row, each by first fit of decreasing length.
+    """Returns a collator that lays several examples into one row, each by first fit of decreasing length.
 
     Its batches have "tokens" and "labels" [R, T] as those of `pad`, the first label of each example -100, since it
     would be predicted from another example; "position_ids" [R, T], which start at 0 in each; "segment_ids" [R, T], 1
-    for the first example of a row, 2 for the second, 0 for padding, for masks; and "weight" [R] float32, the number of
+    for the first example of a row, 2 for the second, 0 for padding, for masks, and "weight" [R] float32, the number of
     predicted tokens.
 
     Args:
         length: T.
         token: the id that rows are filled up with.
-        rows: R; default the number that the examples need. If given, rows that are not needed are padding, with weight
+        rows: R. Default: the number that the examples need. If given, rows that are not needed are padding, with weight
             0.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or they take more than `rows`; lists all.
+        ValueError: (on use) an example is longer than `length`, or they take more than `rows`. The message lists all.
 
     Example:
         >>> batch = pack(6)([[5, 6, 7], [1, 2, 3, 4], [8, 9]])
@@ -104,7 +104,9 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
 
 
 def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]], int]:
-    """The place of each example, as (row, first position), and the number of rows; the longest are placed first.
+    """Returns the place of each example, as (row, first position), and the number of rows.
+
+    The longest are placed first.
 
     Takes at most 11/9 of the fewest rows possible, and one more.
 
@@ -127,7 +129,7 @@ def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]
 
 
 def first_rows(batch: PyTree, count: int) -> PyTree:
-    """The first rows of every tensor of a batch."""
+    """Returns the first rows of every tensor of a batch."""
     return tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
 
 

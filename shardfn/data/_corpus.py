@@ -9,7 +9,7 @@ _TESTS = {"test", "tests", "idle_test"}
 
 
 def default_corpus(*, tests: bool = False) -> list[pathlib.Path]:
-    """The `.py` files of this Python's standard library, sorted by their path inside it.
+    """Returns the `.py` files of this Python's standard library, sorted by their path inside it.
 
     Args:
         tests: also take the library's own tests, which are about as large as the library.

@@ -6,15 +6,18 @@ As for `Batches`, there is no state between batches, and they do not depend on t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
 
-from shardfn.core import Mesh, PyTree, chunk_bounds
+from shardfn.core import Mesh, PyTree, chunk_bounds, raise_all
 
 from ._collate import first_rows
+from ._digest import digest_examples
 from ._permute import shuffled
 
 
@@ -23,7 +26,7 @@ class Examples(Protocol):
     """A map-style dataset: numbered examples, such as a list, or a dataset of torch or Hugging Face."""
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Returns the number of examples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -39,7 +42,7 @@ class ExampleBatches:
         examples: the dataset, the same on all ranks.
         batch_size: B, examples of a global batch, over all ranks.
         collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
-        seed: determines the order of each epoch; None = in the dataset's order.
+        seed: determines the order of each epoch. None: in the dataset's order.
 
     Raises:
         ValueError: the dataset is empty, or `batch_size` is not positive.
@@ -66,8 +69,21 @@ class ExampleBatches:
 
     @property
     def batches_per_epoch(self) -> float:
-        """N / B; not whole where the last batch of an epoch reaches into the next one."""
+        """N / B, not whole where the last batch of an epoch reaches into the next one."""
         return len(self.examples) / self.batch_size
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the values by which a `Cursor` recognises the data set.
+
+        Its number of examples, and its digest if it has one.
+
+        The digest is of at most 64 rows at equal distances. Lists, tuples, arrays and tensors of plain values have a
+        digest, and `JSONLines`, whose digest also covers the length of each line. So does each data set with a method
+        `digest()` that returns a str. Other data sets are recognised by their number of examples only.
+        """
+        digest = digest_examples(self.examples)
+        return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest})
 
     def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
         """Batch n, or the rows of it that rank `rank` of `world` holds, collated on their own.
@@ -75,7 +91,7 @@ class ExampleBatches:
         Args:
             n: number of the batch, from 0 on, through all epochs.
             rank: index of the rank along the batch axis.
-            world: ranks along the batch axis; rows are cut as `core.chunk_bounds` cuts them.
+            world: ranks along the batch axis. Rows are cut as `core.chunk_bounds` cuts them.
 
         Raises:
             ValueError: `n` is negative, or `rank` is not below `world`.
@@ -87,7 +103,7 @@ class ExampleBatches:
         return self._rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The example of each row number n B + i."""
+        """Returns the example of each row number n B + i."""
         return shuffled(rows, len(self.examples), self.seed)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
@@ -115,8 +131,8 @@ class Cursor:
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
         stop: the number of the batch before which it ends.
-        mesh: selects this rank's rows; None means all rows.
-        axes: those of the mesh that cut the batch.
+        mesh: selects this rank's rows. None means all rows.
+        axes: axes of the mesh that cut the batch.
         next: the number of the batch that comes next.
 
     Example:
@@ -145,24 +161,51 @@ class Cursor:
         self.next += 1
         return batch
 
-    def state(self) -> dict[str, int]:
-        """The position to save beside the state of the step: plain numbers, for `Manager.save(user=...)`.
+    def state(self) -> dict[str, Any]:
+        """Returns the position to save beside the state of the step, plain values for `Manager.save(user=...)`.
 
-        It includes the seed and the size of the batches, where they have some: under others batch n would differ.
+        It has the seed and the size of the batches, and their `fingerprint`, where they have them: under other values
+        batch n would have other rows.
         """
         settings = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
-        return {"next": self.next} | {name: x for name, x in settings.items() if x is not None}
+        known = {name: x for name, x in settings.items() if x is not None}
+        return {"next": self.next} | known | dict(self._fingerprint())
 
-    def at(self, state: dict[str, int]) -> "Cursor":
-        """This cursor, moved to where `state` was taken; the number of ranks may be another one.
+    def at(self, state: Mapping[str, Any]) -> "Cursor":
+        """Moves this cursor to the position where `state` was taken. The number of ranks may be another one.
+
+        A position of an earlier version of shardfn has no fingerprint. It is taken up with a warning.
 
         Raises:
-            ValueError: the batches have another seed or size.
+            ValueError: the batches have another seed or size, or are of another data set. The message names both
+                values.
         """
         mine = self.state()
-        changed = [name for name, x in state.items() if name != "next" and mine.get(name) != x]
-        differ = [f"{name} is {mine.get(name)}, and was {state[name]}" for name in changed]
-        if differ:
-            raise ValueError(f"the cursor is of other batches: {'; '.join(differ)}; make them as the saved run did.")
+        differ = [
+            f"{name} must be {x!r}, as in the saved position, got {mine.get(name)!r}"
+            for name, x in state.items()
+            if name != "next" and mine.get(name) != x
+        ]
+        raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
+        missing = [name for name in self._fingerprint() if name not in state]
+        if missing:
+            warnings.warn(
+                f"the saved position in the data does not name the data set ({', '.join(missing)}): an earlier version"
+                f" of shardfn"
+                " saved it. Make sure that the data is the same, otherwise rows are seen twice or never.",
+                stacklevel=2,
+            )
         self.next = state["next"]
         return self
+
+    def _fingerprint(self) -> Mapping[str, Any]:
+        found = getattr(self.batches, "fingerprint", {})
+        return found if isinstance(found, Mapping) else {}
+
+
+# Rows that were seen already are not known for another order.
+_REMEDY = (
+    "Pass the same data with the same seed and batch size. To go on with other data, leave out at(): its first epoch"
+    " then starts from"
+    " its first batch."
+)

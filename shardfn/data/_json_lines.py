@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ._digest import digest_bytes, sampled_rows
+
 
 class JSONLines:
     """The lines of a file, each a JSON value, read on access; blank ones are left out.
@@ -17,7 +19,7 @@ class JSONLines:
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids; default the identity.
+        encode: applied to each value, such as text to token ids. Default: the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -46,21 +48,49 @@ class JSONLines:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Any:
-        """Line `index`, decoded.
+        """Returns line `index`, decoded.
 
         Raises:
             IndexError: there are fewer lines.
-            ValueError: the line is not JSON; names its number and the file.
+            ValueError: the line is not JSON, or `encode` refuses it. The message names the file and the line.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")
+        value = self._value(index)
+        if self._encode is None:
+            return value
+        try:
+            return self._encode(value)
+        except ValueError as error:
+            raise ValueError(f"{self.place(index)}: {error}") from error
+        except Exception as error:
+            error.add_note(f"The row is {self.place(index)}.")
+            raise
+
+    def _value(self, index: int) -> Any:
+        try:
+            return json.loads(self._line(index).strip())
+        except json.JSONDecodeError as error:
+            problem = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"{self.place(index)}: expected one JSON value a line, got {problem}.") from error
+        except ValueError as error:  # bytes that are not UTF-8
+            raise ValueError(f"{self.place(index)}: expected one JSON value a line, got {error}.") from error
+
+    def place(self, index: int) -> str:
+        """Returns the file and the number of a line as editors count, from 1 with blank lines: `data.jsonl:7`."""
+        before, left = 1, int(self._starts[index])
+        with self.path.open("rb") as file:
+            while left > 0:
+                piece = file.read(min(left, 1 << 20))
+                before, left = before + piece.count(b"\n"), left - len(piece)
+        return f"{self.path}:{before}"
+
+    def digest(self) -> str:
+        """Returns a digest of the lengths of all lines, and of the contents of at most 64 lines at equal distances."""
+        lines = (self._line(i) for i in sampled_rows(len(self)))
+        return digest_bytes([self._starts.tobytes(), *lines])
+
+    def _line(self, index: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(int(self._starts[index]))
-            line = file.readline()
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{str(self.path)!r}: line {index} (from 0, blank ones apart) is no JSON: {error}."
-            ) from error
-        return value if self._encode is None else self._encode(value)
+            return file.readline()

@@ -10,7 +10,7 @@ class OwnExamples(IterableDataset[Any]):
     """The examples of a stream that belong to this rank: i mod `world` == `rank`, for example i.
 
     Each worker of a `DataLoader` yields every n-th of them: without that, each would yield the whole stream. Other
-    examples are read and dropped; a stream that can skip them itself is faster.
+    examples are read and dropped. A stream that can skip them itself is faster.
 
     Its place can be saved and loaded, as a `StatefulDataLoader` does: by the stream's own `state_dict` where it has
     one, and else by reading the stream again from its start, which gives the same examples if its order is fixed.
@@ -39,7 +39,7 @@ class OwnExamples(IterableDataset[Any]):
         if not 0 <= rank < world:
             raise ValueError(f"OwnExamples: rank={rank} is not one of the {world} ranks along the batch axis.")
         self._examples, self._rank, self._world = examples, rank, world
-        # The number of examples that the stream has given, to all ranks; and the place from which the next pass starts.
+        # The number of examples that the stream has given, to all ranks, and the place from which the next pass starts.
         self._at, self._from = 0, dict[str, Any]()
         # Only if the stream has it: without it, `Stream` must read earlier passes again to come to a place.
         if callable(set_epoch := getattr(examples, "set_epoch", None)):
@@ -63,7 +63,7 @@ class OwnExamples(IterableDataset[Any]):
                 yield example
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last example that was yielded."""
+        """Returns the place after the last example that was yielded."""
         own = getattr(self._examples, "state_dict", None)
         return {"at": self._at, "inner": None if own is None else own()}
 

@@ -10,7 +10,7 @@ from ._collate import first_rows
 
 
 def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataLoader[Any]:
-    """A loader like `loader`, of the rows of its batches that rank `rank` of `world` holds.
+    """Returns a loader like `loader`, of the rows of its batches that rank `rank` of `world` holds.
 
     `loader` is the one that a single device would use: its batches are the global ones, and those of the ranks in order
     concatenate to them. If the last batch is too short for all ranks, a rank may get tensors without rows. Workers,
@@ -24,7 +24,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
         world: ranks along the batch axis.
 
     Raises:
-        TypeError: the dataset is iterable only, so that its rows cannot be read by index; or there are no batches.
+        TypeError: the dataset is iterable only, so that its rows cannot be read by index, or there are no batches.
         ValueError: the order is random and has no `generator`: each rank would shuffle on its own. Or a
             `DistributedSampler` has cut the batches already: a part of the data would never be read.
 
@@ -55,7 +55,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
 
 def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
-    """The loader's batches of indices, if each rank can take its rows of them."""
+    """Returns the loader's batches of indices, if each rank can take its rows of them."""
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut the"

@@ -1,11 +1,11 @@
 """A shuffle that is never stored: a keyed bijection of {0, ..., size - 1}, evaluated on demand.
 
-A Feistel network permutes the integers of b bits, the smallest b with 2^b >= size; an image outside {0, ..., size - 1}
+A Feistel network permutes the integers of b bits, the smallest b with 2^b >= size. An image outside {0, ..., size - 1}
 is sent through again until it lies inside (cycle walking), which takes at most two passes on average.
 
 Luby, Rackoff: How to Construct Pseudorandom Permutations from Pseudorandom Functions, 1988,
-https://doi.org/10.1137/0217022
-Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002, https://doi.org/10.1007/3-540-45760-7_9
+https://doi.org/10.1137/0217022 Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002,
+https://doi.org/10.1007/3-540-45760-7_9
 """
 
 import numpy as np
@@ -17,12 +17,12 @@ _ROUNDS = 8  # four make a strong cipher of wide halves; ours may be one bit wid
 
 
 def permute(index: Int64[np.ndarray, " n"], size: int, *key: int) -> Int64[np.ndarray, " n"]:
-    """The images of `index` under the permutation of {0, ..., size - 1} with this key.
+    """Returns the images of `index` under the permutation of {0, ..., size - 1} with this key.
 
     Args:
         index: numbers in {0, ..., size - 1}.
         size: the number of permuted numbers.
-        key: integers; each tuple gives another permutation.
+        key: integers. Each tuple gives another permutation.
 
     Returns:
         One number in {0, ..., size - 1} for each index.
@@ -57,7 +57,7 @@ def _feistel(x: UInt64[np.ndarray, " n"], bits: int, keys: list[np.uint64]) -> U
 
 
 def _mix(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """The finalizer of splitmix64; unsigned products wrap."""
+    """Returns the finalizer of splitmix64; unsigned products wrap."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
@@ -71,14 +71,16 @@ def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
 
 
 def shuffled(rows: Int64[np.ndarray, " n"], size: int, seed: int | None) -> Int64[np.ndarray, " n"]:
-    """The item, of `size`, at each row of an endless sequence: each item once an epoch, every epoch in its own order.
+    """Returns the item, of `size`, at each row of an endless sequence.
+
+    Each item once an epoch, every epoch in its own order.
 
         epoch, k = divmod(row, size);   permute(k, size, seed, epoch)
 
     Args:
         rows: numbers from 0 on, 1-d int64.
-        size: of an epoch.
-        seed: of the orders; None = in order.
+        size: size of an epoch.
+        seed: seed of the orders. None: in order.
 
     Example:
         >>> order = shuffled(np.arange(6), 3, 42)

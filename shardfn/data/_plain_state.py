@@ -11,10 +11,10 @@ _MARK = "is a"
 
 
 def to_json(x: Any) -> Any:
-    """A nested state as values of JSON.
+    """Returns a nested state as values of JSON.
 
     Raises:
-        TypeError: it has an object of another kind; names it.
+        TypeError: it has an object of another kind. The message names it.
 
     Example:
         >>> state = {"order": torch.tensor([2, 0, 1]), "pair": (1, b"x")}
@@ -48,7 +48,7 @@ def to_json(x: Any) -> Any:
 
 
 def of_json(x: Any) -> Any:
-    """The state of which `to_json` made `x`."""
+    """Returns the state of which `to_json` made `x`."""
     if isinstance(x, list):
         return [of_json(y) for y in x]
     if not isinstance(x, dict):

@@ -12,14 +12,14 @@ _POLL = 0.05  # seconds after which a writer to a full queue checks for a reader
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """The same items in the same order, computed up to `depth` ahead by a background thread.
+    """Yields the same items in the same order, computed up to `depth` ahead by a background thread.
 
     The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
     loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the
     order. Closing waits for an item that is being computed.
 
     Args:
-        iterable: the source of items; it runs in the thread.
+        iterable: the source of items. It runs in the thread.
         depth: items that may wait.
 
     Raises:

@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
+        """Returns the ids of `text`; lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; never fails, for any sampled ids."""
+        """Returns the text of `ids`; never fails, for any sampled ids."""
         ...
 
 
@@ -42,11 +42,11 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The bytes of `text`."""
+        """Returns the bytes of `text`."""
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", "replace")
 
     def __repr__(self) -> str:
@@ -101,20 +101,20 @@ class BPETokenizer:
 
     @property
     def inner(self) -> Any:
-        """The tokenizer of the library."""
+        """Returns the tokenizer of the library."""
         return self._inner
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids."""
+        """Returns the number of ids."""
         return self._inner.get_vocab_size()
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
+        """Returns the ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
         return np.array(self._inner.encode(_clean(text), add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; half characters become U+FFFD."""
+        """Returns the text of `ids`; half characters become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def __repr__(self) -> str:
@@ -122,14 +122,14 @@ class BPETokenizer:
 
 
 def read_text(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The text of a file in pieces of about a million characters that end at a line's end where they can."""
+    """Yields the text of a file in pieces of about a million characters that end at a line's end where they can."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         while piece := file.read(_CHUNK) + file.readline(_CHUNK):
             yield piece
 
 
 def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """The paths, each of them an existing file.
+    """Returns the paths, each of them an existing file.
 
     Raises:
         FileNotFoundError: lists every path that is missing.

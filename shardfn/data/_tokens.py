@@ -37,7 +37,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenFile":
-        """Reads the description beside `path` and checks the size of the file; no id is read.
+        """Reads the description beside `path` and checks the size of the file. No id is read.
 
         Raises:
             FileNotFoundError: the file or its description is missing.
@@ -61,13 +61,13 @@ class TokenFile:
 
     @property
     def tokens(self) -> UInt[np.ndarray, " n"]:
-        """All ids as a read-only memory map."""
+        """Returns all ids as a read-only memory map."""
         if self.num_tokens == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.num_tokens,))
 
     def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
-        """The `count` ids from each start on.
+        """Returns the `count` ids from each start on.
 
         Raises:
             ValueError: an id is not below `vocab_size`, or a range leaves the file.
@@ -97,8 +97,8 @@ def encode_files(
     one, or (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
 
     Args:
-        paths: text files, UTF-8; other bytes are kept by ByteTokenizer.
-        out: the `.bin` file to write; its folder is made.
+        paths: text files, UTF-8. Other bytes are kept by ByteTokenizer.
+        out: the `.bin` file to write. Its folder is made.
         tokenizer: text to ids.
 
     Returns:

@@ -43,6 +43,7 @@ from ._cost import (
 from ._flops import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._calibrate import calibrate as calibrate
+from ._machine import machine_memory as machine_memory
 from ._peak_flops import peak_flops as peak_flops
 
 # Reports.

@@ -59,7 +59,9 @@ class Compiled:
 
 
 def resolve_backend(backend: str | None) -> Backend:
-    """The name of the back end to use; for None, "inductor" if a C++ compiler is found, else "graph" with a warning.
+    """Returns the name of the back end to use.
+
+    For None, "inductor" if a C++ compiler is found, else "graph" with a warning.
 
     Raises:
         ValueError: no such backend.

@@ -103,7 +103,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
 
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
-    """The position of the first node that needs each psum_scatter's result; waits and views do not count."""
+    """Returns the position of the first node that needs each psum_scatter's result; waits and views do not count."""
     lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is PSUM_SCATTER)
     after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
     for node in reversed(memory.order):
@@ -113,7 +113,7 @@ def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int
 
 
 def _returned(memory: Memory) -> Callable[[Node], bool]:
-    """Whether the step returns a value, which must then not share memory with others."""
+    """Returns whether the step returns a value, which must then not share memory with others."""
     returned = set(memory.reads(memory.order[-1]))
     return lambda node: not returned.isdisjoint(memory.shown(node))
 

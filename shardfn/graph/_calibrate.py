@@ -12,6 +12,7 @@ from shardfn.collectives import all_gather, bind_mesh
 from shardfn.core import Mesh, dtype_name
 
 from ._device import Cluster, Device, Link
+from ._machine import machine_memory
 
 _SIZES = (1 << 10, 1 << 18, 1 << 22)
 
@@ -19,14 +20,13 @@ _SIZES = (1 << 10, 1 << 18, 1 << 22)
 def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """Measures a `Cluster`: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
-    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the link's latency is the
+    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time. The link's latency is the
     time of the smallest transfer, its bandwidth that of the bytes and the time by which the largest exceeds it. Each
-    figure is the best of several runs.
-    Collective over the mesh: all ranks get the same figures, those of the slowest rank, so that decisions drawn from
-    them agree.
+    figure is the best of several runs. Collective over the mesh: all ranks get the same figures, those of the slowest
+    rank, so that decisions drawn from them agree.
 
     Args:
-        mesh: the ranks; default this one alone.
+        mesh: the ranks. Default: this one alone.
         seconds: about how long it may take.
 
     Returns:
@@ -78,7 +78,7 @@ def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
 
 
 def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The shortest time of the runs that fit into `seconds`, at least three."""
+    """Returns the shortest time of the runs that fit into `seconds`, at least three."""
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 4 or time.perf_counter() < end:
         times.append(_timed(run, device))
@@ -86,7 +86,10 @@ def _best(run: Callable[[], object], device: torch.device, seconds: float) -> fl
 
 
 def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
-    """The shortest time of `count` runs. The number is fixed, as all ranks must run equally many collectives."""
+    """Returns the shortest time of `count` runs.
+
+    The number is fixed, as all ranks must run equally many collectives.
+    """
     return min([_timed(run, device) for _ in range(count)][1:])
 
 
@@ -99,7 +102,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
-    """For each figure the lowest of all ranks; for latency, which comes last, the highest."""
+    """For each figure the lowest of all ranks. For latency, which comes last, the highest."""
     if mesh is None or mesh.size == 1:
         return list(measured)
     with bind_mesh(mesh):
@@ -110,7 +113,7 @@ def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
 
 
 def _per_node(mesh: Mesh | None) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from shardfn.core import is_device
 from shardfn.kernels import KernelCall, are_built, call_of
 
 from ._exact_rows import has_short_rows
@@ -102,7 +103,7 @@ def _call(node: Node) -> KernelCall | None:
     if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
         return None
     around = (node, *node.all_input_nodes)
-    if any(memory_of(n) != "device" or has_short_rows(n) or n.meta.get("val") is None for n in around):
+    if any(not is_device(memory_of(n)) or has_short_rows(n) or n.meta.get("val") is None for n in around):
         return None
     return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
 

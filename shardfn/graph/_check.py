@@ -69,11 +69,11 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
 def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | None = None) -> None:
     """Runs the steps of all ranks symbolically and proves that each one finishes.
 
-    Each rank issues its starts and waits in its graph's order; a wait blocks until all ranks of the group have started
+    Each rank issues its starts and waits in its graph's order. A wait blocks until all ranks of the group have started
     the transfer that it waits for, and starting on a channel for the first time blocks until all ranks have.
 
     Args:
-        gms: per rank, in rank order, its step; ranks with one program may share one object.
+        gms: per rank, in rank order, its step. Ranks with one program may share one object.
         mesh_shape: axis name -> size. Default: that of the first graph.
 
     Raises:
@@ -106,13 +106,13 @@ class MessageEnd(NamedTuple):
     looks: str
 
     def route(self, own: int) -> tuple[int, int, int]:
-        """The sender, the receiver and the tag, which are the same at both ends."""
+        """Returns the sender, the receiver and the tag, which are the same at both ends."""
         return (own, self.peer, self.tag) if self.sends else (self.peer, own, self.tag)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A transfer's start (`wait` is False), or the wait for it; `turn` is the start's number on the channel."""
+    """A transfer's start (`wait` is False), or the wait for it. `turn` is the start's number on the channel."""
 
     channel: str
     turn: int
@@ -127,7 +127,7 @@ class Events:
     """One rank's transfers with other ranks, in order, as a value that can be sent to them.
 
     Attributes:
-        lines: one for each transfer that pairs by order; see `compare_sequences`.
+        lines: one for each transfer that pairs by order. See `compare_sequences`.
         program: starts and waits.
     """
 
@@ -136,18 +136,18 @@ class Events:
 
     @property
     def text(self) -> str:
-        """A text that is equal for two ranks whose programs do the same."""
+        """Returns a text that is equal for two ranks whose programs do the same."""
         moments = (f"{e.channel} {e.turn} {e.wait} {e.message or ''}" for e in self.program)
         return "\n".join([*map(_key, self.lines), *moments])
 
     @property
     def sends_messages(self) -> bool:
-        """Whether it is the program of a pipeline's stage, so that other ranks may run other programs."""
+        """Returns whether it is the program of a pipeline's stage, so that other ranks may run other programs."""
         return any(e.message is not None for e in self.program)
 
 
 def collective_events(gm: GraphModule) -> Events:
-    """The transfers of a rank's step with other ranks, in the order of its graph.
+    """Returns the transfers of a rank's step with other ranks, in the order of its graph.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -169,7 +169,7 @@ def collective_events(gm: GraphModule) -> Events:
 
 
 def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
-    """Proves that all ranks finish if each runs its `Events`; see `prove_no_hang`.
+    """Proves that all ranks finish if each runs its `Events`. See `prove_no_hang`.
 
     Args:
         events: per rank, in rank order.
@@ -219,7 +219,7 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
 
 
 def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
-    """A rank's coordinates along the axes that are not the channel's, and its index along those that are."""
+    """Returns a rank's coordinates along the axes that are not the channel's, and its index along those that are."""
     names, at, rest, index = channel.split(" ")[-1].split(","), rank, list[int](), 0
     coords: dict[str, int] = {}
     for axis in reversed(list(shape)):
@@ -241,12 +241,12 @@ def _message(t: Transfer) -> MessageEnd | None:
 
 
 def _place_text(node: Node) -> str:
-    """The user's line, with the stage and the microbatch if it is a pipeline."""
+    """Returns the user's line, with the stage and the microbatch if it is a pipeline."""
     return "; ".join(part for part in (where_of(node), part_of(node)) if part)
 
 
 def _is_made(channel: str) -> bool:
-    """Whether a channel is made for the step. The groups of the loss's own collectives exist already."""
+    """Returns whether a channel is made for the step. The groups of the loss's own collectives exist already."""
     return not channel.startswith("loss")
 
 
@@ -259,7 +259,10 @@ def _line(t: Transfer) -> str:
 
 
 def _sizes(t: Transfer) -> str:
-    """The sizes that must be equal between ranks, as text; "uneven" for an exchange whose sizes differ by rank."""
+    """Returns the sizes that must be equal between ranks, as text.
+
+    "uneven" for an exchange whose sizes differ by rank.
+    """
     if t.op in _EXCHANGES:
         received = t.node.args[2 if t.channel.startswith("loss") else 1]
         if len({*t.sizes, *received}) > 1:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
@@ -272,14 +275,14 @@ def _same(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def _agree(a: str, b: str) -> bool:
-    """Whether two lines may be one collective. Sizes of an uneven exchange may look even on some rank."""
+    """Returns whether two lines may be one collective. Sizes of an uneven exchange may look even on some rank."""
     a, b = _key(a), _key(b)
     uneven = a.endswith(_UNEVEN) or b.endswith(_UNEVEN)
     return a == b or (uneven and _exchanged(a) is not None and _exchanged(a) == _exchanged(b))
 
 
 def _exchanged(key: str) -> str | None:
-    """The line of an exchange without its sizes; None for other lines."""
+    """Returns the line of an exchange without its sizes, or None for other lines."""
     what = key.removesuffix(_UNEVEN) if key.endswith(_UNEVEN) else key.partition(" [")[0]
     return what if any(f"{op} " in what for op in _EXCHANGES) else None
 
@@ -313,7 +316,7 @@ def _with_line(text: str | None) -> str:
 
 
 def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list[list[int]]:
-    """The groups of ranks along `axes`."""
+    """Returns the groups of ranks along `axes`."""
     if mesh_shape is None:
         return [list(range(count))]
     rows: dict[tuple[int, ...], list[int]] = {}
@@ -352,7 +355,7 @@ class _Simulation:
         return {rank: (i, len(group)) for i, group in enumerate(groups) for rank in group}
 
     def _advance(self, rank: int) -> list[int]:
-        """Runs a rank until it blocks or ends; returns the ranks that it woke."""
+        """Runs a rank until it blocks or ends, and returns the ranks that it woke."""
         program, woken = self._programs[rank], list[int]()
         while self._at[rank] < len(program):
             event = program[self._at[rank]]
@@ -366,7 +369,10 @@ class _Simulation:
         return woken
 
     def _need(self, rank: int, event: Moment) -> Any:
-        """The key of the starts that the event waits for: the group's, or a message's other end; None if past."""
+        """Returns the key of the starts that the event waits for.
+
+        The group's, or a message's other end, or None if past.
+        """
         if event.message is not None:
             key = self._end(rank, event, not event.message.sends)
             return key if event.wait and not self._started[key] else None
@@ -375,7 +381,7 @@ class _Simulation:
         return key if event.wait and self._started[key] < size else None
 
     def _end(self, rank: int, event: Moment, sends: bool) -> Any:
-        """The key of one end of a message in `_started`."""
+        """Returns the key of one end of a message in `_started`."""
         assert event.message is not None
         group, own = _place(event.channel, self._shape, rank)
         return event.channel, group, event.message.route(own), sends

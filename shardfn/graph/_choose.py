@@ -65,7 +65,7 @@ class Choice:
     table: tuple[Scored, ...]
 
     def __str__(self) -> str:
-        """A table with a line for each candidate; a star marks the chosen one."""
+        """Returns a table with a line for each candidate; a star marks the chosen one."""
         rows = [self._row(s) for s in self.table]
         return "\n".join([f"chosen of {len(rows)}, for a device that holds {_mib(self.memory)}:", *rows])
 
@@ -84,7 +84,7 @@ def choose(
     candidates: Sequence[Schedule] | None = None,
     fuses: bool = False,
 ) -> Choice:
-    """The schedule under which `gm` is fastest on `cluster`, of those that keep its peak within `memory`.
+    """Returns the schedule under which `gm` is fastest on `cluster`, of those that keep its peak within `memory`.
 
         argmin over S of estimate(S(gm)).seconds,  subject to  memory_analysis(S(gm)).peak <= memory
 
@@ -102,7 +102,7 @@ def choose(
     Args:
         gm: a captured step, not yet scheduled.
         cluster: the machines that it runs on.
-        memory: bytes that the device may hold at the step's peak; default the cluster's `device.memory`.
+        memory: bytes that the device may hold at the step's peak. Default: the cluster's `device.memory`.
         given: fields of `Schedule` that are not to be chosen.
         candidates: schedules to choose from, in place of all these.
         fuses: whether it is for a back end that fuses elementwise ops.
@@ -111,7 +111,7 @@ def choose(
         The choice, with the scores of all candidates.
 
     Raises:
-        ValueError: nothing fits; the message has the smallest peak and the remedies. Or the cluster has no rate for a
+        ValueError: nothing fits. The message has the smallest peak and the remedies. Or the cluster has no rate for a
             dtype.
 
     Example:
@@ -148,7 +148,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
         memory: bytes that the device may hold.
 
     Raises:
-        ValueError: it does not fit; the message has the peak and the remedies.
+        ValueError: it does not fit. The message has the peak and the remedies.
 
     Example:
         >>> import torch
@@ -218,7 +218,7 @@ class _Scores:
         self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
-        """The scores of these schedules and of all earlier ones, in the order in which they were passed."""
+        """Returns the scores of these schedules and of all earlier ones, in the order in which they were passed."""
         new = [s for s in dict.fromkeys(schedules) if s not in self._scores]
         order = [*self._scores, *new]
         self._descend(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
@@ -243,7 +243,7 @@ class _Scores:
 
 
 def _fingerprint(gm: GraphModule) -> bytes:
-    """A hash that is equal for graphs with the same nodes in the same order."""
+    """Returns a hash that is equal for graphs with the same nodes in the same order."""
     digest = hashlib.blake2b(digest_size=16)
     for n in gm.graph.nodes:
         digest.update(f"{n.name} {n.target} {n.args} {n.kwargs}\n".encode())

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn.collectives import Traffic
-from shardfn.core import dtype_name
+from shardfn.core import dtype_name, is_device
 
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
@@ -224,7 +224,7 @@ class _Clocks:
 
     def _carry(self, move: MemoryMove) -> None:
         """Adds a move between memories; each direction has a link of its own."""
-        link = self._cluster.host if "device" in (move.src, move.dst) else self._cluster.disk
+        link = self._cluster.host if any(map(is_device, (move.src, move.dst))) else self._cluster.disk
         if link is not None:
             way = f"{move.src} -> {move.dst}"
             self._start(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))

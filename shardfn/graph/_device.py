@@ -27,7 +27,7 @@ class Link:
     latency: float
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """The time of `messages` transfers of `nbytes` together."""
+        """Returns the time of `messages` transfers of `nbytes` together."""
         return messages * self.latency + nbytes / self.bandwidth
 
 
@@ -36,7 +36,7 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     Attributes:
-        name: as `DEVICES` lists it.
+        name: name as `DEVICES` lists it.
         memory: bytes.
         flops: dtype name -> floating-point operations a second, dense.
         bandwidth: bytes a second between the device and its memory.
@@ -91,7 +91,7 @@ class Cluster:
             raise ValueError(f"Cluster(per_node={self.per_node}): 1 or more ranks in a node.")
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
-        """The wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
+        """Returns the wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
 
         If every group of ranks along `axes` lies in one node it is `inside`. Else the group's ring leaves each node on
         k wires, where k is the number of its ranks there, so that the slowest hop is min(inside, k * between).
@@ -124,7 +124,7 @@ class Cluster:
 
 
 def cluster(name: str) -> Cluster:
-    """The usual machine of the device called `name` in `DEVICES`.
+    """Returns the usual machine of the device called `name` in `DEVICES`.
 
     Raises:
         ValueError: no such device.
@@ -145,7 +145,7 @@ def _stride(mesh_shape: Mapping[str, int], axis: str) -> int:
 
 
 def _ranks_in_node(mesh_shape: Mapping[str, int], names: list[str], per_node: int) -> int:
-    """The number of ranks of rank 0's group that are in rank 0's node."""
+    """Returns the number of ranks of rank 0's group that are in rank 0's node."""
     offsets = [0]
     for axis in names:
         stride = _stride(mesh_shape, axis)
@@ -165,7 +165,7 @@ def _cluster(
     per_node: int = 8,
     latency: float = 5e-6,
 ) -> Cluster:
-    """A cluster from flops of float32, float16, bfloat16 in 10^12 per second, and links in 10^9 bytes per second."""
+    """Returns a cluster from 10^12 flops per second (float32, float16, bfloat16) and links in 10^9 bytes per second."""
     rates = dict(zip(("float32", "float16", "bfloat16"), flops, strict=True))
     device = Device(name, int(gib * 2**30), {k: v * 1e12 for k, v in rates.items() if v}, memory_gb * 1e9)
     return Cluster(device, per_node, Link(inside_gb * 1e9, latency / 2), Link(between_gb * 1e9, latency))

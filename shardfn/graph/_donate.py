@@ -20,7 +20,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
     """Turns elementwise ops into in-place ones where their first operand dies there: `add -> add_`, foreach ops too.
 
     The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
-    `gm.meta["donated"]` names; no node may read that memory later, nor a transfer in flight. So an optimizer written as
+    `gm.meta["donated"]` names. No node may read that memory later, nor a transfer in flight. So an optimizer written as
     pure functions runs in the buffers of the state it was given. Before a `stop_unless` placeholders stay.
 
         m = mu * 0.9                     m = mu.mul_(0.9)
@@ -33,7 +33,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
             needs no memory between them, and does better without.
 
     Returns:
-        A new graph whose outputs have the same bits; the contents of donated placeholders are undefined afterwards.
+        A new graph whose outputs have the same bits. The contents of donated placeholders are undefined afterwards.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -109,7 +109,7 @@ class _Owners:
         given = [m in self._memory.given for m in owned]
         if any(given) if i < self._stop else not self._temporaries and not all(given):
             return False
-        # An operand may be used twice, element by element; no other operand may share the overwritten memory.
+        # An operand may be used twice, element by element. No other operand may share the overwritten memory.
         others = [n for n in _others(node) if n is not node.args[0]]
         if any(m in owned for n in others for m in self._of(n)):
             return False
@@ -127,7 +127,9 @@ class _Owners:
 
 
 def in_place_twin(node: Node) -> Any:
-    """The op that writes the result of an elementwise node into its first argument; None if it does not exist.
+    """Returns the op that writes the result of an elementwise node into its first argument.
+
+    None if it does not exist.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -176,7 +178,7 @@ def _fits(first: list[Node], node: Node) -> bool:
 
 
 def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]:
-    """The memories that must not be overwritten: inputs not donated, constants, and values still being sent."""
+    """Returns the memories that must not be overwritten: inputs not donated, constants, and values still being sent."""
     if node.op == "placeholder":
         return () if node.name in donated else memory.shown(node)
     if node.op == "get_attr":

@@ -21,7 +21,9 @@ from ._values import tensors_of
 
 
 def drafted(gm: GraphModule) -> GraphModule:
-    """A private copy, a draft: passes change it in place until `settled` is called. It must not run before that.
+    """Returns a private copy, a draft.
+
+    Passes change it in place until `settled` is called. It must not run before that.
 
     It saves time: one copy of the step of a trillion parameters takes a second, and there are nine passes.
     """
@@ -37,7 +39,7 @@ def settled(gm: GraphModule) -> GraphModule:
 
 
 def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
-    """A copy with the nodes in `order`, and a dict from old nodes to new ones. A draft is reordered itself.
+    """Returns a copy with the nodes in `order`, and a dict from old nodes to new ones. A draft is reordered itself.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -78,7 +80,7 @@ def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
 
 
 def finish(gm: GraphModule, graph: Graph) -> GraphModule:
-    """A module like `gm` that runs `graph`; its Python is written when it first runs."""
+    """Returns a module like `gm` that runs `graph`. Its Python is written when it first runs."""
     graph._codegen = copy.deepcopy(gm.graph._codegen)
     with use_lazy_graph_module(True):
         out = make_graph_module(gm, graph)
@@ -94,8 +96,8 @@ def call(
     Args:
         graph: where.
         target: the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: arguments.
+        kwargs: keyword arguments.
         like: the node that it replaces.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
@@ -105,7 +107,7 @@ def call(
 
 
 def abstract_value(node: Node) -> Any:
-    """The node's result for the abstract values of its arguments."""
+    """Returns the node's result for the abstract values of its arguments."""
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = values
     if node.target is operator.getitem:

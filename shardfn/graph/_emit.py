@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
+from shardfn.core import is_host
 from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
@@ -141,7 +142,7 @@ class _CodeWriter:
         self.on_host = False
 
     def write(self, step: Node | Region, dead: list[Node]) -> None:
-        self._enter(isinstance(step, Node) and step.op == "call_function" and memory_of(step) == "host")
+        self._enter(isinstance(step, Node) and step.op == "call_function" and is_host(memory_of(step)))
         if isinstance(step, Region):
             self._region(step, dead)
         elif step.op == "placeholder":

@@ -62,7 +62,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
 
 def balanced_shares(gm: GraphModule) -> dict[Node, float]:
-    """The share of its rows that a value has, if each rank gets the number that it sends, by values of `exact_rows`.
+    """Returns by value of `exact_rows` the share of its rows that it has, if each rank gets as many as it sends.
 
     Args:
         gm: a captured step, before `exact_rows`.
@@ -77,7 +77,7 @@ def balanced_shares(gm: GraphModule) -> dict[Node, float]:
 
 
 def has_short_rows(node: Node) -> bool:
-    """Whether the value of a node, in a graph of `exact_rows`, may have fewer rows than its abstract value.
+    """Returns whether the value of a node, in a graph of `exact_rows`, may have fewer rows than its abstract value.
 
     Example:
         >>> has_short_rows(torch.fx.Graph().placeholder("x"))
@@ -87,7 +87,7 @@ def has_short_rows(node: Node) -> bool:
 
 
 def _walked(gm: GraphModule) -> "_Walk | None":
-    """The walk through a graph; None if no rows come by an exchange."""
+    """Returns the walk through a graph, or None if no rows come by an exchange."""
     return _Walk(Memory(gm)) if any(n.target is _ARRIVED for n in gm.graph.nodes) else None
 
 
@@ -109,15 +109,15 @@ class _Walk:
             self._visit(node)
 
     def exact(self) -> list[Node]:
-        """The exchanges whose result may have exactly the rows that come."""
+        """Returns the exchanges whose result may have exactly the rows that come."""
         return [s for table, starts in self._starts.items() if table not in self._whole for s in starts]
 
     def short(self) -> list[Node]:
-        """The values that may have fewer rows than in the graph."""
+        """Returns the values that may have fewer rows than in the graph."""
         return [n for n, table in self._table.items() if table in self._starts and table not in self._whole]
 
     def balanced_share(self, node: Node) -> float:
-        """The rows that this rank sends, as a share of those that may come."""
+        """Returns the rows that this rank sends, as a share of those that may come."""
         start = self._starts[self._table[node]][0]
         sent = len(next(iter(tensors_of(start.all_input_nodes[0]))))
         return min(sent / max(int(start.args[_ROWS]), 1), 1.0)  # pyright: ignore[reportArgumentType]
@@ -158,7 +158,7 @@ class _Walk:
         return node in self._table
 
 
-# Rules: True, the result has only the rows in use; False, it has its whole size; None, the op needs the whole size.
+# Rules: True, the result has only the rows in use. False, it has its whole size. None, the op needs the whole size.
 
 _Short = Callable[[Any], bool]
 
@@ -178,7 +178,7 @@ def _each(node: Node, short: _Short) -> bool | None:
 
 
 def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
-    """Whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
+    """Returns whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
     values = list(tensors_of(operand))
     if short(operand):
         return all(x.dim() == ndim and len(x) == num for x in values)
@@ -186,7 +186,7 @@ def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
 
 
 def _dim_of(node: Node) -> int:
-    """The dim that an op works along, or -1."""
+    """Returns the dim that an op works along, or -1."""
     target = node.target
     if not isinstance(target, OpOverload):
         return -1

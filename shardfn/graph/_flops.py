@@ -32,7 +32,7 @@ def node_flops(node: Node) -> int:
 
 
 def node_bytes(node: Node) -> int:
-    """Bytes that `node` reads and writes: its operands and its results once; 0 for views and transfers.
+    """Bytes that `node` reads and writes: its operands and its results once, or 0 for views and transfers.
 
     Lookups (`embedding`, `gather`, ...) read only the elements that they return.
 
@@ -53,6 +53,6 @@ def node_bytes(node: Node) -> int:
 
 
 def arithmetic(node: Node) -> torch.dtype:
-    """The dtype in which `node` multiplies: that of its first floating-point operand."""
+    """Returns the dtype in which `node` multiplies: that of its first floating-point operand."""
     operands = [t for n in node.all_input_nodes for t in tensors_of(n)] or tensors_of(node)
     return next((t.dtype for t in operands if t.is_floating_point()), torch.float32)

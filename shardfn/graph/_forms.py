@@ -33,7 +33,7 @@ class Form(NamedTuple):
         dim: which dim is cut.
         multiple: blocks begin at multiples of it; divides the dim.
         parts: size and multiple of each part, for a dim whose parts are cut separately (queries, keys and values of one
-            projection); `multiple` is then 1.
+            projection). `multiple` is then 1.
         owner: of own rows, the groups whose ranks own them.
     """
 
@@ -74,7 +74,9 @@ WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
 @functools.lru_cache(maxsize=4096)
 def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> Form:
-    """The form of a dim of `size` that is cut over `num` ranks; of the multiples that give the same blocks, the least.
+    """Returns the form of a dim of `size` that is cut over `num` ranks.
+
+    Of the multiples that give the same blocks, the least.
 
     Example:
         >>> print(cut(0, 8, 2, multiple=4)), print(cut(0, 12, 2, multiple=4)), print(cut(1, 12, 2, parts=((6, 1),) * 2))
@@ -98,7 +100,7 @@ def blocks(size: int, num: int, form: Form) -> tuple[tuple[int, ...], ...]:
 
 
 def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
-    """The lengths of the blocks.
+    """Returns the lengths of the blocks.
 
     Example:
         >>> lengths(7, 3), lengths(12, 2, multiple=4)
@@ -109,7 +111,7 @@ def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def multiple_of(size: int, held: Sequence[int]) -> int | None:
-    """The least multiple that cuts `size` in these blocks; None if none does.
+    """Returns the least multiple that cuts `size` in these blocks, or None if none does.
 
     Example:
         >>> multiple_of(12, (8, 4)), multiple_of(12, (4, 8)), multiple_of(7, (3, 3, 1))
@@ -126,10 +128,10 @@ class Ranks:
     """The ranks along the axis, for the `run` of a strategy.
 
     Attributes:
-        axis: its name.
+        axis: name.
         num: how many they are.
         index: this rank's.
-        functions: by op, a function that computes the same, with derivatives of any order.
+        functions: a function that computes the same by op, with derivatives of any order.
     """
 
     def __init__(self, axis: str, functions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
@@ -137,15 +139,15 @@ class Ranks:
         self.functions = functions or {}
 
     def psum(self, x: Tensor) -> Tensor:
-        """The sum, whole."""
+        """Returns the sum, whole."""
         return psum(x, self.axis)
 
     def pmax(self, x: Tensor) -> Tensor:
-        """The maximum, whole; not differentiable."""
+        """Returns the maximum, whole, not differentiable."""
         return pmax(x, self.axis)
 
     def pvary(self, x: Tensor) -> Tensor:
-        """A whole value as a varying one."""
+        """Returns a whole value as a varying one."""
         return pvary(x, self.axis)
 
     def bounds(self, size: int, multiple: int = 1) -> tuple[int, int]:
@@ -154,14 +156,14 @@ class Ranks:
         return multiple * start, multiple * stop
 
     def local(self, shape: Sequence[int], form: Form) -> list[int]:
-        """The shape of this rank's part of a value."""
+        """Returns the shape of this rank's part of a value."""
         out = list(shape)
         if form.kind == "cut":
             out[form.dim] = sum(self.own(shape[form.dim], form))
         return out
 
     def own(self, size: int, form: Form) -> list[int]:
-        """The lengths of this rank's blocks of the parts of a cut dim."""
+        """Returns the lengths of this rank's blocks of the parts of a cut dim."""
         return [each[self.index] for each in blocks(size, self.num, form)]
 
     def block(self, x: Tensor, form: Form) -> Tensor:
@@ -207,7 +209,7 @@ class Operand(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Returns the number of dims."""
         return len(self.shape)
 
 
@@ -218,7 +220,7 @@ class OpUse:
     Attributes:
         target: the overload.
         args: by position, with `Operand` in the place of tensors.
-        kwargs: by name.
+        kwargs: keyword arguments by name.
         operands: the tensors among them, in order.
         forms: the forms in which the operands come.
         outs: the results that are tensors.
@@ -234,11 +236,11 @@ class OpUse:
     num: int
 
     def arg(self, at: int, name: str, default: Any = None) -> Any:
-        """An argument by position, or by name."""
+        """Returns an argument by position, or by name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
     def cut(self, dim: int, size: int, multiple: int = 1, parts: Parts = ()) -> Form:
-        """The form of a cut dim."""
+        """Returns the form of a cut dim."""
         return cut(dim, size, self.num, multiple, parts)
 
 
@@ -246,5 +248,5 @@ Rule = Callable[[OpUse], list[Strategy]]
 
 
 def whole(use: OpUse) -> Strategy:
-    """The strategy that always holds: whole operands give whole results."""
+    """Returns the strategy that always holds: whole operands give whole results."""
     return Strategy((WHOLE,) * len(use.operands), (WHOLE,) * len(use.outs))

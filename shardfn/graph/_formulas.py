@@ -145,7 +145,7 @@ def flash_backward(node: Node) -> int:
 
 
 def of_kernel(node: Node) -> int:
-    """The bytes that a kernel of `shardfn.kernels` gives for its arguments."""
+    """Returns the bytes that a kernel of `shardfn.kernels` gives for its arguments."""
     args = tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, tuple(node.args))
     return scratch_bytes(node.target, args)
 

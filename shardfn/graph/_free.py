@@ -12,7 +12,7 @@ from ._ops import op_of
 def free_at_last_use(gm: GraphModule) -> GraphModule:
     """Shortens lifetimes without changing the order of transfers, of writes or of arithmetic.
 
-    Constants, views, and casts of smaller values or of placeholders are made just before their first use; several
+    Constants, views, and casts of smaller values or of placeholders are made just before their first use. Several
     results of one op are unpacked at once, so that unused ones die; unused nodes are removed, except writes, transfers
     and random draws.
 
@@ -67,7 +67,7 @@ def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
 
 
 def _takes_result(node: Node, memory: Memory) -> bool:
-    """Whether the node takes one of several results of an op, which is no view."""
+    """Returns whether the node takes one of several results of an op, which is no view."""
     return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
 
 

@@ -30,7 +30,7 @@ _REMEDY = "write to a clone(), or use the operation that returns a new value"
 
 
 def without_writes(gm: GraphModule) -> Iterator[str]:
-    """Replaces the writes of a captured forward; see above. Yields those that it cannot replace, with a remedy."""
+    """Replaces the writes of a captured forward. See above. Yields those that it cannot replace, with a remedy."""
     walk = _Walk(gm)
     for node in list(gm.graph.nodes):
         reason = walk.visit(node)
@@ -59,7 +59,7 @@ class _Walk:
         self._unclear = False  # a gradient that a detached view has got is lost where it is taken again
 
     def visit(self, node: Node) -> str:
-        """Takes the next operation; returns the reason why it cannot replace its write, or ""."""
+        """Takes the next operation, and returns the reason why it cannot replace its write, or ""."""
         called = node.op == "call_function"
         at = viewed(node.target) if called else None
         parent = None if at is None else self._tensor(node.args[at])
@@ -92,7 +92,7 @@ class _Walk:
         return tensor
 
     def _value(self, node: Node, user: Node) -> Node:
-        """The value of a tensor at the position of `user`."""
+        """Returns the value of a tensor at the position of `user`."""
         tensor = self._tensor(node)
         count = self._counts.get(self._owner(tensor), 0)
         if tensor in self._parents and self._seen[tensor] != count:
@@ -121,7 +121,7 @@ class _Walk:
         return ""
 
     def _copied(self, node: Node) -> Node:
-        """The value that `x.copy_(y)` writes; torch does not differentiate the functional `copy`."""
+        """Returns the value that `x.copy_(y)` writes. Torch does not differentiate the functional `copy`."""
         like = node.meta["val"]
         new = self._call(node, node, _ATEN.expand.default, (node.args[1], list(like.shape)))
         return self._call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
@@ -141,7 +141,7 @@ class _Walk:
         self._values[tensor] = value
 
     def _source(self, view: Node) -> Node:
-        """The tensor that it is a view of; for a part of a split, the tensor that was split."""
+        """Returns the tensor that it is a view of. For a part of a split, the tensor that was split."""
         parent = self._parents[view]
         return self._parents[parent] if view.target is operator.getitem else parent
 
@@ -166,7 +166,7 @@ class _Walk:
         return ""
 
     def _call(self, user: Node, like: Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Node:
-        """A new operation before `user`, with the metadata of `like`."""
+        """Returns a new operation before `user`, with the metadata of `like`."""
         with self._gm.graph.inserting_before(user):
             new = self._gm.graph.call_function(target, tuple(args), kwargs or {})
         new.meta = dict(like.meta)
@@ -191,7 +191,7 @@ class _Walk:
 
 @by_identity
 def viewed(target: Any) -> int | None:
-    """The argument that the results of an op are views of; None: they are not views."""
+    """Returns the argument that the results of an op are views of; None: they are not views."""
     row = known_op(target)
     if row.views is not None or row.writes:
         return row.views
@@ -204,7 +204,7 @@ def viewed(target: Any) -> int | None:
 
 
 def functional(node: Node) -> Any:
-    """The op that returns the value that this one writes; None: it does not exist."""
+    """Returns the op that returns the value that this one writes; None: it does not exist."""
     found, val = _returning(node.target), node.meta.get("val")
     if found is None or not isinstance(node.args[0], Node) or not isinstance(val, Tensor):
         return None
@@ -216,7 +216,7 @@ def functional(node: Node) -> Any:
 
 @by_identity
 def _returning(target: Any) -> Any:
-    """The overload that takes the same arguments, and writes nothing."""
+    """Returns the overload that takes the same arguments, and writes nothing."""
     name = str(target.overloadpacket).removeprefix("aten.")
     base = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
     overloads = [] if base is None else [getattr(base, x) for x in base.overloads()]
@@ -234,7 +234,10 @@ _SCATTERS = {_ATEN.slice_scatter.default, _ATEN.select_scatter.default, _ATEN.di
 
 
 def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
-    """An op and its further arguments: of the whole and the value if it is a scatter, else of the value alone."""
+    """Returns an op and its further arguments.
+
+    Of the whole and the value if it is a scatter, else of the value alone.
+    """
     packet = getattr(view.target, "overloadpacket", view.target)
     found = _PUT_BACK.get(packet)
     if found is None or view.target is _ATEN.view.dtype:

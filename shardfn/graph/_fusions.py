@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardfn.core import is_device
 from shardfn.kernels import are_built, call_of
 
 from ._edit import call, reordered
@@ -112,7 +113,7 @@ def _fusion(node: Node) -> _Fusion | None:
     group = (node, *fusion.inner)
     around = {n for made in group for n in (made, *made.all_input_nodes)}
     alone = all(n.meta.get("op_by_op") for n in group)
-    plain = all(memory_of(n) == "device" and not has_short_rows(n) for n in around)
+    plain = all(is_device(memory_of(n)) and not has_short_rows(n) for n in around)
     return fusion if alone and plain else None
 
 

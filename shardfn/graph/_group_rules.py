@@ -65,12 +65,12 @@ def _own_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strate
 
 
 def _name_of(use: OpUse, at: int) -> str:
-    """The name of an operand, which is the third one of the op's arguments."""
+    """Returns the name of an operand, which is the third one of the op's arguments."""
     return next(x.name for x in (*use.args, *use.kwargs.values()) if isinstance(x, Operand) and x.number == at)
 
 
 def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
-    """The rows of this rank's groups are moved to the front, multiplied, and moved back."""
+    """Returns the rows of this rank's groups are moved to the front, multiplied, and moved back."""
 
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x, own, sizes, *rest = (*args, *kwargs.values())

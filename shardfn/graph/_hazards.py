@@ -11,7 +11,7 @@ Nodes have a partial order, made of the rules below. Any order of the graph that
                      their order, as do random ops: so all ranks issue alike; a gather whose result is gathered again
                      (the first of two hops) is on a channel of its own, so that it may run ahead of those
 
-A view reads no memory; it is tied to the memory's values only through its readers.
+A view reads no memory. It is tied to the memory's values only through its readers.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Memory:
 
     Attributes:
         order: the nodes.
-        position: their index in it.
+        position: index in it.
         inputs: the inputs of each node.
         mutated: memories that an op overwrites, by its schema.
         given: the memories of placeholders.
@@ -73,33 +73,36 @@ class Memory:
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
     def shown(self, node: Node) -> tuple[int, ...]:
-        """The memories of the node's values."""
+        """Returns the memories of the node's values."""
         return self._shown[node]
 
     def is_view(self, node: Node) -> bool:
-        """Whether the node is a view of existing memory, or takes a value out of a tuple."""
+        """Returns whether the node is a view of existing memory, or takes a value out of a tuple."""
         return self._view[node]
 
     def mutates(self, node: Node) -> tuple[int, ...]:
-        """The memories that the node overwrites, by its schema."""
+        """Returns the memories that the node overwrites, by its schema."""
         return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
-        """The memories whose contents the node needs; for a wait, also those that its transfer reads."""
+        """Returns the memories whose contents the node needs. For a wait, also those that its transfer reads."""
         if self._view[node]:
             return ()
         start = self._waits.get(node)
         return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
-        """The memories that the node overwrites. A wait also writes the memory into which its transfer writes."""
+        """Returns the memories that the node overwrites.
+
+        A wait also writes the memory into which its transfer writes.
+        """
         start = self._waits.get(node)
         if start is None:
             return self.mutates(node)
         return _once((*self._of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
-        """The representative of all memories that were found to be the same."""
+        """Returns the representative of all memories that were found to be the same."""
         while self._parent[memory] != memory:
             self._parent[memory] = memory = self._parent[self._parent[memory]]
         return memory
@@ -113,7 +116,7 @@ class Memory:
 
     @functools.cached_property
     def far(self) -> set[Node]:
-        """The gathers whose results are gathered again: the first of two hops."""
+        """Returns the gathers whose results are gathered again: the first of two hops."""
         behind: dict[Node, set[Node]] = {}
         out: set[Node] = set()
         for node in self.order:
@@ -132,7 +135,7 @@ class Memory:
         return _once(m for n in nodes for m in self._shown[n])
 
     def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
-        """The representatives of these memories, each once."""
+        """Returns the representatives of these memories, each once."""
         if len(memories) == 1:
             return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
         return _once(map(self.find, memories))
@@ -154,7 +157,7 @@ class Memory:
         return (own,)
 
     def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
-        """The storages of the node's abstract value, with their addresses; cached for a draft."""
+        """Returns the storages of the node's abstract value, with their addresses; cached for a draft."""
         val, known = node.meta["val"], self._known.get(node)
         if known is None or known[0] is not val:
             storages = [t.untyped_storage() for t in tensors_of(node)]
@@ -208,17 +211,17 @@ def _acts(target: Any) -> _Acts:
 
 
 def _once(memories: Iterable[int]) -> tuple[int, ...]:
-    """The memories without repetitions, in order."""
+    """Returns the memories without repetitions, in order."""
     return tuple(dict.fromkeys(memories))
 
 
 def is_wait_input(node: Node) -> bool:
-    """Whether the node takes one of several collectives out of a tuple."""
+    """Returns whether the node takes one of several collectives out of a tuple."""
     return any(is_start(n) for n in node.all_input_nodes)
 
 
 def keeps_its_place(node: Node) -> bool:
-    """Whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
+    """Returns whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
     if is_fetch(node):
         return False  # this rank's own affair, and repeatable
     return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
@@ -266,12 +269,12 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
 
 
 def is_stop(node: Node) -> bool:
-    """Whether the program may end at the node, or the node has an unknown effect."""
+    """Returns whether the program may end at the node, or the node has an unknown effect."""
     return _EFFECT in _turns(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
-    """The same order in reverse: for each node, the nodes that must come after it."""
+    """Returns the same order in reverse: for each node, the nodes that must come after it."""
     out: dict[Node, list[Node]] = {n: [] for n in before}
     for node, earlier in before.items():
         for n in earlier:
@@ -280,7 +283,9 @@ def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
 
 
 def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[Node]:
-    """The legal order nearest to `wish`: each node at its place there, or earlier if one that needs it is earlier.
+    """Returns the legal order nearest to `wish`.
+
+    Each node at its place there, or earlier if one that needs it is earlier.
 
     Example:
         >>> import torch
@@ -306,13 +311,13 @@ def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[No
 
 
 def put_off(order: Sequence[Node], before: dict[Node, list[Node]], lazy: set[Node]) -> list[Node]:
-    """The order with each `lazy` node directly before the first node that must come after it."""
+    """Returns the order with each `lazy` node directly before the first node that must come after it."""
     busy = [n for n in order if n not in lazy and n.op != "output"]
     return legal_order([*busy, *(n for n in order if n in lazy), order[-1]], before)
 
 
 def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: set[Node]) -> list[Node]:
-    """The order with each `eager` node directly after the last node that must come before it."""
+    """Returns the order with each `eager` node directly after the last node that must come before it."""
     first = [n for n in order if n.op == "placeholder"]
     busy = [n for n in order if n not in eager and n.op != "placeholder"]
     late = [n for n in order if n in eager]
@@ -339,7 +344,7 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
 
 
 def is_copy(node: Node) -> bool:
-    """Whether the node only copies, casts, packs or encodes, so that it may run next to the transfer of its value."""
+    """Returns whether a node only copies, casts, packs or encodes, and may run next to the transfer of its value."""
     return op_of(node).copies
 
 
@@ -372,5 +377,5 @@ def _turns(node: Node) -> tuple[int, ...]:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws from torch's generator, or may do more than compute."""
+    """Returns whether the node draws from torch's generator, or may do more than compute."""
     return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns(node))

@@ -9,7 +9,6 @@ finds it.
 import contextlib
 import dataclasses
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn._torch import FakeTensorMode, TracingContext, dynamo_counters, inductor, tracing
 from shardfn.core import one_tracing
+from shardfn.kernels import num_processors
 
 from ._ops import op_of
 from ._regions import Region, is_view, peel
@@ -55,7 +55,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
         The kernels, in the order of `regions`.
 
     Raises:
-        RuntimeError: the C++ compiler failed; the message has the remedies.
+        RuntimeError: the C++ compiler failed. The message has the remedies.
 
     Example:
         >>> compile_regions([]).num_compiled
@@ -75,7 +75,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
 
 
 def canonical(region: Region) -> str:
-    """The region as a text without names, which is equal for regions that can share a kernel.
+    """Returns the region as a text without names, which is equal for regions that can share a kernel.
 
     Example:
         >>> print(canonical(Region((), (), ())))
@@ -89,7 +89,7 @@ def canonical(region: Region) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that inductor would call (`CXX`, else g++); None if it is not found.
+    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if it is not found.
 
     Example:
         >>> find_compiler() is None or len(find_compiler()) > 0
@@ -162,7 +162,7 @@ def _compile(region: Region) -> Call:
 
 
 def _functional(gm: GraphModule) -> Callable[..., Any]:
-    """A decomposition without writes in place: inputs must not change."""
+    """Returns a decomposition without writes in place: inputs must not change."""
     return torch.func.functionalize(lambda *args: gm(*args), remove="mutations")
 
 
@@ -216,7 +216,7 @@ def _compiler() -> Iterator[None]:
     """Inductor with our settings; kernels go to the C++ compiler while the next region is still being lowered."""
     inductor("compile_fx")
     config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_processors()
     under_way: list[tuple[Any, dict[str, Any]]] = []
     with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
         # A region's code is waited for after the last one has been lowered. One thread at a time is here.

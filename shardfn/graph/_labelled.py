@@ -19,9 +19,9 @@ class Labels:
 
     Attributes:
         ins: the labels of each operand's dims.
-        outs: those of each result's.
+        outs: outputs of each result's.
         sums: whether a label that no result has may be cut: the op is a sum over it.
-        linear: operands in which the op is linear, each by itself; its result is partial if one of them is.
+        linear: operands in which the op is linear, each by itself. Its result is partial if one of them is.
         together: the op is linear in these operands taken together, as a sum is.
         run: see `Strategy`; given the forms of the results.
     """
@@ -35,7 +35,7 @@ class Labels:
 
 
 def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
-    """The rule of an op with labels."""
+    """Returns the rule of an op with labels."""
 
     def rule(use: OpUse) -> list[Strategy]:
         return [whole(use), *strategies(use, label(use))]
@@ -44,7 +44,7 @@ def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strateg
 
 
 def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
-    """The strategies that cut one label, and those that leave a sum to be taken."""
+    """Returns the strategies that cut one label, and those that leave a sum to be taken."""
     out: list[Strategy] = []
     for name, size in _sizes(use, labels).items():
         summed = not any(name in dims for dims in labels.outs)
@@ -75,7 +75,7 @@ def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
 
 
 def _ways(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
-    """The multiples and parts by which operands are cut along a label, and the plain way."""
+    """Returns the multiples and parts by which operands are cut along a label, and the plain way."""
     found: set[tuple[int, Parts]] = {(1, ())}
     for form, dims in zip(use.forms, labels.ins, strict=True):
         if form.kind == "cut" and dims[form.dim] == name:
@@ -104,7 +104,7 @@ def sum_of_operands(use: OpUse) -> Labels:
     labels = broadcast(use)
     every = tuple(range(len(use.operands)))
     alone = len(every) == len(use.args)
-    # A partial operand that is broadcast stays a summand; a number would be added once a rank.
+    # A partial operand that is broadcast stays a summand. A number would be added once a rank.
     return dataclasses.replace(labels, together=every if alone else ())
 
 
@@ -114,7 +114,7 @@ def unary_linear(use: OpUse) -> Labels:
 
 
 def scaled(use: OpUse) -> Labels:
-    """A product with a number, or of two: a sum that is scaled may be taken afterwards."""
+    """Returns a product with a number, or of two: a sum that is scaled may be taken afterwards."""
     labels = broadcast(use)
     if len(use.operands) == 1:
         return dataclasses.replace(labels, together=(0,))
@@ -123,7 +123,7 @@ def scaled(use: OpUse) -> Labels:
 
 
 def divided(use: OpUse) -> Labels:
-    """A quotient: linear in the dividend."""
+    """Returns a quotient: linear in the dividend."""
     labels = broadcast(use)
     small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
     first = isinstance(use.args[0], Operand)

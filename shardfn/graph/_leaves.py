@@ -54,7 +54,7 @@ class Updates:
 
 
 def sources(node: Node) -> Iterator[Node]:
-    """The nodes that a value's elements come from, by cutting, joining, casting, encoding, sending or copying."""
+    """Yields the nodes that a value's elements come from by cuts, joins, casts, codes, transfers or copies."""
     stack, seen = list(node.all_input_nodes) if _carries(node) else [], {node}
     while stack:
         n = stack.pop()
@@ -67,11 +67,11 @@ def sources(node: Node) -> Iterator[Node]:
 
 
 def _carries(node: Node) -> bool:
-    """Whether `node` moves elements and computes nothing with them."""
+    """Returns whether `node` moves elements and computes nothing with them."""
     return node.op == "call_function" and (op_of(node).carries or is_view(node))
 
 
 def _keeps_identity(node: Node) -> bool:
-    """Whether the result is still a gradient of the same leaves: cut, cast, scaled, or summed while encoded."""
+    """Returns whether the result is still a gradient of the same leaves: cut, cast, scaled, or summed while encoded."""
     op = op_of(node)
     return op.scales or op.views == 0

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from shardfn.core import is_disk
+
 from ._moves import MemoryMove, memory_of, moves, stored_bytes
 from ._transfers import Transfer
 from ._values import storage_of, tensors_of
@@ -75,7 +77,7 @@ def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
         for tensor in tensors_of(node):
             storage = storage_of(tensor)
             if storage not in blocks:
-                on_disk = memory_of(node) == "disk"
+                on_disk = is_disk(memory_of(node))
                 size = stored_bytes(node) if on_disk else tensor.untyped_storage().nbytes()
                 blocks[storage] = Block(size, node, -1 if given else i, last)
             block = blocks[storage]

@@ -14,7 +14,7 @@ _RESIZES = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.se
 
 
 def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
-    """The earliest value with all elements of a view in its order, by view.
+    """Returns the earliest value with all elements of a view in its order, by view.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -37,7 +37,7 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
 
 
 def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
-    """The steps without views that no other step reads, where those in `first` read their value there."""
+    """Returns the steps without views that no other step reads, where those in `first` read their value there."""
     read: set[Node] = set()
     kept: list[Node | Region] = []
     for step in reversed(steps):
@@ -49,7 +49,7 @@ def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node
 
 
 def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
-    """The values that a step reads."""
+    """Returns the values that a step reads."""
     if isinstance(step, Region):
         return step.inputs
     return [first[step]] if step in first else step.all_input_nodes
@@ -62,7 +62,7 @@ def _viewed(node: Node) -> Node | None:
 
 
 def _reshapes(step: Node | Region) -> TypeGuard[Node]:
-    """Whether it changes the shape of a tensor, or its memory, in place."""
+    """Returns whether it changes the shape of a tensor, or its memory, in place."""
     target: Any = step.target if isinstance(step, Node) else None
     return torch.Tag.inplace_view in getattr(target, "tags", ()) or getattr(target, "overloadpacket", None) in _RESIZES
 
@@ -80,5 +80,5 @@ def _shows_all(node: Node, of: Node) -> bool:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Whether its strides are those of `view`, also in dims of one element."""
+    """Returns whether its strides are those of `view`, also in dims of one element."""
     return x.stride() == torch.empty(x.shape, device="meta").stride()

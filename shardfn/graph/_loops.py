@@ -34,7 +34,7 @@ class Body:
     """The operations that a loop runs for each layer.
 
     Attributes:
-        nodes: its operations in order, those of loops inside it left out.
+        nodes: operations in order, those of loops inside it left out.
         given: the placeholders of the carry and of x.
         num_carry: how many of them are the carry's.
         ends: the nodes of the carry that it returns, then of y.
@@ -49,10 +49,10 @@ class Body:
 
 
 def bodies_of(graph: Graph) -> tuple[list[Node], dict[Node, Body]]:
-    """The nodes outside of all loops, in order, and the body of each loop, by the node that runs it.
+    """Returns the nodes outside of all loops, in order, and the body of each loop, by the node that runs it.
 
     Raises:
-        ValueError: a value that a body makes is used outside of it; the message has the line.
+        ValueError: a value that a body makes is used outside of it. The message has the line.
     """
     within: dict[LoopMark | None, list[Node]] = {None: []}
     for node in graph.nodes:
@@ -69,7 +69,7 @@ def bodies_of(graph: Graph) -> tuple[list[Node], dict[Node, Body]]:
 
 
 def reads(node: Node, bodies: dict[Node, Body]) -> list[Node]:
-    """The nodes around it that a node needs."""
+    """Returns the nodes around it that a node needs."""
     if node.target is not looped:
         return node.all_input_nodes
     args: Any = node.args
@@ -102,7 +102,7 @@ def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
 
 
 def _around(mark: LoopMark, node: Node, bodies: dict[Node, Body]) -> bool:
-    """Whether a node is in a loop that is inside the one of this mark."""
+    """Returns whether a node is in a loop that is inside the one of this mark."""
     here = node.meta.get("loop")
     while here is not None and here is not mark:
         here = next((n.meta.get("loop") for n in bodies if n.meta["body"] is here), None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from shardfn.core import dtype_name
+from shardfn.core import dtype_name, is_device
 
 from ._exact_rows import balanced_shares
 from ._leaves import sources
@@ -129,7 +129,7 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
     at, scratch = walk.at, _scratch_in("device", nodes)
-    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and memory_of(b.maker) == "device"]
+    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and is_device(memory_of(b.maker))]
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,

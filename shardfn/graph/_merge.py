@@ -26,7 +26,7 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
     """Replaces several all_gathers by one. Their starts must be neighbours, and their waits come later.
 
     Args:
-        starts: `all_gather_start` nodes, in order; they are erased, and their waits, too.
+        starts: `all_gather_start` nodes, in order. They are erased, and their waits, too.
 
     Returns:
         Each one's value.
@@ -51,7 +51,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     """Replaces several psum_scatters by one. Their starts must be neighbours, and their waits come later.
 
     Args:
-        starts: `psum_scatter_start` nodes, in order; they are erased, and their waits, too.
+        starts: `psum_scatter_start` nodes, in order. They are erased, and their waits, too.
         alone: for each, whether its value must have memory of its own.
 
     Returns:
@@ -70,7 +70,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     values: list[Node] = []
     for i, wait in enumerate(waits):
         with graph.inserting_before(wait):
-            # Views of one message, which lives as long as any of them; a result of the step must not keep the others.
+            # Views of one message, which lives as long as any of them. A result of the step must not keep the others.
             value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
             values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
     return _replace(starts, waits, values)
@@ -91,7 +91,7 @@ def _replace(starts: Sequence[Node], waits: Sequence[Node], values: list[Node]) 
 
 
 def _sizes(starts: Sequence[Node]) -> tuple[Sizes, ...]:
-    """For each member, the number of elements of each rank's block."""
+    """Returns the number of elements of each rank's block for each member."""
     rows: list[Any] = [s.args[1] for s in starts]
     return tuple(row if isinstance(row, Sizes) else Sizes(as_runs(row)) for row in rows)
 
@@ -108,7 +108,7 @@ def _packed(sizes: tuple[Sizes, ...]) -> tuple[Sizes, list[Stretch]]:
 
 
 def _segments(graph: Graph, whole: Node, sizes: tuple[Sizes, ...]) -> list[tuple[Node, int, tuple[int, ...]]]:
-    """The part of the merged value that comes from each run of ranks."""
+    """Returns the part of the merged value that comes from each run of ranks."""
     out: list[tuple[Node, int, tuple[int, ...]]] = []
     begin = 0
     for _, count, row in _packed(sizes)[1]:
@@ -119,7 +119,7 @@ def _segments(graph: Graph, whole: Node, sizes: tuple[Sizes, ...]) -> list[tuple
 
 
 def _columns(graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int, whole: Node, wait: Node) -> Node:
-    """The m-th member's value: its columns of each run, copied."""
+    """Returns the m-th member's value: its columns of each run, copied."""
     parts: list[Node] = []
     with graph.inserting_before(wait):
         for grid, row in grids:
@@ -134,7 +134,7 @@ def _columns(graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int
 
 
 def _interleaved(graph: Graph, flats: Sequence[Any], sizes: tuple[Sizes, ...], like: Node) -> Node:
-    """The members' blocks for each rank side by side."""
+    """Returns the members' blocks for each rank side by side."""
     begins, parts = [0] * len(flats), list[Node]()
     for _, count, row in _packed(sizes)[1]:
         blocks: list[Node] = []

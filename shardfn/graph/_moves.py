@@ -37,7 +37,7 @@ class MemoryMove:
 
 
 def moves(gm: GraphModule) -> list[MemoryMove]:
-    """The moves of a captured step, in the order of their starts; moves of nothing are left out.
+    """Returns the moves of a captured step, in the order of their starts; moves of nothing are left out.
 
     Args:
         gm: the step.
@@ -55,37 +55,37 @@ def moves(gm: GraphModule) -> list[MemoryMove]:
 
 
 def is_move(node: Node) -> bool:
-    """Whether `node` starts a transfer between memories."""
+    """Returns whether `node` starts a transfer between memories."""
     return op_of(node).move is not None
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether `node` only brings a value nearer to where it is used, or waits for such a move."""
+    """Returns whether `node` only brings a value nearer to where it is used, or waits for such a move."""
     start = node.args[0] if op_of(node).waits else node
     return isinstance(start, Node) and op_of(start).fetches
 
 
 def crossing(start: Node) -> Crossing:
-    """The two memories between which a node moves a value."""
+    """Returns the two memories between which a node moves a value."""
     found = op_of(start).move
     assert found is not None
     return found
 
 
 def moved_bytes(start: Node) -> int:
-    """The bytes that a move moves."""
+    """Returns the bytes that a move moves."""
     move = crossing(start)
     source: Any = start if move.carried is None else start.args[move.carried]
     return sum(map(num_bytes, tensors_of(source)))
 
 
 def memory_of(node: Node) -> MemoryKind:
-    """The memory in which `node` makes its value."""
+    """Returns the memory in which `node` makes its value."""
     return op_of(node).makes_in or node.meta.get("memory", "device")
 
 
 def stored_bytes(node: Node) -> int:
-    """The bytes on disk that a token names; its node is a placeholder or a writer."""
+    """Returns the bytes on disk that a token names. Its node is a placeholder or a writer."""
     shape, dtype = cast(tuple[Any, Any], node.meta["stored"] if node.op == "placeholder" else node.args)
     return torch.Size(shape).numel() * dtype.itemsize
 

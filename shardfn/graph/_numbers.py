@@ -14,7 +14,7 @@ from ._transfers import is_start, is_wait
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
-    """A number for each node; equal for equal ops on equal placeholders, with no write to these in between.
+    """Returns a number for each node; equal for equal ops on equal placeholders, with no write to these in between.
 
     A gather of the same block is the same value, and so is a fetch. Values that are overwritten later, drawn at random
     or summed over ranks equal no others.

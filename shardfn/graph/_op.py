@@ -1,7 +1,7 @@
 """`Op`: the facts about one op. The op table consists of these.
 
 Two sources make an `Op`. Its schema gives views, writes and draws, for any op. The other fields are a row of the table
-(`_ops.py`); an op without a row has their defaults.
+(`_ops.py`). An op without a row has their defaults.
 """
 
 import dataclasses
@@ -35,30 +35,33 @@ class Op:
     """One op, or a family of overloads.
 
     Attributes:
-        flops: of its operands and `out_val`; None: torch's formula, or no arithmetic worth counting.
+        flops: flops of its operands and `out_val`; None: torch's formula, or no arithmetic worth counting.
         scratch: bytes that it holds on CPU while it runs, beyond operands and results; None: operands that it casts.
         lookup: it reads only the elements that it returns, not all of its first operand.
         constant: it makes a value from no tensor.
         casts: it makes the same elements again, in another dtype or layout.
         copies: it only copies, casts, packs or encodes, which may be done where a value is sent, or arrives.
-        carries: its elements are those of its operands.
+        carries: elements are those of its operands.
         scales: a gradient stays that of the same leaves: cut, cast, scaled, or summed in code.
         fuses: a compiler makes one kernel of it and its neighbours; pointwise ops do in any case.
         weight: the number of ops that it counts as, when a kernel must be worth its compilation.
         identity: it is its operand, and costs nothing.
-        channel: the channel in whose order a transfer between ranks takes its turn; "" for ops that start no transfer.
-        transfer: from such a start and the graph's metadata to the fields of a `Transfer`.
+        channel: the channel in whose order a transfer between ranks takes its turn, or "" for ops that start no
+            transfer.
+        transfer: function from such a start and the graph's metadata to the fields of a `Transfer`.
         waits: it ends a transfer or a move.
         move: the memories that it connects, if it starts a move between memories.
         fetches: it only brings a value nearer to its use.
         makes_in: the memory in which it makes its value, if that is fixed.
-        calls: by overload, a faster binding of the same kernel.
+        calls: a faster binding of the same kernel by overload.
         in_place: of a kernel, the op that writes the result over its first operand, of the same shape, if any.
         strides: by overload, from torch's abstract result and the operands to a result in the kernel's strides.
         abstract: by overload, from operands without data to the result, where torch's differs in more than strides.
-        types: how it changes the types of values along axes (`_types.py`); "" for ops that compute on each rank alone.
+        types: how it changes the types of values along axes (`_types.py`), or "" for ops that compute on each rank
+            alone.
         rows: how it takes values that may lack their last rows (`_exact_rows.py`); "": whole values only.
-        sharding: from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values only.
+        sharding: function from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values
+            only.
         views: the argument that its result is a view of, by its schema.
         writes: position and name of the arguments that it overwrites, by its schema.
         draws: it draws from torch's generator, by its tags.
@@ -98,7 +101,7 @@ class Op:
 
 
 def with_schema(row: Op, target: Any) -> Op:
-    """A row of the table, completed by the schema and the tags of one overload."""
+    """Returns a row of the table, completed by the schema and the tags of one overload."""
     if not isinstance(target, OpOverload):
         return row
     schema, tags = target._schema, target.tags
@@ -151,7 +154,7 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _viewed(schema: Any) -> int | None:
-    """The argument that the op's only result is a view of."""
+    """Returns the argument that the op's only result is a view of."""
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
         return None
     seen = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None]

@@ -36,7 +36,7 @@ MOVE_WAIT = _MEMORY.wait.default
 
 
 def op_of(node: Node) -> Op:
-    """The facts about the op that `node` calls.
+    """Returns the facts about the op that `node` calls.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -49,7 +49,7 @@ def op_of(node: Node) -> Op:
 
 @by_identity
 def known_op(target: Any) -> Op:
-    """The facts about an op, or about another function.
+    """Returns the facts about an op, or about another function.
 
     Example:
         >>> known_op(torch.ops.aten.mm.default).flops is formulas.product, known_op(torch.ops.aten.t.default).views

@@ -15,7 +15,7 @@ from ._transfers import is_reduction, is_wait, start_of, wait_of
 def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
 
-    A wait comes before the first use of its value; or, oldest first, before a start that would bring the whole
+    A wait comes before the first use of its value, or, oldest first, before a start that would bring the whole
     gradients in flight above `limit` bytes. A sum that is kept on the host, or goes on to other nodes, sets out when
     the next reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
@@ -68,10 +68,10 @@ def reduced_bytes(start: Node) -> int:
 
 
 def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
-    """The starts of reductions, with the copies and views that only they need."""
+    """Returns the starts of reductions, with the copies and views that only they need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
-        # Ops that pack a message go up with it; if others use their result, too, they stay, or it would live longer.
+        # Ops that pack a message go up with it. If others use their result, too, they stay, or it would live longer.
         packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
         if is_reduction(node) or (packs and all(n in eager for n in after[node])):
             eager.add(node)
@@ -104,7 +104,7 @@ def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
 
 
 def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
-    """Puts waits before starts that would exceed the limit; all others are put where their value is needed."""
+    """Puts waits before starts that would exceed the limit. All others are put where their value is needed."""
     flying: collections.deque[tuple[Node, int]] = collections.deque()
     before: Node | None = None  # the reduction before
     total = 0

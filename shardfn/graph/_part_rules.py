@@ -34,7 +34,7 @@ def taken_apart(at: int) -> Callable[[OpUse], list[Strategy]]:
 
 
 def _pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
-    """The range of parts that each result consists of; None if a result cuts through a part."""
+    """Returns the range of parts that each result consists of, or None if a result cuts through a part."""
     ends = [0, *itertools.accumulate(n for n, _ in parts)]
     if use.target.__name__ == "slice.Tensor":
         start, stop, step = use.arg(2, "start") or 0, use.arg(3, "end"), use.arg(4, "step", 1)
@@ -63,7 +63,7 @@ def _taken(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: 
 
 
 def joined(use: OpUse) -> list[Strategy]:
-    """`cat`: other dims; or each operand is cut along this one, and is a part of the result."""
+    """`cat`: other dims, or each operand is cut along this one, and is a part of the result."""
     out = [whole(use), *strategies(use, closed(1)(use))]
     dim = use.arg(1, "dim", 0) % max(use.outs[0].ndim, 1)
     alike = all(x.ndim == use.outs[0].ndim for x in use.operands)

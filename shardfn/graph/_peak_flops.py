@@ -9,7 +9,7 @@ from shardfn.core import dtype_name
 from ._calibrate import measured_rate
 from ._device import DEVICES
 
-# Words of the names that drivers give, each with its entry of `DEVICES`; the first that fits counts.
+# Words of the names that drivers give, each with its entry of `DEVICES`. The first that fits counts.
 _NAMES = {
     r"V100.*32": "v100-32",
     r"A100.*80": "a100-80",
@@ -32,7 +32,7 @@ def peak_flops(
 
     Args:
         device: such as `mesh.device`; for all devices of a mesh multiply by `mesh.size`.
-        dtype: of the products.
+        dtype: dtype of the products.
         seconds: about how long a measurement may take.
 
     Example:
@@ -47,7 +47,7 @@ def peak_flops(
 
 
 def known_device(name: str) -> str | None:
-    """The entry of `DEVICES` for a driver's name of a device; None if it is not listed.
+    """Returns the entry of `DEVICES` for a driver's name of a device, or None if it is not listed.
 
     Example:
         >>> known_device("NVIDIA H100 80GB HBM3"), known_device("NVIDIA T4")

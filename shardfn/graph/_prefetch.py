@@ -20,10 +20,10 @@ FAR_AHEAD, READ_AHEAD = 2, 3
 def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     """Issues gathers ahead of their first use, up to `budget` bytes, but at least one.
 
-    The gathers keep their order, so all ranks still issue the same transfers in the same order; a block is not read
-    before it is written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by more than
+    The gathers keep their order, so all ranks still issue the same transfers in the same order. A block is not read
+    before it is written. Their waits go down to the first use, as in `sink_waits`. A gather that was ahead by more than
     the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks on the host begin
-    their way to the device `budget` bytes before they are gathered, or used; those on disk are read three times as far
+    their way to the device `budget` bytes before they are gathered, or used. Those on disk are read three times as far
     ahead. Rows of a value on the host are brought likewise, and waits for rows on their way there go down to the end.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
@@ -60,7 +60,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
     memory, phases = Memory(gm), phases_of(gm)
     before = dependences(memory)
-    # The time when a gather could run depends on its inputs alone; `before` and the queue keep the gathers' order.
+    # The time when a gather could run depends on its inputs alone. `before` and the queue keep the gathers' order.
     free = dependences(memory, channels=False)
 
     def used(node: Node) -> bool:  # the update bounds its moves in flight by its own order

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import INDUCTOR_ROUNDS
+from shardfn.core import is_device
 
 from ._exact_rows import has_short_rows
 from ._moves import memory_of
@@ -126,7 +127,7 @@ def _fuses(node: Node) -> bool:
     if op.writes or op.draws or is_view(node) or node.meta.get("op_by_op"):
         return False
     around = (node, *node.all_input_nodes)
-    if any(memory_of(n) != "device" for n in around):
+    if any(not is_device(memory_of(n)) for n in around):
         return False  # a kernel works in one memory, and the device's is the one that is worth it
     if any(map(has_short_rows, around)):
         return False

@@ -32,7 +32,7 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
 
     Args:
         gm: a captured step whose nodes have a `meta["phase"]`.
-        budget: bytes that the step's own values may hold at any time; its arguments do not count.
+        budget: bytes that the step's own values may hold at any time. Its arguments do not count.
 
     Returns:
         A new graph with the same bits. If the budget cannot be reached, the one with the lowest peak that was found.
@@ -69,7 +69,10 @@ def _plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[S
 
 
 def _search(replay: Replay, budget: int) -> tuple[list[Step], int]:
-    """The plan that computes the fewest activations again and fits; if none fits, the plan with the lowest peak."""
+    """Returns the plan that computes the fewest activations again and fits.
+
+    If none fits, the plan with the lowest peak.
+    """
     best = _plan(replay, [])
     ranking = [] if best[1] <= budget else replay.ranking()
     for reach in _REACH if ranking else ():

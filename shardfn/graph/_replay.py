@@ -26,7 +26,7 @@ class Step:
 
     Attributes:
         value: the node that runs there, or that runs there again.
-        swaps: its inputs that are replaced, with their replacements.
+        swaps: inputs that are replaced, with their replacements.
     """
 
     value: Node | Again
@@ -39,7 +39,7 @@ class Chain:
 
     Attributes:
         nodes: how many ops run again.
-        work: their cost, in operations and bytes.
+        work: cost, in operations and bytes.
         held: bytes whose lifetime it extends.
         inputs: the activations that it reads.
     """
@@ -56,7 +56,7 @@ class Replay:
     Attributes:
         memory: facts about the graph.
         phases: the phase of each node.
-        before: its dependences.
+        before: dependences.
         activations: memories made in the forward, by ops that can run again, and used in forward and backward only;
             with the position of the first use in the backward.
         late_uses: for nodes of the backward, those of the forward that they take and that show activations.
@@ -90,7 +90,7 @@ class Replay:
                 self._twins.setdefault(self._number[node], []).append(node)
 
     def ranking(self) -> list[int]:
-        """The activations that can be computed again, most bytes per operation first."""
+        """Returns the activations that can be computed again, most bytes per operation first."""
         worth: list[tuple[float, int]] = []
         for m in sorted(self.activations):
             chain = self.chain(m)
@@ -100,7 +100,7 @@ class Replay:
         return [m for _, m in sorted(worth)]
 
     def thinned(self, chosen: Sequence[int], reach: int) -> set[int]:
-        """The chosen activations without those for which more than `reach` ops would run again."""
+        """Returns the chosen activations without those for which more than `reach` ops would run again."""
         weight: dict[int, int] = {}
         for m in sorted(chosen, key=lambda m: self.memory.position[self._makers[m]]):
             chain = self.chain(m)
@@ -111,7 +111,10 @@ class Replay:
         return set(weight)
 
     def stand_in(self, node: Node, i: int, chosen: set[int]) -> Node | None:
-        """The value that an op run again at position i reads instead of `node`; None if that must run again, too."""
+        """Returns the value that an op run again at position i reads instead of `node`.
+
+        None if that must run again, too.
+        """
         shown = self.memory.shown(node)
         if any(m in chosen for m in shown):
             return None
@@ -123,7 +126,7 @@ class Replay:
         return twin or (None if self._can_run_again(node) else node)
 
     def chain(self, m: int) -> Chain | None:
-        """The ops that compute activation m again; None if that is impossible."""
+        """Returns the ops that compute activation m again, or None if that is impossible."""
         if m not in self._chains:
             self._chains[m] = self._follow(m)
         return self._chains[m]
@@ -157,7 +160,7 @@ class Replay:
                 chain.held += self.memory.sizes[u]
 
     def _steady(self, node: Node, reader: Node) -> bool:
-        """Whether the memory of `node` stays unchanged from where `reader` reads it to the end of the backward."""
+        """Returns whether the memory of `node` stays unchanged from `reader` to the end of the backward."""
         begin = self.memory.position[reader]
         return not any(begin < i <= self._end for m in self.memory.shown(node) for i in self._writes.get(m, ()))
 
@@ -216,7 +219,7 @@ class ReplayPlan:
             self._emit(node)
 
     def peak(self) -> int:
-        """The most bytes of values, arguments excepted, that are alive at any step."""
+        """Returns the most bytes of values, arguments excepted, that are alive at any step."""
         first, last, sizes = _lifetimes(self._replay, self.steps)
         change = [0] * (len(self.steps) + 1)
         for m, begin in first.items():
@@ -273,7 +276,7 @@ class ReplayPlan:
 
 
 def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """The first and the last step at which each memory that is not given is held, and all sizes."""
+    """Returns the first and the last step at which each memory that is not given is held, and all sizes."""
     memory, sizes = replay.memory, list(replay.memory.sizes)
     # By value, its memories in the plan, where they differ from the graph's.
     names: dict[Node | Again, dict[int, int]] = {}
@@ -293,7 +296,10 @@ def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], d
 
 
 def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]) -> set[int]:
-    """The memories alive while the step runs, by their names in the plan; gives names to those that it makes."""
+    """Returns the memories alive while the step runs, by their names in the plan.
+
+    Gives names to those that it makes.
+    """
     value, node = step.value, _node_of(step.value)
     inputs = [step.swaps.get(a, a) for a in needed_by(node)]
     shown = [names.get(a) or {m: m for m in memory.shown(_node_of(a))} for a in inputs]
@@ -313,5 +319,5 @@ def _node_of(value: Node | Again) -> Node:
 
 
 def needed_by(node: Node) -> list[Node]:
-    """The nodes whose values are alive while `node` runs; a wait holds its transfer's operands."""
+    """Returns the nodes whose values are alive while `node` runs. A wait holds its transfer's operands."""
     return [*node.all_input_nodes, *(start_of(node).all_input_nodes if is_wait(node) else ())]

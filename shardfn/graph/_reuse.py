@@ -69,7 +69,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 class _Recent:
-    """Gathered values in the order of their last use; those beyond the budget are dropped.
+    """Gathered values in the order of their last use. Those beyond the budget are dropped.
 
     Attributes:
         stands: dropped wait -> the wait whose value replaces it.
@@ -116,13 +116,13 @@ class _Recent:
 
 
 def _lone_fetches(memory: Memory) -> set[Node]:
-    """The moves to the device whose values are used directly, and not gathered there."""
+    """Returns the moves to the device whose values are used directly, and not gathered there."""
     gathered = {m for n in memory.order if is_gather(n) for m in memory.reads(n)}
     waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 
 
 def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
-    """The last position at which each memory is read, and the memories that are overwritten or returned."""
+    """Returns the last position at which each memory is read, and the memories that are overwritten or returned."""
     last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
     return last, memory.mutated.union(memory.reads(memory.order[-1]))

@@ -18,7 +18,7 @@ Keeps = Callable[[OpUse, list[bool]], bool]
 
 
 def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
-    """A rule, and own rows for results of operands that have them."""
+    """Returns a rule, and own rows for results of operands that have them."""
 
     def more(use: OpUse) -> list[Strategy]:
         return [*rule(use), *_own_rows(use, keeps)]
@@ -41,7 +41,7 @@ def clearing_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
 
 
 def starts_of(owner: Owner, sizes: Tensor) -> Tensor:
-    """The first row of each group, and the row after the last group."""
+    """Returns the first row of each group, and the row after the last group."""
     return torch.nn.functional.pad(sizes.long() if owner.ends else sizes.cumsum(0), (1, 0))
 
 
@@ -77,7 +77,7 @@ def _own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:
 
 
 def _has_rows(x: Operand, out: Operand) -> bool:
-    """Whether the rows of a result are those of an operand."""
+    """Returns whether the rows of a result are those of an operand."""
     return x.ndim == out.ndim and x.shape[:1] == out.shape[:1]
 
 

@@ -24,25 +24,25 @@ class Stage(NamedTuple):
 
     Attributes:
         run: the pass.
-        options: its keyword arguments.
+        options: keyword arguments.
     """
 
     run: Callable[..., GraphModule]
     options: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, gm: GraphModule) -> GraphModule:
-        """The pass's graph."""
+        """Returns the pass's graph."""
         return self.run(gm, **dict(self.options))
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The passes over a captured step. All but `budget` only change when things happen; None leaves a pass out.
+    """The passes over a captured step. All but `budget` only change when things happen. None leaves a pass out.
 
     First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on their times
     (`sink_waits`, `overlap_reductions`, `prefetch`), then on memory (`free_at_last_use`, `donate`), which needs the
-    final order. The result is a function of the graph alone: ranks with the same graph issue the same transfers in
-    the same order, and it has the same bits.
+    final order. The result is a function of the graph alone: ranks with the same graph issue the same transfers in the
+    same order, and it has the same bits.
 
         w = wait(all_gather_start(a))            h = all_gather_start(a)
         y = x @ w                                h1 = all_gather_start(b)
@@ -55,7 +55,7 @@ class Schedule:
         prefetch: bytes of gathered leaves that may be there ahead of their use.
         bucket: bytes up to which small transfers travel together.
         reductions: bytes of whole gradients that may be under way.
-        reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered; default as
+        reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered. Default: as
             `prefetch`.
         budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
         donate: whether pure updates may run in place.
@@ -90,7 +90,7 @@ class Schedule:
                 raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
 
     def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
-        """The scheduled graph; `gm` stays as it is.
+        """Returns the scheduled graph. `gm` stays as it is.
 
         Args:
             gm: a captured step.
@@ -104,7 +104,7 @@ class Schedule:
         return settled(draft)
 
     def stages(self, *, fuses: bool = False) -> list[Stage]:
-        """The passes of this schedule, in order: first `passes`, then those of the room."""
+        """Returns the passes of this schedule, in order: first `passes`, then those of the room."""
         reuse = self.prefetch if self.reuse is None else self.reuse
         chosen = [
             (True, free_at_last_use, {}),

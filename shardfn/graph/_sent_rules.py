@@ -14,7 +14,7 @@ def sent_along(x: Any, axis: str, before: Any, after: Any, shape: Any) -> Any:
 
 
 def sent(use: OpUse) -> Labels:
-    """Dims that the other axis does not cut; a sum of blocks, so that partial values stay so."""
+    """Dims that the other axis does not cut. A sum of blocks, so that partial values stay so."""
     before, after = (Form(*form) for form in use.args[2:4])
     cut = {form.dim for form in (before, after) if form.kind == "cut"}
     own: Dims = tuple(None if i in cut else i for i in range(use.operands[0].ndim))

@@ -32,7 +32,7 @@ def transposed(use: OpUse) -> Labels:
 
 
 def unsqueezed(use: OpUse) -> Labels:
-    """A new dim of size 1."""
+    """Returns a new dim of size 1."""
     order: list[object] = list(range(use.operands[0].ndim))
     order.insert(use.args[1] % use.outs[0].ndim, None)
     return _moved(use, order)
@@ -49,7 +49,7 @@ def squeezed(use: OpUse) -> Labels:
 
 
 def expanded(use: OpUse) -> Labels:
-    """Dims of size 1 that are repeated; the shape, an argument, becomes that of this rank's part."""
+    """Dims of size 1 that are repeated. The shape, an argument, becomes that of this rank's part."""
     x, out = use.operands[0], use.outs[0]
     own = aligned(x, out)
     sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
@@ -64,7 +64,10 @@ def repeated(use: OpUse) -> Labels:
 
 
 def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
-    """All dims but one, along which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
+    """Returns all dims but one, along which it takes or joins parts.
+
+    `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`.
+    """
 
     def label(use: OpUse) -> Labels:
         x = max(use.operands, key=lambda one: one.ndim)
@@ -97,7 +100,7 @@ def stacked(use: OpUse) -> Labels:
 
 
 def _untouched(use: OpUse, dim: int) -> bool:
-    """Whether a slice takes all of its dim, at any length."""
+    """Returns whether a slice takes all of its dim, at any length."""
     if use.target.__name__ != "slice.Tensor":
         return False
     start, stop, step = use.arg(2, "start"), use.arg(3, "end"), use.arg(4, "step", 1)
@@ -117,7 +120,7 @@ def padded(use: OpUse) -> Labels:
 
 
 def looked_up(use: OpUse) -> list[Strategy]:
-    """`embedding`: any dim of the indices, columns of the table; or its rows, where each rank looks up its own."""
+    """`embedding`: any dim of the indices, columns of the table, or its rows, where each rank looks up its own."""
     table, index = use.operands
     if use.arg(3, "scale_grad_by_freq", False) or use.arg(4, "sparse", False):
         return [whole(use)]  # the gradient counts all indices
@@ -149,7 +152,7 @@ def _own_rows(size: int, multiple: int) -> Run:
 
 
 def selected(use: OpUse) -> Labels:
-    """`index_select`: all dims but one; and the indices'."""
+    """`index_select`: all dims but one, and the indices'."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
     index = ("index",) if use.operands[1].ndim else ()
@@ -197,7 +200,7 @@ def rows_copied(use: OpUse) -> Labels:
 
 
 def rows_combined(use: OpUse) -> Labels:
-    """`combined_rows(y, weights, source, places)`: columns; each of rows and weights may be a summand."""
+    """`combined_rows(y, weights, source, places)`: columns. Each of rows and weights may be a summand."""
     del use
     return Labels(((None, "d"), (None, None), (None,), (None, None)), ((None, "d"),), linear=(0, 1))
 
@@ -214,7 +217,7 @@ def made_of_nothing(use: OpUse) -> list[Strategy]:
 
 
 def made_like(rule: Rule) -> Rule:
-    """A rule for constants of an operand's shape, which are whole where each rank's operand has the whole shape."""
+    """Returns a rule for constants of an operand's shape, whole where each rank's operand has the whole shape."""
 
     def more(use: OpUse) -> list[Strategy]:
         return [*rule(use), *([] if use.forms[0].kind == "cut" else made_of_nothing(use))]

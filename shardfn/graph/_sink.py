@@ -48,7 +48,7 @@ def sink_waits(gm: GraphModule) -> GraphModule:
 
 
 def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:
-    """The nodes that `which` accepts, and the views of their results."""
+    """Returns the nodes that `which` accepts, and the views of their results."""
     lazy: set[Node] = set()
     for node in memory.order:
         if which(node) or (memory.is_view(node) and _all(lazy, node.all_input_nodes)):

@@ -37,7 +37,7 @@ def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
-    """The strides of an elementwise kernel's result, which follow the first operands first."""
+    """Returns the strides of an elementwise kernel's result, which follow the first operands first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
     return _restrided(out, compute_elementwise_output_strides(*operands))
 

@@ -73,7 +73,7 @@ def normalised(use: OpUse) -> Labels:
 
 
 def softmax(use: OpUse) -> list[Strategy]:
-    """`_softmax`, `_log_softmax`: other dims; or its own, by a maximum and a sum over the ranks."""
+    """`_softmax`, `_log_softmax`: other dims, or its own, by a maximum and a sum over the ranks."""
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))

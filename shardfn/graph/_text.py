@@ -14,9 +14,9 @@ from ._values import part_of, phases_of, tensors_of, where_of
 
 
 def as_text(gm: GraphModule) -> str:
-    """The step as readable text; the same graph gives the same text.
+    """Returns the step as readable text. The same graph gives the same text.
 
-    A placeholder shows its leaf; a transfer its collective, axes, bytes and leaves; any other node its op and
+    A placeholder shows its leaf. A transfer its collective, axes, bytes and leaves; any other node its op and
     arguments; all of them dtypes and shapes, and the user's line where it is known.
 
     Args:
@@ -73,7 +73,7 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
 
 
 def _message(move: Transfer) -> str:
-    """The other rank of a message, by its index along the axes, and the tag."""
+    """Returns the other rank of a message, by its index along the axes, and the tag."""
     peer, tag = move.node.args[-3:-1]
     return f"{move.op} {'to' if move.op == 'send' else 'from'} {peer} along {move.axes} (message {tag})"
 
@@ -89,7 +89,7 @@ def _move(node: Node, move: Transfer) -> str:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """The sizes as text; equal sizes as a product, since a mesh may have a thousand ranks."""
+    """Returns the sizes as text; equal sizes as a product, since a mesh may have a thousand ranks."""
     return f"[{len(sizes)} x {sizes[0]}]" if len(sizes) > 1 and len(set(sizes)) == 1 else str(list(sizes))
 
 

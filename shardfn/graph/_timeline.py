@@ -7,7 +7,9 @@ from ._cost import Estimate, Event
 
 
 def chrome_trace(events: Estimate | Sequence[Event], *, name: str = "step") -> dict[str, Any]:
-    """The events in Chrome's trace format: one lane for compute and waiting, and one for the transfers along each axes.
+    """Returns the events in Chrome's trace format.
+
+    One lane for compute and waiting, and one for the transfers along each axes.
 
     Args:
         events: an estimate, or events that were measured.

@@ -24,7 +24,7 @@ class Transfer:
         axes: mesh axes larger than 1, as in "dp,tp".
         num_ranks: ranks along `axes`.
         sent: bytes that this rank puts on the wire.
-        dtype: of the elements on the wire.
+        dtype: dtype of the elements on the wire.
         sizes: numbers of elements: of each rank's block, of the whole (sums), or of this rank's part for each rank.
         phase: "forward", "backward" or "update".
         where: the user's line.
@@ -47,13 +47,13 @@ class Transfer:
 
 
 def transfers(gm: GraphModule) -> list[Transfer]:
-    """The transfers of a captured step in the order of their starts.
+    """Returns the transfers of a captured step in the order of their starts.
 
     For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), `psum_scatter` all but the own block, a sum of m
     bytes 2 m (n - 1) / n; a message of m bytes m, on the rank that sends it.
 
     Args:
-        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes; where the rank's own index matters, it is that of
+        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes. Where the rank's own index matters, it is that of
             `gm.meta["coords"]` (default: the first rank).
 
     Returns:
@@ -75,33 +75,33 @@ def transfers(gm: GraphModule) -> list[Transfer]:
 
 
 def is_start(node: Node) -> bool:
-    """Whether `node` starts a transfer, between ranks or between memories."""
+    """Returns whether `node` starts a transfer, between ranks or between memories."""
     op = op_of(node)
     return op.channel != "" or op.move is not None
 
 
 def is_wait(node: Node) -> bool:
-    """Whether `node` waits for a transfer."""
+    """Returns whether `node` waits for a transfer."""
     return op_of(node).waits
 
 
 def is_gather(node: Node) -> bool:
-    """Whether `node` starts a gather of the step."""
+    """Returns whether `node` starts a gather of the step."""
     return op_of(node).channel == "gather"
 
 
 def is_reduction(node: Node) -> bool:
-    """Whether `node` starts a sum of the step over ranks, or the exchange that serves one."""
+    """Returns whether `node` starts a sum of the step over ranks, or the exchange that serves one."""
     return op_of(node).channel == "reduce"
 
 
 def is_message(node: Node) -> bool:
-    """Whether `node` starts a send to one rank, or a receive from one."""
+    """Returns whether `node` starts a send to one rank, or a receive from one."""
     return op_of(node).channel == "between"
 
 
 def start_of(wait: Node) -> Node:
-    """The start that `wait` waits for; `wait` itself if its argument is no transfer."""
+    """Returns the start that `wait` waits for. `wait` itself if its argument is no transfer."""
     node = wait.args[0]
     while isinstance(node, Node) and not is_start(node) and node.op == "call_function" and node.args:
         node = node.args[0]
@@ -109,12 +109,12 @@ def start_of(wait: Node) -> Node:
 
 
 def wait_of(start: Node) -> Node | None:
-    """The wait of a start, or None."""
+    """Returns the wait of a start, or None."""
     return next((u for u in start.users if is_wait(u)), None)
 
 
 def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels of a step's transfers: (axes, kind), each once, in an order of names.
+    """Returns the channels of a step's transfers: (axes, kind), each once, in an order of names.
 
     A kind is "gather", "reduce", "between" or "loss".
 

@@ -40,7 +40,7 @@ def check_types(gm: GraphModule) -> None:
     """Refuses a captured step in which a collective of the loss is certainly missing, or certainly applied twice.
 
     Args:
-        gm: the step, before any pass; `gm.meta["results"]` lists path and axes of its outputs.
+        gm: the step, before any pass. `gm.meta["results"]` lists path and axes of its outputs.
 
     Raises:
         AxisTypeError: names the op, its line, the axis and the remedy.
@@ -105,7 +105,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
 
 
 def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """The loss and its aux: the same along axes that do not cut the batch."""
+    """Yields the loss and its aux: the same along axes that do not cut the batch."""
     for node, type in types.of.items():
         for what in node.meta.get("result", ()):
             for axis in types.axes:
@@ -137,7 +137,7 @@ def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
 
 
 def _outputs(gm: GraphModule, types: Types) -> Iterator[str]:
-    """The new state and the metrics, where the step itself would be wrong."""
+    """Yields the new state and the metrics, where the step itself would be wrong."""
     output = next(iter(reversed(gm.graph.nodes)))
     for node, (path, axes) in zip(output.all_input_nodes and output.args[0], gm.meta.get("results", ()), strict=False):
         for axis in types.axes:
@@ -152,7 +152,7 @@ def _op_text(node: Node) -> str:
 
 
 def _origin(types: Types, node: Node, axis: str) -> str:
-    """The origin of a value's variation along an axis, in words."""
+    """Returns the origin of a value's variation along an axis, in words."""
     while True:
         before = next((n for n in node.all_input_nodes if types.is_varying(types.of[n], axis)), None)
         leaf = None if before is None else _leaf_of(before)
@@ -170,7 +170,7 @@ def _leaf_of(node: Node) -> Leaf | None:
 
 
 def _first_mixed(types: Types, path: str, axis: str) -> Node | None:
-    """The first op of the forward that combines a still invariant value made of a leaf with a varying one."""
+    """Returns the first op of the forward that combines a still invariant value made of a leaf with a varying one."""
     reached: set[Node] = set()
     for node in types.of:
         leaf = _leaf_of(node)

@@ -34,7 +34,7 @@ from ._op import Op
 from ._ops import op_of
 from ._values import num_bytes, phases_of, storage_of, tensors_of
 
-# Bits of one axis. Types are joined by `or`; the highest bit counts.
+# Bits of one axis. Types are joined by `or`. The highest bit counts.
 DECLARED, VARIES, UNKNOWN = 1, 2, 4
 _BITS = 3
 
@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
     """A parameter, or another leaf of a step's arguments, as one rank holds it.
 
     Attributes:
-        path: its name.
+        path: name.
         axes: along which it is cut.
         trained: whether it has a gradient.
     """
@@ -73,7 +73,7 @@ class Types:
     Attributes:
         axes: mesh axes of more than one rank.
         batch: those of them that cut the batch.
-        of: the type of each node, as a number; `is_invariant` and the others read it.
+        of: the type of each node, as a number. `is_invariant` and the others read it.
         applications: the collectives of the program, in order.
         foreign: axes of collectives that are torch's own, whose transposes are their author's affair.
     """
@@ -100,23 +100,23 @@ class Types:
                 self.of[node] = self._unsure(type) if _is_empty(node) else type
 
     def is_invariant(self, type: int, axis: str) -> bool:
-        """Whether a value is certainly the same on all ranks along an axis, and counts once."""
+        """Returns whether a value is certainly the same on all ranks along an axis, and counts once."""
         return not type >> self._at[axis] & 7
 
     def is_varying(self, type: int, axis: str) -> bool:
-        """Whether ranks along an axis certainly hold different values."""
+        """Returns whether ranks along an axis certainly hold different values."""
         return type >> self._at[axis] & 6 == VARIES
 
     def is_trained(self, type: int) -> bool:
-        """Whether a value depends on a leaf that has a gradient."""
+        """Returns whether a value depends on a leaf that has a gradient."""
         return bool(type & self._trained)
 
     def words(self, node: Node) -> dict[str, str]:
-        """The type of a node's value along each axis."""
+        """Returns the type of a node's value along each axis."""
         return {a: _WORDS[self.of[node] >> self._at[a] & 7] for a in self.axes}
 
     def seen(self, node: Node, by: Node) -> int:
-        """The type of a value where an op takes it."""
+        """Returns the type of a value where an op takes it."""
         type = self.of[node]
         if self._written:
             for tensor in tensors_of(node):
@@ -149,7 +149,7 @@ class Types:
         return type
 
     def _local(self, node: Node, op: Op) -> int:
-        """The type of the result of an op that uses this rank's values alone."""
+        """Returns the type of the result of an op that uses this rank's values alone."""
         if op.constant or op.types == "filled" or (op.types == "product" and 0 in node.args):
             return 0
         if op.draws and _argument(node, "dropout_p") != 0:  # attention has the tag even without dropout
@@ -161,7 +161,10 @@ class Types:
         return self._unsure(type) if type & self._all[VARIES] and _decides(node) else type
 
     def _joined(self, node: Node, args: Sequence[Any]) -> int:
-        """The joined type of the operands; unlike ones packed into a list may be unpacked again, and are unknown."""
+        """Returns the joined type of the operands.
+
+        Unlike ones packed into a list may be unpacked again, and are unknown.
+        """
         if len(node.all_input_nodes) == 1:
             return self.seen(node.all_input_nodes[0], node)
         type, lists = 0, list[list[int]]()
@@ -213,13 +216,16 @@ class Types:
     # Transfers and collectives.
 
     def _transferred(self, node: Node, op: Op, type: int) -> int:
-        """The type of a `shardfn` op's result: whole gathers and sums are the same along the axes that it names."""
+        """Returns the type of a `shardfn` op's result.
+
+        Whole gathers and sums are the same along the axes that it names.
+        """
         axes = [a for a in str(node.args[-1]).split(",") if a in self._at]
         if op.types == "receive":
             # Its type is in the program of another stage.
             return self._all[UNKNOWN] | self._trained
         if op.types == "gather":
-            # The last operand is the leaf's block; a destination, which comes first, does not count.
+            # The last operand is the leaf's block. A destination, which comes first, does not count.
             own = node.all_input_nodes[-1]
             entered = self._entered if self.phases[node] != "update" else 0
             return self._set(self.seen(own, node), axes, 0) | entered & self._mask(DECLARED, axes)
@@ -228,7 +234,7 @@ class Types:
         return self._set(type, axes, {"sum": 0, "scatter": VARIES, "exchange": UNKNOWN}[op.types])
 
     def _unmarked(self, node: Node, op: Op, type: int) -> int:
-        """A collective that is no application of a primitive: torch's own, or part of a compressed sum."""
+        """Returns a collective that is no application of a primitive: torch's own, or part of a compressed sum."""
         if op.types == "foreign":
             self.foreign.update(self.axes)
             return self._set(type, self.axes, UNKNOWN)
@@ -248,7 +254,7 @@ class Types:
         return type
 
     def _applied(self, node: Node, applied: Applied, taken: int) -> int:
-        """The table of primitives."""
+        """Returns the table of primitives."""
         name, axes = applied.name, applied.axes
         if name == "pvary":
             return taken | self._mask(DECLARED, axes)
@@ -263,14 +269,14 @@ class Types:
 
 
 def _decides(node: Node) -> bool:
-    """Whether an op makes booleans or integers of floats: a comparison, an index, a rounding."""
+    """Returns whether an op makes booleans or integers of floats: a comparison, an index, a rounding."""
     if any(t.is_floating_point() for t in tensors_of(node)):
         return False
     return any(t.is_floating_point() for n in node.all_input_nodes for t in tensors_of(n))
 
 
 def _argument(node: Node, name: str) -> Any:
-    """The value of the argument of that name; its default, or None where the op has no such argument."""
+    """Returns the value of the argument of that name; its default, or None where the op has no such argument."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == name:
@@ -279,7 +285,7 @@ def _argument(node: Node, name: str) -> Any:
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether it has no elements on this rank."""
+    """Returns whether it has no elements on this rank."""
     found = tensors_of(node)
     return bool(found) and not any(x.numel() for x in found)
 

@@ -12,7 +12,7 @@ PHASES: tuple[str, ...] = ("forward", "backward", "update")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in `value`, which may nest lists and tuples.
+    """Returns the tensors in `value`, which may nest lists and tuples.
 
     Example:
         >>> import torch
@@ -27,12 +27,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensors_of(node: Node) -> list[Tensor]:
-    """The abstract tensors that `node` produces; the output node produces none."""
+    """Returns the abstract tensors that `node` produces; the output node produces none."""
     return [] if node.op == "output" else tensors_in(node.meta.get("val"))
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory: equal for a tensor and its views."""
+    """Returns the identity of a tensor's memory: equal for a tensor and its views."""
     return tensor.untyped_storage()._cdata
 
 
@@ -48,7 +48,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The nodes whose memory `node` overwrites."""
+    """Returns the nodes whose memory `node` overwrites."""
     if node.op != "call_function":
         return []
     out: list[Node] = []
@@ -59,13 +59,13 @@ def written_by(node: Node) -> list[Node]:
 
 
 def overwritten(gm: GraphModule) -> set[int]:
-    """The memories (`storage_of` abstract values) that some node overwrites while others may still read them."""
+    """Returns the memories (`storage_of` abstract values) that a node overwrites while others may read them."""
     nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
     return {storage_of(x) for node in nodes for of in written_by(node) for x in tensors_of(of)}
 
 
 def is_view(node: Node) -> bool:
-    """Whether `node` is a view of existing memory: it reads and writes no byte."""
+    """Returns whether `node` is a view of existing memory: it reads and writes no byte."""
     if node.op != "call_function" or written_arguments(node.target):
         return node.op != "call_function"
     mine = {storage_of(t) for t in tensors_of(node)}
@@ -73,7 +73,9 @@ def is_view(node: Node) -> bool:
 
 
 def phases_of(gm: GraphModule) -> dict[Node, str]:
-    """The phase of each node: its mark; without one, "forward" before the first so marked, and "update" after it.
+    """Returns the phase of each node.
+
+    Its mark; without one, "forward" before the first so marked, and "update" after it.
 
     A graph without marks is all forward.
     """
@@ -88,17 +90,17 @@ def phases_of(gm: GraphModule) -> dict[Node, str]:
 
 
 def where_of(node: Node) -> str:
-    """The user's line; empty if it is not known."""
+    """Returns the user's line, empty if it is not known."""
     return node.meta.get("where") or ""
 
 
 def part_of(node: Node) -> str:
-    """In words, the stage of a pipeline, its action and its microbatch at the node; empty outside of pipelines."""
+    """In words, the stage of a pipeline, its action and its microbatch at the node, empty outside of pipelines."""
     return node.meta.get("part", "")
 
 
 def axes_size(mesh_shape: Mapping[str, int], axes: str) -> int:
-    """The number of ranks along axes such as "dp,tp"; a missing axis counts 1.
+    """Returns the number of ranks along axes such as "dp,tp". A missing axis counts 1.
 
     Example:
         >>> axes_size({"dp": 2, "tp": 3}, "dp,tp")

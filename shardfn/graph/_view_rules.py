@@ -53,7 +53,10 @@ def _passed(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy
 
 
 def _cuts(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list[Form]:
-    """The cuts of the operand along a dim to try: its own, and, for the first dim of a group, others that may pass."""
+    """Returns the cuts of the operand along a dim to try.
+
+    Its own, and, for the first dim of a group, others that may pass.
+    """
     size, form = use.operands[0].shape[dim], use.forms[0]
     own = [form] if form.kind == "cut" and form.dim == dim else []
     if own_only:
@@ -79,7 +82,10 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
 
 
 def whole_look(node: Node) -> Run | None:
-    """The function for a view of a whole value, whose strides may differ from the capture's; None: the op itself."""
+    """Returns the function for a view of a whole value, whose strides may differ from the capture's.
+
+    None: the op itself.
+    """
     if node.target not in (_ATEN.view.default, _ATEN._unsafe_view.default):
         return None
     return lambda ranks, args, kwargs: args[0].reshape(args[1])

@@ -19,7 +19,7 @@ from ._values import axes_size, num_bytes, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The message of a start; the fields are those of `Transfer`."""
+    """The message of a start. The fields are those of `Transfer`."""
 
     op: str
     axes: str
@@ -88,7 +88,7 @@ def receive(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def _of_loss(node: Node, meta: Mapping[str, Any]) -> tuple[Tensor, str, int]:
-    """The operand, the axes and the number of ranks of a collective that a loss calls."""
+    """Returns the operand, the axes and the number of ranks of a collective that a loss calls."""
     axes = _drop_ones(str(node.args[-1]), meta)
     return _value(node.args[0]), axes, axes_size(meta.get("mesh_shape", {}), axes)
 
@@ -121,7 +121,7 @@ def loss_exchange(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def foreign(node: Node, meta: Mapping[str, Any]) -> Sent:
-    """A collective of torch's own: neither counted nor compared, as a graph does not hold its axes."""
+    """Returns a collective of torch's own: neither counted nor compared, as a graph does not hold its axes."""
     x = tensors_in(node.meta["val"])[0]
     return Sent(str(node.target), "", 1, 0, x.dtype, (x.numel(),), "loss ")
 
@@ -133,14 +133,14 @@ def ragged_places(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def ragged_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
-    """The bytes are data: as many as if every row of the operand left, each once."""
+    """Returns the bytes are data: as many as if every row of the operand left, each once."""
     x, axes = _value(node.args[0]), _drop_ones(str(node.args[-1]), meta)
     n, row = axes_size(meta.get("mesh_shape", {}), axes), x.shape[1:].numel()
     return Sent("ragged_all_to_all", axes, n, num_bytes(x) * (n > 1), x.dtype, (row,), f"loss {axes}")
 
 
 def own_index(meta: Mapping[str, Any], axes: str) -> int:
-    """This rank's index along `axes`; 0 if the graph has no coordinates."""
+    """This rank's index along `axes`, or 0 if the graph has no coordinates."""
     shape, coords, index = meta.get("mesh_shape", {}), meta.get("coords", {}), 0
     for name in axes.split(","):
         index = index * shape.get(name, 1) + coords.get(name, 0)

@@ -20,7 +20,7 @@ Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
 
 
 class Adapters:
-    """Adapters by name; those of equal content are kept once.
+    """Adapters by name. Those of equal content are kept once.
 
     Args:
         decoder: the model.
@@ -35,7 +35,7 @@ class Adapters:
 
     @property
     def follower(self) -> Follower:
-        """The hooks."""
+        """Returns the hooks."""
         return Follower(columns=lambda state, plan: {"low": self.of(plan)})
 
     @property
@@ -71,7 +71,7 @@ class Adapters:
         self._keep({n: a for n, a in self._names.items() if n != name})
 
     def digest(self, name: Any) -> bytes:
-        """The digest of an adapter's content; empty for None.
+        """Returns the digest of an adapter's content, empty for None.
 
         Raises:
             ValueError: the name is unknown.
@@ -79,7 +79,7 @@ class Adapters:
         return b"" if name is None else self.named(name).digest
 
     def named(self, name: Any) -> Adapter:
-        """The adapter of a name.
+        """Returns the adapter of a name.
 
         Raises:
             ValueError: the name is unknown.
@@ -90,11 +90,14 @@ class Adapters:
         return self._names[name]
 
     def of(self, plan: Plan) -> LowRank | None:
-        """The adapters of a plan's tokens; None for a plan without any."""
+        """Returns the adapters of a plan's tokens, or None for a plan without any."""
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
     def of_padding(self, bucket: int) -> LowRank | None:
-        """The adapters of a plan of padding: as `of` for a plan in which one is used; None if there are none."""
+        """Returns the adapters of a plan of padding.
+
+        As `of` for a plan in which one is used, or None if there are none.
+        """
         return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
     def _keep(self, names: dict[str, Adapter]) -> None:
@@ -104,7 +107,7 @@ class Adapters:
 
 
 def adapter_of_each(adapter: Any, num: int) -> list[Any]:
-    """The adapter of each of some prompts.
+    """Returns the adapter of each of some prompts.
 
     Raises:
         ValueError: their numbers differ.

@@ -12,7 +12,7 @@ from ._runner import limits_of
 
 
 def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
-    """The limits of an engine, with room for the drafts of its drafter.
+    """Returns the limits of an engine, with room for the drafts of its drafter.
 
     Raises:
         ValueError: they have no room for drafts, or the drafter is of another vocabulary.
@@ -31,7 +31,7 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
 def request_of(
     prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
 ) -> Request:
-    """A request within the limits; in `more` its adapter has a name, and in the request the digest.
+    """Returns a request within the limits; in `more` its adapter has a name, and in the request the digest.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -49,7 +49,7 @@ def request_of(
 
 
 def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
-    """The sampling of each of some prompts.
+    """Returns the sampling of each of some prompts.
 
     Raises:
         ValueError: their numbers differ.

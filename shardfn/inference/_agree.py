@@ -17,7 +17,7 @@ def compare(state: State, mesh: Mesh) -> None:
     """Compares the states of all ranks. Collective.
 
     Raises:
-        RankError: they differ; names the first field that does, and the ranks.
+        RankError: they differ. The message names the first field that does, and the ranks.
     """
     if mesh.size == 1:
         return

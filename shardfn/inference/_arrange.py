@@ -10,7 +10,7 @@ Chunks = list[tuple[Sequence, int]]
 
 
 def arrange(state: State) -> Chunks:
-    """The chunks of the next plan, decodes first.
+    """Returns the chunks of the next plan, decodes first.
 
     Every running sequence that decodes has its token in the plan; prompts share the rest of the budget in order. The
     first sequence in order always has a token: victims are taken from the end of the order, and a request that fits the
@@ -101,7 +101,10 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
 
 
 def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
-    """The fewest sequences from the end of the order that make room, all behind the asker; None if not enough."""
+    """Returns the fewest sequences from the end of the order that make room, all behind the asker.
+
+    None if not enough.
+    """
     pool, found, left = state.pool, [], dict[int, int]()
     room = pool.available
     place = state.rank(sequence)

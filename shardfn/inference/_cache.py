@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding
-from shardfn.memory import host_empty
+from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding, is_device, is_host
+from shardfn.memory import Pool
+from shardfn.state import change, zero_block
 
 from ._limits import Limits
 from ._moved import Moved
@@ -36,7 +37,7 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
     Raises:
         ValueError: a cache is not kept there.
     """
-    if kind not in ("device", "host"):
+    if not (is_device(kind) or is_host(kind)):
         hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
         raise ValueError(f"engine: cache={kind!r}; keys and values are kept on 'device' or 'host'{hint}.")
     return kind
@@ -73,7 +74,7 @@ class CacheLayout:
 
     def kept(self, memory: MemoryKind) -> P | Sharding:
         """The entry of `in_specs` for the cache in a memory."""
-        return self.spec if memory == "device" else Sharding(self.spec, memory)
+        return self.spec if is_device(memory) else Sharding(self.spec, memory)
 
     def shape(self, limits: Limits) -> torch.Size:
         """That of a layer's cache, on all ranks together."""
@@ -94,29 +95,47 @@ class CacheLayout:
         """Bytes of the whole cache, on all ranks together."""
         return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
 
-    def init(self, limits: Limits, mesh: Mesh, memory: MemoryKind = "device") -> list[GlobalTensor]:
-        """An empty cache, on the device or the host."""
+    def init(
+        self, limits: Limits, mesh: Mesh, memory: MemoryKind = "device", pool: Pool | None = None
+    ) -> list[GlobalTensor]:
+        """Returns an empty cache in a memory.
+
+        Args:
+            limits: limits of the engine.
+            mesh: mesh of the engine.
+            memory: memory of the cache.
+            pool: pool of a cache on disk.
+        """
         shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
         own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
         dtype = DTYPES[limits.cache_dtype]
 
-        def zeros() -> Tensor:
-            if memory == "device":
-                return torch.zeros(own, dtype=dtype, device=mesh.device)
-            held = host_empty(own, dtype)
-            held.view(torch.uint8).zero_()  # not all dtypes of codes can be filled
-            return held
+        def layer() -> GlobalTensor:
+            return GlobalTensor(zero_block(own, dtype, memory, mesh.device, pool), shape, self.spec, mesh, memory)
 
-        return [GlobalTensor(zeros(), shape, self.spec, mesh, memory) for _ in range(self.layers)]
+        return [layer() for _ in range(self.layers)]
 
-    def move(self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]]) -> None:
-        """Moves the content of slots to others, all at once, in place."""
+    def move(
+        self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]], pool: Pool | None = None
+    ) -> Seq[GlobalTensor]:
+        """Returns the cache with the content of slots moved to others, all at once; a tensor is changed in place.
+
+        Args:
+            cache: the cache; consumed.
+            moves: pairs of a slot and the slot that gets its content.
+            pool: pool of a cache on disk.
+        """
         if not moves:
-            return
-        old, new = torch.tensor(moves, device=cache[0].local.device).unbind(1)
-        for x in cache:
-            block, by_byte = x.shape[3], x.local.view(torch.uint8)  # dtypes of codes need not be indexable
+            return cache
+
+        def moved(x: Tensor) -> Tensor:
+            old, new = torch.tensor(moves, device=x.device).unbind(1)
+            block, by_byte = x.shape[3], x.view(torch.uint8)  # dtypes of codes need not be indexable
             by_byte[new // block, :, :, new % block] = by_byte[old // block, :, :, old % block]
+            return x
+
+        values = [change(x.held, x.placement, pool, moved) for x in cache]
+        return [x if value is x.held else x.with_block(value) for x, value in zip(cache, values, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ class CacheUse(NamedTuple):
     Attributes:
         queries: tokens of sequences that began, whose keys and values were looked for in the cache.
         hits: those of them that were found.
-        preemptions: of sequences that lost their blocks to others, to be computed anew.
+        preemptions: preemptions of sequences that lost their blocks to others, to be computed anew.
 
     Example:
         >>> CacheUse().begun(40, 32)
@@ -21,9 +21,9 @@ class CacheUse(NamedTuple):
     preemptions: int = 0
 
     def begun(self, tokens: int, found: int) -> "CacheUse":
-        """The counts after a sequence has begun."""
+        """Returns the counts after a sequence has begun."""
         return self._replace(queries=self.queries + tokens, hits=self.hits + found)
 
     def preempted(self) -> "CacheUse":
-        """The counts after a sequence has lost its blocks."""
+        """Returns the counts after a sequence has lost its blocks."""
         return self._replace(preemptions=self.preemptions + 1)

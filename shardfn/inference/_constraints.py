@@ -20,7 +20,7 @@ class Constraints:
     """Follows the tokens of choices that have a grammar.
 
     Args:
-        detokenizer: of the engine's tokenizer.
+        detokenizer: detokenizer of the engine's tokenizer.
         vocab: the number of logits.
     """
 
@@ -33,7 +33,7 @@ class Constraints:
 
     @property
     def follower(self) -> Follower:
-        """The hooks."""
+        """Returns the hooks."""
         return Follower(
             admit=self.compile,
             begin=self.begin,
@@ -55,7 +55,7 @@ class Constraints:
             self._compiler = Compiler(self._detokenizer, self._vocab)
 
     def compile(self, request: Request) -> list[Matcher]:
-        """A matcher for each choice of a request; an empty list if it has no grammar.
+        """Returns a matcher for each choice of a request. An empty list if it has no grammar.
 
         Raises:
             ImportError: llguidance is missing.
@@ -73,7 +73,7 @@ class Constraints:
         self._matchers.update({(name, choice): one for choice, one in enumerate(matchers)})
 
     def take(self, drawn: Sequence[Drawn]) -> Ends:
-        """Takes tokens; the ends by grammars."""
+        """Takes tokens. The ends by grammars."""
         ends: Ends = {}
         ended = set[Choice]()  # by these tokens
         for one in drawn:
@@ -85,7 +85,10 @@ class Constraints:
         return ends
 
     def cut(self, context: Context, drafts: Tree) -> Tree:
-        """The drafts that the grammar of a choice permits, in the order given; those below excluded ones fall, too."""
+        """Returns the drafts that the grammar of a choice permits, in the order given.
+
+        Those below excluded ones fall, too.
+        """
         choice, how = (context.name, context.choice), context.sampling
         assert self._compiler is not None and how.grammar is not None
         if choice not in self._ahead:
@@ -102,7 +105,10 @@ class Constraints:
                     kept.pop((output.name, output.choice), None)
 
     def allowed(self, state: State, rows: int) -> Bool[np.ndarray, "rows vocab"] | None:
-        """The tokens that each of the next plan's rows may draw, padding included; None if all may draw all."""
+        """Returns the tokens that each of the next plan's rows may draw, padding included.
+
+        None if all may draw all.
+        """
         found: dict[int, Allowed] = {}
         for chunk, one, first in state.rows_in_flight() if self._matchers else ():
             if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
@@ -117,7 +123,7 @@ class Constraints:
         return allowed
 
     def _masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
-        """The masks of a chunk's last rows: of the last known token, and of its drafts."""
+        """Returns the masks of a chunk's last rows: of the last known token, and of its drafts."""
         if choice not in self._matchers:
             return []
         return [self._matchers[choice].allowed, *self._after.get(choice, [])[: len(chunk.drafts)]]

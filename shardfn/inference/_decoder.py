@@ -40,11 +40,11 @@ class Decoder:
         specs: compute specs of the parameters.
         outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`, of this rank's blocks of `weights`, with
             a body of attention for each layer; without `linear` the adapters stay None.
-        pack: from this rank's blocks of the parameters to those of the weights that `outputs` takes.
+        pack: function from this rank's blocks of the parameters to those of the weights that `outputs` takes.
         packed: the specs of the result of `pack`, a prefix tree.
         exact: whether a token's logits have the same bits in all company.
         embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
-        linear: by name, the layers that may have adapters.
+        linear: the layers that may have adapters by name.
         routes: the number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
             records; (0, 0) if `outputs` has no experts.
     """
@@ -62,23 +62,23 @@ class Decoder:
     routes: tuple[int, int] = (0, 0)
 
     def logits(self, weights: PyTree, *rest: Any) -> Tensor:
-        """The logits of `outputs`, [R, V]."""
+        """Returns the logits of `outputs`, [R, V]."""
         return self.outputs(weights, *rest).logits
 
 
 def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
-    """The decoder of a `models.gpt`.
+    """Returns the decoder of a `models.gpt`.
 
     Args:
         config: the shape. With `exact=True`, logits are those of `gpt.apply`, bit for bit.
-        tp: the mesh axis that cuts heads, features and vocabulary; it divides the number of key heads.
+        tp: the mesh axis that cuts heads, features and vocabulary. It divides the number of key heads.
         codes: "int8" or "int4" keeps the weights of linear layers in these codes, or codes by regular expressions found
             in names such as "blocks.0.wq" and "embed": `{"embed|head": "int8", "": "int4"}`. Logits are those of the
             rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
             file, are not rounded again.
 
     Raises:
-        ValueError: tokens of the model look ahead, or its masks are those of whole sequences; or codes of layers that
+        ValueError: tokens of the model look ahead, or its masks are those of whole sequences, or codes of layers that
             are not exact.
 
     Example:

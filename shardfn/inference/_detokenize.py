@@ -1,7 +1,7 @@
 """The text of tokens that come one after another: joined, its pieces are the decoding of all tokens.
 
 A piece is given as soon as no later token can change it. Where a vocabulary has one token for each byte, that is at the
-end of the character; where single bytes are only a fallback, it is at the end of the run of such bytes, since one wrong
+end of the character. Where single bytes are only a fallback, it is at the end of the run of such bytes, since one wrong
 byte spoils the whole run. Decoders of other kinds are asked for the text of a short window, as Text Generation
 Inference [1] does.
 
@@ -28,11 +28,11 @@ class Growing(Protocol):
     """The text of one sequence."""
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token, after the text given before."""
+        """Returns the text that is certain with this token, after the text given before."""
         ...
 
     def end(self) -> str:
-        """The text that was held back."""
+        """Returns the text that was held back."""
         ...
 
     def close(self) -> None:
@@ -45,12 +45,12 @@ class Detokenizer:
     """A tokenizer's way from tokens to text; made by `detokenizer`.
 
     Attributes:
-        size: ids are 0 to `size - 1`; others have no text.
+        size: ids are 0 to `size - 1`. Others have no text.
         decode: the text of all tokens at once.
         empty: makes the text of a sequence that has no token yet.
-        bytes_of: the bytes of a token by its id, None for one without; None for a tokenizer whose tokens depend on
+        bytes_of: the bytes of a token by its id, None for one without, or None for a tokenizer whose tokens depend on
             their neighbours.
-        digest: of the vocabulary: equal on all ranks.
+        digest: digest of the vocabulary: equal on all ranks.
     """
 
     size: int
@@ -60,7 +60,7 @@ class Detokenizer:
     digest: bytes
 
     def start(self, prompt: Sequence[int] = ()) -> Growing:
-        """The text after a prompt; a character that the prompt begins and does not end belongs to it.
+        """Returns the text after a prompt; a character that the prompt begins and does not end belongs to it.
 
         Example:
             >>> growing = detokenizer(ByteTokenizer()).start([65, 0xC3])
@@ -75,12 +75,12 @@ class Detokenizer:
 
 
 def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
-    """The detokeniser of a tokenizer.
+    """Returns the detokeniser of a tokenizer.
 
     Args:
-        tokenizer: of `tokenizers`, of transformers, or of `shardfn.data`; or any object with a `vocab_size` and a
-            `decode(ids)`; or a list with the bytes of each id, None for special ones; or a `Detokenizer`, which is
-            returned.
+        tokenizer: tokenizer of `tokenizers`, of transformers, or of `shardfn.data`, or any object with a `vocab_size`
+            and a `decode(ids)`, or a list with the bytes of each id, None for special ones, or a `Detokenizer`, which
+            is returned.
         special: whether special tokens have a text.
 
     Raises:
@@ -127,7 +127,7 @@ def _of_bytes(tokens: Sequence[bytes | None]) -> Detokenizer:
 
 
 def _of_library(inner: Any, special: bool) -> Detokenizer:
-    """A tokenizer of `tokenizers`."""
+    """Returns a tokenizer of `tokenizers`."""
     added = inner.get_added_tokens_decoder()
     skipped = frozenset() if special else frozenset(i for i, token in added.items() if token.special)
     size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -192,7 +192,10 @@ class _OfBytes:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary mean: printable ones themselves, then 256 and up."""
+    """Returns the bytes that the characters of a byte-level vocabulary mean.
+
+    Printable ones themselves, then 256 and up.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -221,7 +224,7 @@ class _Rule:
     strip: tuple[str, int] = (" ", 0)
 
     def piece(self, token: str | None) -> str | int | None:
-        """The text of a token, or its byte; None for one that is passed over."""
+        """Returns the text of a token, or its byte, or None for one that is passed over."""
         if token is None:
             return None
         for old, new in self.replaced:
@@ -241,7 +244,7 @@ def _flat(decoder: Any) -> list[Any]:
 
 
 def _rule(steps: Sequence[Any]) -> _Rule | None:
-    """The rule of a chain of decoders, if it is one of Metaspace, or Replace*, ByteFallback?, (Fuse, Strip?)?."""
+    """Returns the rule of a chain of decoders of the form Metaspace, or Replace*, ByteFallback?, (Fuse, Strip?)?."""
     if [step["type"] for step in steps] == ["Metaspace"]:
         return _Rule(metaspace=steps[0]["replacement"], drops=steps[0]["prepend_scheme"] != "never")
     left, replaced = list(steps), []
@@ -301,7 +304,7 @@ class _OfPieces:
         return ""
 
     def _run(self) -> str:
-        """The text of the run, which ends."""
+        """Returns the text of the run, which ends."""
         half = len(self._decoder.getstate()[0]) if not self._broken else 0
         text = "" if self._broken else _HALF * self._count if half else self._text
         self._reset()
@@ -324,7 +327,7 @@ class _OfPieces:
 
 
 class _OfWindows:
-    """The text of a window of tokens; the first ones were given: only its growth is new."""
+    """The text of a window of tokens. The first ones were given: only its growth is new."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

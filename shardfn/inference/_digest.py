@@ -12,7 +12,7 @@ from ._state import Sequence, State
 def digest(state: State) -> bytes:
     """Eight bytes of all fields of a state, in one canonical encoding: equal states have equal digests on all ranks.
 
-    `state.chain` is cheaper, as it covers only inputs and plans; this one also sees a field that was altered and has
+    `state.chain` is cheaper, as it covers only inputs and plans. This one also sees a field that was altered and has
     not yet changed a plan.
 
     Example:
@@ -29,7 +29,7 @@ def digest(state: State) -> bytes:
 
 
 def field_digests(state: State) -> dict[str, bytes]:
-    """A digest of each field, by name: ranks exchange these when their digests differ.
+    """Returns a digest of each field, by name: ranks exchange these when their digests differ.
 
     Example:
         >>> from shardfn.inference import Limits, field_digests, start
@@ -40,7 +40,7 @@ def field_digests(state: State) -> dict[str, bytes]:
 
 
 def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str | None:
-    """The name of the first field that differs or that only one side has; None if all are equal.
+    """Returns the name of the first field that differs or that only one side has, or None if all are equal.
 
     Example:
         >>> first_difference({"step": b"1", "time": b"2"}, {"step": b"1", "time": b"3"})

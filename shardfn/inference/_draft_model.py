@@ -39,8 +39,8 @@ class DraftModel:
 
     Args:
         decoder: the small model, of the same vocabulary.
-        params: its parameters, whole and equal on all ranks.
-        limits: the sizes; default `limits_of(decoder)`. A sequence longer than its context has no drafts.
+        params: parameters, whole and equal on all ranks.
+        limits: the sizes. Default: `limits_of(decoder)`. A sequence longer than its context has no drafts.
 
     Raises:
         ValueError: the limits do not fit the model.
@@ -88,12 +88,12 @@ class DraftModel:
                 self._runner.bind(bucket, self._weights, self._held(), extended=kind)
 
     def memory(self) -> MemoryPlan:
-        """The bytes that each rank needs beside the engine's."""
+        """Returns the bytes that each rank needs beside the engine's."""
         cache = self._runner.empty_cache() if self._cache is None else self._cache
         return self._runner.memory(self._weights, cache)
 
     def propose(self, context: Context, most: int) -> Tree:
-        """The tokens that the model draws after the last one."""
+        """Returns the tokens that the model draws after the last one."""
         return self.propose_all([(context, most)])[0]
 
     def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
@@ -102,7 +102,7 @@ class DraftModel:
         return [tree for i in range(0, len(asks), num) for tree in self._proposed(asks[i : i + num])]
 
     def end(self, context: Context) -> None:
-        """Forgets a sequence; a later one may use its blocks."""
+        """Forgets a sequence. A later one may use its blocks."""
         if (own := self._own.pop(context.serial, None)) is not None:
             self._pool.release(own.blocks)
 
@@ -116,7 +116,10 @@ class DraftModel:
         return new
 
     def digest(self) -> bytes:
-        """A hash of the sizes, and of the blocks that each sequence holds; proposals are compared with the plans."""
+        """Returns a hash of the sizes, and of the blocks that each sequence holds.
+
+        Proposals are compared with the plans.
+        """
         found = hashlib.blake2b(repr(self.limits).encode(), digest_size=8)
         for own in self._own.values():
             found.update(repr((own.serial, own.computed, own.blocks)).encode() + own.tokens.tobytes())
@@ -135,7 +138,10 @@ class DraftModel:
         return [Tree.chain(self._own[context.serial].tokens[len(context.tokens) :]) for context, _ in asks]
 
     def _followed(self, context: Context) -> Sequence:
-        """The sequence with the tokens of the engine; those that were computed for rejected drafts are forgotten."""
+        """Returns the sequence with the tokens of the engine.
+
+        Those that were computed for rejected drafts are forgotten.
+        """
         tokens, own = context.tokens, self._own.pop(context.serial, None)
         if own is None:
             request = Request((0,), context.sampling, salt=context.salt)
@@ -149,7 +155,7 @@ class DraftModel:
         return own
 
     def _reserved(self, own: Sequence, most: int, busy: set[int]) -> int:
-        """Takes blocks for drafts; returns the number of tokens with them, at least those that there are."""
+        """Takes blocks for drafts, and returns the number of tokens with them, at least those that there are."""
         limits, num = self.limits, len(own.tokens)
         end = min(num + most, limits.context)
         if end <= num:
@@ -161,7 +167,7 @@ class DraftModel:
         return max(num, min(end, len(own.blocks) * limits.block + 1))  # the last draft is never fed
 
     def _make_room(self, busy: set[int]) -> bool:
-        """Whether a block can be taken, after others without drafts in this step have lost theirs."""
+        """Returns whether a block can be taken, after others without drafts in this step have lost theirs."""
         idle = (own for serial, own in self._own.items() if serial not in busy and own.blocks)
         while not self._pool.available and (own := next(idle, None)) is not None:
             self._pool.release(own.blocks)
@@ -189,7 +195,7 @@ class DraftModel:
         return Scope(0, b"", self.limits.cache_dtype, salt)
 
     def _chunks(self, ends: dict[int, int]) -> list[Rows]:
-        """The rows of the next step: tokens that are not computed yet, of sequences that want another draft."""
+        """Returns the rows of the next step: tokens that are not computed yet, of sequences that want another draft."""
         left, chunks = self.limits.budget, list[Rows]()
         for own in (self._own[serial] for serial, end in ends.items() if len(self._own[serial].tokens) < end):
             if count := min(left, len(own.tokens) - own.computed):

@@ -22,14 +22,14 @@ class Context(NamedTuple):
     """A sequence as a drafter sees it.
 
     Attributes:
-        serial: its number, in order of arrival.
-        name: of the request.
-        choice: of the request.
+        serial: number, in order of arrival.
+        name: name of the request.
+        choice: choice of the request.
         tokens: prompt, and drawn ones.
         prompt: tokens of the prompt.
         salt: of the request, with its adapter: texts of different ones are kept apart.
-        key: of the draws.
-        sampling: of the request.
+        key: key of the draws.
+        sampling: sampling of the request.
     """
 
     serial: int
@@ -46,7 +46,7 @@ class Drafter(Protocol):
     """Proposes tokens, by the calls so far alone: by no clock, no set, and no random number of Python."""
 
     def propose(self, context: Context, most: int) -> Seq[int] | Tree:
-        """At most this number of tokens that may follow, as a chain or a tree; an empty one is no proposal."""
+        """At most this number of tokens that may follow, as a chain or a tree. An empty one is no proposal."""
         ...
 
     def end(self, context: Context) -> None:
@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def copy(self) -> "Drafter":
-        """A drafter of its own, equal to this one."""
+        """Returns a drafter of its own, equal to this one."""
         ...
 
     def digest(self) -> bytes:
@@ -67,7 +67,7 @@ class Computes(Drafter, Protocol):
     """A drafter whose proposals take time: it is asked for all sequences at once, and not beyond `Limits.drafts`."""
 
     def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Seq[int] | Tree]:
-        """A proposal for each sequence, of at most its number of tokens."""
+        """Returns a proposal for each sequence, of at most its number of tokens."""
         ...
 
     def check(self, limits: Limits) -> None:
@@ -106,7 +106,7 @@ class Ngram:
             raise ValueError(f"shortest is {self.shortest}; it must be from 1 to longest, which is {self.longest}.")
 
     def propose(self, context: Context, most: int) -> list[int]:
-        """The tokens after the last earlier occurrence."""
+        """Returns the tokens after the last earlier occurrence."""
         tokens = context.tokens
         data = tokens.tobytes()
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
@@ -123,12 +123,12 @@ class Ngram:
         return self
 
     def digest(self) -> bytes:
-        """A hash of its settings."""
+        """Returns a hash of its settings."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
 
 
 def repeated(tokens: array, begin: int, most: int) -> list[int]:
-    """The tokens from `begin` on, over and over.
+    """Returns the tokens from `begin` on, over and over.
 
     Example:
         >>> repeated(array("q", [1, 2, 3]), 1, 5)
@@ -139,7 +139,7 @@ def repeated(tokens: array, begin: int, most: int) -> list[int]:
 
 
 def _last(data: bytes, n: int, size: int) -> int:
-    """The last place before the end where the last n tokens occur, or -1."""
+    """Returns the last place before the end where the last n tokens occur, or -1."""
     pattern, end = data[-n * size :], len(data) - size
     while (at := data.rfind(pattern, 0, end)) >= 0:
         if at % size == 0:

@@ -1,7 +1,7 @@
 """Drafts of a step: rows that a plan has beside those of known tokens, last in priority.
 
 Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts` and one, and
-beyond that only rows that would be padding; a drafter that computes proposes none there, as its proposals take time.
+beyond that only rows that would be padding. A drafter that computes proposes none there, as its proposals take time.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,10 @@ Permit = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a gram
 
 
 def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> list[Rows]:
-    """The chunks of a plan, with drafts for sequences that draw; without `cut`, for those without a grammar alone."""
+    """Returns the chunks of a plan, with drafts for sequences that draw.
+
+    Without `cut`, for those without a grammar alone.
+    """
     spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
         return chunks
@@ -43,7 +46,7 @@ def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, d
 
 
 def _spare(state: State, chunks: list[Rows]) -> int:
-    """The number of drafts that the step may have."""
+    """Returns the number of drafts that the step may have."""
     limits = state.limits
     if not limits.drafts:
         return 0
@@ -54,7 +57,7 @@ def _spare(state: State, chunks: list[Rows]) -> int:
 
 
 def _most(chunk: Rows, *, grammars: bool) -> int:
-    """The most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
+    """Returns the most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
     sequence = chunk.sequence
     num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
@@ -67,7 +70,7 @@ _Found = dict[int, Tree]  # by the number of a chunk
 
 
 def _in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Each sequence may have its part of the rows that those before it have left."""
+    """Returns each sequence may have its part of the rows that those before it have left."""
     assert state.drafter is not None
     found: _Found = {}
     for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
@@ -79,7 +82,7 @@ def _in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: i
 
 
 def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Each sequence may have an equal part of the rows, and what others do not want of theirs."""
+    """Returns each sequence may have an equal part of the rows, and what others do not want of theirs."""
     assert isinstance(state.drafter, Computes)
     mosts: dict[int, int] = {}
     for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
@@ -125,7 +128,7 @@ def _trim(state: State, rows: int, found: _Found) -> None:
 
 
 def _with(state: State, chunk: Rows, drafts: Tree) -> Rows:
-    """A chunk with drafts for which there are blocks; no sequence loses its own for them."""
+    """Returns a chunk with drafts for which there are blocks. No sequence loses its own for them."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft
     while len(sequence.blocks) * block < first + len(drafts) and pool.available:

@@ -15,9 +15,9 @@ class Drawn(NamedTuple):
     """A token that a plan has drawn.
 
     Attributes:
-        place: of the token.
-        token: its id.
-        request: of the choice.
+        place: place of the token.
+        token: id.
+        request: request of the choice.
         last: whether the choice ends with it by itself: by a stop token, or the number of tokens.
     """
 
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
-    """The drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
+    """Yields the drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
 
     Tokens of logits that were not finite, and those after them, are left out.
     """

@@ -1,6 +1,6 @@
 """Embeddings: hidden states of a prompt, pooled by one fixed expression.
 
-The sum of a mean goes through positions in order, in float64, and is rounded once; so chunks and steps cannot matter.
+The sum of a mean goes through positions in order, in float64, and is rounded once, so chunks and steps cannot matter.
 """
 
 import math
@@ -27,7 +27,7 @@ class Pooled:
     Args:
         pooling: one of `POOLINGS`.
         count: positions so far.
-        total: the sum so far, or the last state; None before the first.
+        total: the sum so far, or the last state, or None before the first.
     """
 
     pooling: str
@@ -36,7 +36,7 @@ class Pooled:
 
     @property
     def sampling(self) -> Sampling:
-        """The request whose steps have these states in their rows."""
+        """Returns the request whose steps have these states in their rows."""
         return Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=self.pooling == "mean")
 
     def take(self, state_D: Float32[Tensor, " d"]) -> None:
@@ -46,7 +46,7 @@ class Pooled:
         self.total = wide if self.total is None or self.pooling == "last" else self.total + wide
 
     def result(self, normalize: bool) -> Float32[Tensor, " d"]:
-        """The embedding.
+        """Returns the embedding.
 
         Example:
             >>> import torch
@@ -78,14 +78,14 @@ class Embeddings:
 
     @property
     def follower(self) -> Follower:
-        """The hooks."""
+        """Returns the hooks."""
         return Follower(take=self.take, columns=lambda state, plan: {"hidden": self.wanted(state)}, ran=self.ran)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pooled
 
     def sampling(self, pooling: str) -> Sampling:
-        """The request whose steps have the states of a prompt in their rows.
+        """Returns the request whose steps have the states of a prompt in their rows.
 
         Raises:
             ValueError: the pooling is unknown, or the decoder has no hidden states.
@@ -100,7 +100,7 @@ class Embeddings:
         self._pooled |= {name: Pooled(pooling) for name in names}
 
     def wanted(self, state: State) -> bool:
-        """Whether rows of the plan in flight are embedded."""
+        """Returns whether rows of the plan in flight are embedded."""
         return bool(self._pooled) and any(one.name in self._pooled for _, one, _ in state.rows_in_flight())
 
     def ran(self, plan: Plan, results: Results) -> None:
@@ -119,7 +119,7 @@ class Embeddings:
                 self.forget(output.name)
 
     def result(self, name: str, normalize: bool) -> Float32[Tensor, " d"]:
-        """The embedding of a request that has ended, which is forgotten."""
+        """Returns the embedding of a request that has ended, which is forgotten."""
         return self._pooled.pop(name).result(normalize)
 
     def forget(self, name: str) -> None:

@@ -5,6 +5,7 @@ of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 from shardfn.kernels import building
+from shardfn.waits import waiting
 
 from ._adapters import Adapters, Given, adapter_of_each
 from ._admission import check_name, request_of, sampling_of_each, sizes_of
@@ -35,7 +37,7 @@ from ._plan import Plan
 from ._requests import Request, Sampling
 from ._results import Completion, Token, append
 from ._routes import Routes
-from ._runner import MemoryPlan, Results, Runner, runner_of
+from ._runner import GraphKind, MemoryPlan, Results, Runner, graph_kinds, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -46,18 +48,18 @@ class Engine:
 
     Args:
         decoder: the model.
-        params: its parameters: whole tensors, equal on all ranks; or `GlobalTensor`s of any layout on the mesh.
-        mesh: from `make_mesh`; None is one device.
-        limits: the sizes; default `limits_of(decoder)`.
-        runner: the graphs of an engine of the same decoder and mesh, to be shared; its limits may have more blocks.
-        tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings and grammars.
-            Equal on all ranks.
-        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
-            Equal on all ranks; the engine takes a copy.
+        params: parameters: whole tensors, equal on all ranks, or `GlobalTensor`s of any layout on the mesh.
+        mesh: mesh from `make_mesh`. None is one device.
+        limits: the sizes. Default: `limits_of(decoder)`.
+        runner: the graphs of an engine of the same decoder and mesh, to be shared. Its limits may have more blocks.
+        tokenizer: tokenizer as `detokenizer` takes: tokens then have their text, and requests may have stop strings and
+            grammars. Equal on all ranks.
+        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones. Equal
+            on all ranks. The engine takes a copy.
         adapters: by name, `(lora, values)` as of `add_adapter`.
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
-        disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
+        disk: the directory for "disk", which no other engine uses. Each rank makes one of its own in it.
         cache: the memory of keys and values, "device" or "host": a step brings the blocks of its sequences in a layer
             while the layer before computes, so that the cache may be larger than the device's memory. Bits are the
             same.
@@ -65,10 +67,10 @@ class Engine:
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
-            or it is a model of another vocabulary; or `routes` of a decoder without experts; or weights or cache are
-            not kept in such a memory.
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters, or an
+            adapter's, are not those of the model, or there is a drafter, and `limits.drafts` is 0, or it is a model of
+            another vocabulary, or `routes` of a decoder without experts, or weights or cache are not kept in such a
+            memory.
 
     Example:
         >>> from shardfn import core
@@ -118,6 +120,7 @@ class Engine:
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
         self._owned, self._closed = runner is None, False
+        self._uncaptured = deque[GraphKind]()  # graphs that `warm_up` has left
         self._embeddings = Embeddings(decoder.embeds)
         self._adapters = Adapters(decoder, self.mesh.device)
         extras = self._constraints, self._texts, self._embeddings, self._adapters
@@ -128,7 +131,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
+        """Returns whether no request is in progress."""
         return self._state.idle and not self._events and not self._others
 
     @property
@@ -138,7 +141,7 @@ class Engine:
 
     @property
     def weights(self) -> PyTree:
-        """The newest weights, in their served form.
+        """Returns the newest weights, in their served form.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -148,27 +151,27 @@ class Engine:
 
     @property
     def names(self) -> list[str]:
-        """The requests in progress, in order of arrival."""
+        """Returns the requests in progress, in order of arrival."""
         return [*self._state.names, *self._adding]
 
     @property
     def running(self) -> list[str]:
-        """The requests that hold blocks, first in order first."""
+        """Returns the requests that hold blocks, first in order first."""
         return list(dict.fromkeys(sequence.name for sequence in self._state.running))
 
     @property
     def padding(self) -> float:
-        """The part of all rows so far that was padding."""
+        """Returns the part of all rows so far that was padding."""
         return 1 - self._rows / self._run_rows if self._run_rows else 0.0
 
     @property
     def adapters(self) -> list[str]:
-        """The names of adapters that requests may have."""
+        """Returns the names of adapters that requests may have."""
         return self._adapters.names
 
     @property
     def routes(self) -> tuple[int, int]:
-        """The layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
+        """Returns the layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
         return (0, 0) if self._routes is None else self._routes.shape
 
     def counts(self) -> dict[str, int]:
@@ -186,7 +189,7 @@ class Engine:
         return self._state.use
 
     def memory(self) -> MemoryPlan:
-        """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties.
+        """Returns the bytes that this rank needs, as planned from the graph of the largest bucket, without penalties.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -194,7 +197,13 @@ class Engine:
         return self.runner.memory(self.weights, self._cache)
 
     def warm_up(
-        self, *, penalties: bool = False, grammars: bool = False, embeddings: bool = False, adapters: bool = False
+        self,
+        *,
+        penalties: bool = False,
+        grammars: bool = False,
+        embeddings: bool = False,
+        adapters: bool = False,
+        later: bool = False,
     ) -> None:
         """Captures the graphs of all buckets, and builds the C++ of their kernels, so that no later step does.
 
@@ -206,6 +215,8 @@ class Engine:
             grammars: likewise.
             embeddings: also those of steps that embed, beside requests without penalties and grammars.
             adapters: also all of these with the present adapters.
+            later: whether only the plain graphs of the smallest and the largest bucket are captured now. Each call of
+                `capture_next` then captures another one, and a step captures the graph that it needs.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -217,13 +228,36 @@ class Engine:
             if isinstance(self._state.drafter, Computes):
                 self._state.drafter.warm_up(extended=penalties)
             kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
+            each = list[list[GraphKind]]()
             for bucket in self.limits.buckets:
                 low = self._adapters.of_padding(bucket) if adapters else None
-                more = {"low": low, "routed": self._routes is not None}
-                self.runner.bind_kinds(bucket, self.weights, self._cache, **more, **kinds)
+                each.append(graph_kinds(bucket, low=low, routed=self._routes is not None, **kinds))
+            first = [each[0][0], each[-1][0]] if later else []
+            # Plain graphs of all buckets come before those of rarer steps.
+            rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
+            self._uncaptured = deque([*first, *rest])
+            num = len(first) if later else len(rest)
+            with waiting("capturing graphs", total=num) as wait:
+                for _ in range(num):
+                    self.capture_next()
+                    wait.update()
+
+    def capture_next(self) -> bool:
+        """Captures a graph that `warm_up(later=True)` has left, if there is one. Collective.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if not self._uncaptured:
+            return False
+        self.runner.bind_kind(self._uncaptured.popleft(), self.weights, self._cache)
+        return True
 
     def _kernels(self, penalties: bool, adapters: bool) -> list[str]:
-        """The ops of all steps, by their folders; those whose C++ takes long to build come first."""
+        """Returns the ops of all steps, by their folders. Those whose C++ takes long to build come first."""
         always = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]
         chosen = ["grouped_product", "gather_rows"] if self._chooses else []
         return always + chosen + ["grouped_product"] * adapters + ["penalise"] * penalties
@@ -235,9 +269,9 @@ class Engine:
 
         Args:
             prompt: token ids.
-            sampling: how its tokens are drawn; default `Sampling()`.
-            name: of the request; default one of the engine's.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`; or `adapter`, the name of one.
+            sampling: how its tokens are drawn. Default: `Sampling()`.
+            name: name of the request; default one of the engine's.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of one.
 
         Returns:
             The name.
@@ -245,7 +279,7 @@ class Engine:
         Raises:
             TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
             ValueError: a value is out of range, the request can never fit, or another of this name is in progress or
-                has an embedding that was not taken; or the grammar is refused.
+                has an embedding that was not taken, or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
         """
         return self._enter(self._request(prompt, sampling, **more), name)
@@ -279,7 +313,7 @@ class Engine:
         self._request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled"; the name of one that has ended is passed over.
+        """Ends a request as "cancelled". The name of one that has ended is passed over.
 
         The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
         """
@@ -292,14 +326,14 @@ class Engine:
         self._events.append(Clock(self._next, time))
 
     def drain(self) -> None:
-        """Ends requests that are added from here on as "refused"; those in progress go on."""
+        """Ends requests that are added from here on as "refused". Those in progress go on."""
         self._events.append(Drain(self._next))
 
     def update_weights(self, params: PyTree, *, recompute: bool = True) -> int:
         """Changes the weights. No block of the cache that older ones computed is used again.
 
         Args:
-            params: as those of the engine, of the same layout.
+            params: parameters as those of the engine, of the same layout.
             recompute: True lets requests in progress go on at once under the new weights, with their cache computed
                 anew; their tokens remain. False ends those that have begun under the old weights first.
 
@@ -308,7 +342,7 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is closed.
-            ValueError: the parameters are of another model; lists the leaves.
+            ValueError: the parameters are of another model. The message lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
         if recompute:  # the next step changes to this version at once: those that have waited until now never run
@@ -319,13 +353,13 @@ class Engine:
         return self._newest
 
     def step(self) -> list[Token]:
-        """Takes what has happened since the last step, and runs the next one; returns the tokens of the last one.
+        """Takes what has happened since the last step, and runs the next one, and returns the tokens of the last one.
 
         Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone:
         also the last ones of a stream that was closed.
 
         Raises:
-            RankError: ranks hold different states; names the first field that differs.
+            RankError: ranks hold different states. The message names the first field that differs.
             RuntimeError: the engine is closed, or an earlier step failed. The cache is lost then: make another engine.
         """
         self._advance()
@@ -397,14 +431,14 @@ class Engine:
             prompts: token ids of each, fewer than the context.
             pooling: "last", the state of the last token, or "mean", of all tokens: a sum in the order of positions.
             normalize: whether embeddings have the length 1; zeros stay zeros.
-            adapter: as for `generate`.
+            adapter: see `generate`.
 
         Returns:
             On the CPU.
 
         Raises:
             TypeError: as `add`.
-            ValueError: as `add`; or pooling is unknown, or the decoder has no hidden states.
+            ValueError: as `add`, or pooling is unknown, or the decoder has no hidden states.
             FloatingPointError: hidden states are not finite.
 
         Example:
@@ -434,13 +468,13 @@ class Engine:
     def add_embedding(
         self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
     ) -> str:
-        """Puts a prompt in line whose embedding is wanted; `embedding` has it once `step` has returned its end.
+        """Puts a prompt in line whose embedding is wanted. `embedding` has it once `step` has returned its end.
 
         Args:
             prompt: token ids, fewer than the context.
-            pooling: as for `embed`.
-            name: as for `add`.
-            **more: as for `add`.
+            pooling: see `embed`.
+            name: see `add`.
+            **more: see `add`.
 
         Returns:
             The name.
@@ -466,7 +500,7 @@ class Engine:
         return name
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
-        """The embedding of a request of `add_embedding` that has ended as "length". It is returned once.
+        """Returns the embedding of a request of `add_embedding` that has ended as "length". It is returned once.
 
         Raises:
             ValueError: there is no such request, it is in progress, or it has ended otherwise.
@@ -481,7 +515,7 @@ class Engine:
         """Lets requests have an adapter. The next step with one captures graphs anew.
 
         Args:
-            name: for requests.
+            name: name for requests.
             given: `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)` returns.
 
         Raises:
@@ -544,7 +578,7 @@ class Engine:
             self.cancel(name)
 
     def _stream(self, name: str, left: int) -> Generator[Token, None, None]:
-        """The tokens of a request up to the last of its choices to end."""
+        """Yields the tokens of a request up to the last of its choices to end."""
         tokens = self._begun_stream(name, left)
         next(tokens)  # the `finally` of a generator that has not begun never runs
         return tokens
@@ -617,16 +651,16 @@ class Engine:
 
     @property
     def _drawn(self) -> list[int]:
-        """The tokens of the plan in flight."""
+        """Returns the tokens of the plan in flight."""
         return [] if self._results is None else self._results.tokens
 
     def _stops(self, drawn: Sequence[int]) -> list[Stop]:
-        """The events by which texts end with the tokens of the last plan."""
+        """Returns the events by which texts end with the tokens of the last plan."""
         ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
     def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
-        """A request that passes admission, with the follower's value for its beginning."""
+        """Returns a request that passes admission, with the follower's value for its beginning."""
         request = request_of(prompt, sampling, self.limits, self._adapters, more)
         return request, self._follower.admit(request)
 

@@ -22,7 +22,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request ends as "cancelled", in any phase; an unknown name, such as of one that has ended, is passed over.
+    """A request ends as "cancelled", in any phase. An unknown name, such as of one that has ended, is passed over.
 
     Tokens that the last plan has drawn come before the end: one of them may be the last, so that the request has ended.
 
@@ -53,10 +53,10 @@ class Weights:
     """The parameters change, to a larger version. Cached blocks of another version are never hit.
 
     Args:
-        number: of the event.
-        version: of the new parameters.
+        number: number of the event.
+        version: version of the new parameters.
         recompute: True lets requests in progress go on under the new version at once, with their cache recomputed;
-            tokens drawn before remain. False ends those that have begun under the old version first; no other begins
+            tokens drawn before remain. False ends those that have begun under the old version first. No other begins
             until then.
 
     Example:
@@ -71,7 +71,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Drain:
-    """Requests that arrive from here on end as "refused"; those in progress go on.
+    """Requests that arrive from here on end as "refused". Those in progress go on.
 
     Example:
         >>> Drain(4).number
@@ -86,9 +86,9 @@ class Stop:
     """A choice ends with the token that the last plan drew for a position, because of its text.
 
     Args:
-        number: of the event.
-        name: of the request.
-        choice: of the request.
+        number: number of the event.
+        name: name of the request.
+        choice: choice of the request.
         at: the position of the token in its sequence.
         finish: "stop" where a stop string is complete, or a grammar; "error" where the token, which is dropped, is not
             in the grammar.

@@ -35,7 +35,7 @@ from ._cache import alone
 from ._decoder import Decoder
 from ._low_rank import Linear, LowRank
 
-# Bytes of moments that are kept at a time; the text is run once for each part of the layers.
+# Bytes of moments that are kept at a time. The text is run once for each part of the layers.
 TOGETHER = 512 << 20
 
 
@@ -58,10 +58,10 @@ def fit_codes(
 
     Args:
         decoder: the model, exact, without codes and without `tp`.
-        params: its parameters; `GlobalTensor`s are gathered, which is collective.
+        params: parameters. `GlobalTensor`s are gathered, which is collective.
         codes: the policy, as for the decoder that will serve them.
         rows: token ids of some text, such as 16 rows of 512, like the text that the model will see.
-        compensate: whether a weight also makes up for the errors of those before it (GPTQ); else each input's size
+        compensate: whether a weight also makes up for the errors of those before it (GPTQ), else each input's size
             weighs the error of its weights.
 
     Raises:
@@ -96,11 +96,11 @@ def fit_codes(
 
 
 class Moments:
-    """The mean of x x^T of the inputs of some layers; it takes the place of adapters, and adds nothing.
+    """The mean of x x^T of the inputs of some layers. It takes the place of adapters, and adds nothing.
 
     Args:
         inputs: by layer, their number K.
-        full: [K, K]; else the diagonal alone.
+        full: [K, K], else the diagonal alone.
     """
 
     def __init__(self, inputs: Mapping[str, int], *, full: bool) -> None:
@@ -111,7 +111,7 @@ class Moments:
     def added(
         self, name: str, x: Tensor, y: Tensor, *, axis: Axes = None, joins: bool = False, cut: bool = False
     ) -> Tensor:
-        """The result of a layer, whose inputs count."""
+        """Returns the result of a layer, whose inputs count."""
         del axis, joins, cut
         if name in self.sites:
             x_TK = x.reshape(-1, x.shape[-1]).float()
@@ -138,7 +138,7 @@ class _Site(NamedTuple):
 def _sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
 ) -> Iterator[_Site]:
-    """The weights that the policy has codes for, without those that are in codes already, in the order of layers.
+    """Yields the weights that the policy has codes for and that have none yet, in the order of layers.
 
     Raises:
         ValueError: lists the layers whose weights are no leaves.

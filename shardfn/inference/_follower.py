@@ -24,15 +24,15 @@ def _empty(*given: Any) -> dict[Any, Any]:
 
 
 class Follower(NamedTuple):
-    """Hooks; `Follower()` is the identity. They are pure functions of calls that all ranks make alike.
+    """Hooks. `Follower()` is the identity. They are pure functions of calls that all ranks make alike.
 
     Attributes:
-        admit: refuses a request, or returns a value for `begin`; the request may never begin.
+        admit: refuses a request, or returns a value for `begin`. The request may never begin.
         begin: takes the name of a request that begins, and that value.
-        ends: the ends of choices with tokens that were drawn; it has those that earlier followers have found.
+        ends: the ends of choices with tokens that were drawn. It has those that earlier followers have found.
         before: takes the state before the schedule takes these tokens.
         moved: takes the moves of keys and values that the next step begins with.
-        fields: of the `Token` of an output.
+        fields: fields of the `Token` of an output.
         take: takes the outputs of the last plan.
         columns: the arguments of `Runner.run` for the next plan.
         ran: takes that plan and its results.

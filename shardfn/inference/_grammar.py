@@ -43,7 +43,10 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> "Grammar":
-        """JSON texts that have a schema, with properties in the order of the schema.
+        """Returns the grammar of JSON texts that have a schema, with properties in the order of the schema.
+
+        Between two parts of a text there are at most 20 characters of white space. The schema may have another rule,
+        as `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
 
         Raises:
             ValueError: it is not JSON.
@@ -107,7 +110,7 @@ def _dumped(schema: Any) -> str:
 
 
 def _schemas(grammar: Grammar) -> Iterator[Any]:
-    """The schemas of a grammar; those within a Lark grammar follow %json."""
+    """Yields the schemas of a grammar. Those within a Lark grammar follow %json."""
     text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         if grammar.kind == "json_schema":

@@ -9,7 +9,7 @@ class Guesses(NamedTuple):
     """Counts of an engine's drafts so far.
 
     Attributes:
-        steps: of sequences that had drafts.
+        steps: steps of sequences that had drafts.
         drafted: tokens.
         accepted: drafted tokens that became tokens of a sequence.
 
@@ -23,7 +23,7 @@ class Guesses(NamedTuple):
     accepted: int = 0
 
     def add(self, drafted: int, accepted: int) -> "Guesses":
-        """The counts after another step of a sequence."""
+        """Returns the counts after another step of a sequence."""
         return Guesses(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
 
 
@@ -31,9 +31,9 @@ class Trust(NamedTuple):
     """How far a sequence's drafts are trusted.
 
     Attributes:
-        width: the most drafts of its next step. It doubles when all that could be are accepted; else it becomes one
+        width: the most drafts of its next step. It doubles when all that could be are accepted, else it becomes one
             more than were, and in proportion for drafts that branch.
-        strikes: its last steps whose drafts were all rejected.
+        strikes: last steps whose drafts were all rejected.
         resume: the number of tokens from which it has drafts again: each strike doubles the pause.
 
     Example:
@@ -50,12 +50,12 @@ class Trust(NamedTuple):
     resume: int = 0
 
     def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "Trust":
-        """The trust after a step.
+        """Returns the trust after a step.
 
         Args:
             drafted: the number of drafts.
             accepted: the number of accepted ones.
-            num_tokens: that the sequence has then.
+            num_tokens: number of tokens that the sequence has then.
             height: of a tree of drafts, the most that could be accepted; 0 is all.
         """
         if accepted:

@@ -30,7 +30,7 @@ def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: 
     Args:
         function: the model.
         linear: the weights of its linear layers, [inputs, outputs] where the value is True.
-        key_heads: of each layer of attention. Ranks divide them.
+        key_heads: key heads of each layer of attention. Ranks divide them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,7 +64,7 @@ class _Part:
     wholes: Iterator[Tensor]
 
     def of(self, x: Tensor) -> Tensor:
-        """The block of the last dim."""
+        """Returns the block of the last dim."""
         size = -(-x.shape[-1] // self.ranks)
         return x[..., self.rank * size : (self.rank + 1) * size]
 

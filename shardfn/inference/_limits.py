@@ -23,7 +23,7 @@ class Limits:
             their priorities.
         cache_dtype: "float32", "bfloat16", "int8" or "fp8", part of the key of a block's content. The last two are
             codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
-        drafts: the most drafts of a step with one row; each further row takes the place of one. Where none is left,
+        drafts: the most drafts of a step with one row. Each further row takes the place of one. Where none is left,
             drafts only fill rows that would be padding. 0 is no guessing.
 
     Raises:
@@ -66,7 +66,7 @@ class Limits:
 
     @property
     def budget(self) -> int:
-        """The most rows of a step."""
+        """Returns the most rows of a step."""
         return self.buckets[-1]
 
     @property
@@ -80,7 +80,7 @@ class Limits:
         return self.blocks - 1
 
     def wanted(self, bucket: int) -> int:
-        """The most rows of a step of this bucket whose logits are wanted."""
+        """Returns the most rows of a step of this bucket whose logits are wanted."""
         return min(bucket, max(self.running, self.drafts + 1 if self.drafts else 0))
 
     def blocks_of(self, tokens: int) -> int:
@@ -88,14 +88,14 @@ class Limits:
         return -(-tokens // self.block)
 
     def bucket_of(self, rows: int) -> int:
-        """The smallest bucket with this number of rows."""
+        """Returns the smallest bucket with this number of rows."""
         return next(size for size in self.buckets if size >= rows)
 
     def excess(self, rows: int, least: int) -> int:
-        """The rows beyond the next smaller bucket, if leaving them out saves more padding than rows; else 0.
+        """Returns the rows beyond the next smaller bucket, if leaving them out saves more padding than rows, else 0.
 
         Args:
-            rows: of a step.
+            rows: rows of a step.
             least: the fewest rows that the step may have.
 
         Example:

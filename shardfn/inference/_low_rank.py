@@ -42,7 +42,7 @@ class Linear(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A [R, I] and B [O, R] of one layer, B times the scale; or those of E adapters, stacked."""
+    """A [R, I] and B [O, R] of one layer, B times the scale, or those of E adapters, stacked."""
 
     a: Tensor
     b: Tensor
@@ -52,11 +52,11 @@ class LowRank(NamedTuple):
     """The adapters of a step's tokens.
 
     Attributes:
-        order: the tokens sorted by adapter; those without one come last.
-        places: of each token in that order.
+        order: the tokens sorted by adapter. Those without one come last.
+        places: places of each token in that order.
         counts: tokens of each adapter.
         has: whether a token has one.
-        sites: by layer, the factors of all adapters.
+        sites: the factors of all adapters by layer.
     """
 
     order: Int64[Tensor, " t"]
@@ -68,12 +68,12 @@ class LowRank(NamedTuple):
     def added(
         self, name: str, x: Tensor, y: Tensor, *, axis: Axes = None, joins: bool = False, cut: bool = False
     ) -> Tensor:
-        """The result of a layer with the adapters' products added.
+        """Returns the result of a layer with the adapters' products added.
 
         Args:
-            name: of the layer.
-            x: its input [*, T, I].
-            y: its result [*, T, O]; leading dims are 1.
+            name: name of the layer.
+            x: input [*, T, I].
+            y: result [*, T, O]; leading dims are 1.
             axis: mesh axes that cut the layer.
             joins: whether x has this rank's inputs alone.
             cut: whether y has this rank's outputs alone.
@@ -101,8 +101,8 @@ class Adapter:
     """An adapter as an engine keeps it.
 
     Attributes:
-        sites: by layer, its factors, float32.
-        digest: of their content; equal for equal adapters of any names.
+        sites: factors by layer, float32.
+        digest: digest of their content; equal for equal adapters of any names.
     """
 
     sites: Mapping[str, Factors]
@@ -110,21 +110,21 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest one."""
+        """Returns the largest one."""
         return max(f.a.shape[0] for f in self.sites.values())
 
 
 def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, Linear]) -> Adapter:
-    """The adapter that a tree of `shardfn.lora` is, for the layers of a decoder.
+    """Returns the adapter that a tree of `shardfn.lora` is, for the layers of a decoder.
 
     Args:
         lora: the adapters' description.
-        tree: their values, whole, as `lora.init` and `load_peft` make them.
+        tree: values, whole, as `lora.init` and `load_peft` make them.
         linear: the layers, by the names of their weights.
 
     Raises:
-        ValueError: it has leaves that are no such layers, of other shapes, or with another part than a and b; lists
-            all.
+        ValueError: it has leaves that are no such layers, of other shapes, or with another part than a and b. The
+            message lists all.
 
     Example:
         >>> lora = LoRA.of({"w": torch.ones(4, 3)}, ["w"], rank=2)
@@ -151,7 +151,7 @@ def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Map
 
 
 def _layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[str, Linear]) -> Any:
-    """The layers of a leaf, one or those of a stack, with the factors of w + scale * (left @ right)."""
+    """Returns the layers of a leaf, one or those of a stack, with the factors of w + scale * (left @ right)."""
     a, b = (own[name].detach().to("cpu", torch.float32) for name in ("a", "b"))
     left, right = (a.mT, b.mT) if lora.fan_in_fan_out else (b, a)
     before, _, last = path.rpartition(".")
@@ -188,7 +188,7 @@ def _digest(sites: Mapping[str, Factors]) -> bytes:
 
 
 def stacked(adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: torch.device) -> dict[str, Factors]:
-    """The factors of several adapters, with zeros where one has no adapter of a layer."""
+    """Returns the factors of several adapters, with zeros where one has no adapter of a layer."""
     rank = _CHUNKS * -(-max(adapter.rank for adapter in adapters) // _CHUNKS)
     sites = {}
     for name in sorted({name for adapter in adapters for name in adapter.sites}):
@@ -214,7 +214,7 @@ def _spread(rank: int, padded: int) -> Tensor:
 def low_rank(
     sequences: array, adapters: Sequence[bytes], slots: Mapping[bytes, int], sites: dict[str, Factors]
 ) -> LowRank:
-    """The adapters of a plan's tokens.
+    """Returns the adapters of a plan's tokens.
 
     Args:
         sequences: the sequence of each token.

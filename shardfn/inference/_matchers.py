@@ -9,6 +9,7 @@ References:
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from ._trees import NO_DRAFTS, Tree
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+# White space between the parts of JSON: without a bound a weak model draws it until `max_tokens`.
+_WHITE_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,20}"}
 Allowed = Bool[np.ndarray, " vocab"]
 
 
@@ -39,14 +42,14 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """The error that the matcher met, or empty."""
+        """Returns the error that the matcher met, or empty."""
         return self._inner.get_error().partition("\n<")[0].strip()
 
     def take(self, token: int, *, last: bool = False) -> str | None:
         """Goes on by a token.
 
         Args:
-            token: that was drawn.
+            token: token that was drawn.
             last: whether no other one is drawn.
 
         Returns:
@@ -84,12 +87,12 @@ class Ahead:
         self._path: list[int] = []  # drafts that were consumed after them
 
     def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: Tree) -> tuple[Tree, list[Allowed]]:
-        """The drafts that the grammar permits.
+        """Returns the drafts that the grammar permits.
 
         Args:
-            tokens: that were drawn so far: those of the last call, and more.
+            tokens: tokens that were drawn so far: those of the last call, and more.
             allowed: which tokens may come next.
-            drafts: that may branch.
+            drafts: drafts that may branch.
 
         Returns:
             The drafts, and for each of them which tokens may come after it.
@@ -154,7 +157,7 @@ class Compiler:
     """Compiles grammars for a vocabulary.
 
     Args:
-        detokenizer: of the tokenizer.
+        detokenizer: detokenizer of the tokenizer.
         vocab: the number of logits.
 
     Raises:
@@ -175,7 +178,7 @@ class Compiler:
         self._tokenizer = _tokenizer(self._library, detokenizer, vocab)
 
     def compile(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Matcher:
-        """A matcher before its first token.
+        """Returns a matcher before its first token.
 
         Raises:
             ValueError: the grammar is wrong, too large, or has no text that the vocabulary can write.
@@ -191,13 +194,22 @@ class Compiler:
         return made
 
     def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Ahead:
-        """A matcher for drafts, of a grammar that was compiled before."""
+        """Returns a matcher for drafts, of a grammar that was compiled before."""
         return Ahead(self._make(grammar), self._vocab, stop_tokens)
 
     def _make(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
+        made = make(grammar.text, _white_space(grammar.text)) if grammar.kind == "json_schema" else make(grammar.text)
         limits = self._library.LLParserLimits(**_LIMITS)
-        return self._library.LLMatcher(self._tokenizer, make(grammar.text), limits=limits, log_level=0)
+        return self._library.LLMatcher(self._tokenizer, made, limits=limits, log_level=0)
+
+
+def _white_space(schema: str) -> dict[str, str]:
+    """Returns the rule of white space for a schema that has none of its own, which this one would override."""
+    given = json.loads(schema)
+    own = given.get("x-guidance") if isinstance(given, dict) else None
+    has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
+    return {} if has else _WHITE_SPACE
 
 
 def _one_line(problem: str) -> str:
@@ -205,12 +217,12 @@ def _one_line(problem: str) -> str:
 
 
 def _end(vocab: int) -> int:
-    """The id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
+    """Returns the id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
     return vocab + 256
 
 
 def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
-    """The vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
+    """Returns the vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
     assert detokenizer.bytes_of is not None
     found = [detokenizer.bytes_of(token) for token in range(vocab)]
     tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]
@@ -234,7 +246,7 @@ class _Vocabulary:
         self.tokenize: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that a grammar forces: the longest ones first."""
+        """Returns the tokens of a text that a grammar forces: the longest ones first."""
         if not isinstance(text, str):
             raise TypeError("text is not a str")  # llguidance then passes strings
         return self.tokenize(text) if self.tokenize is not None else []

@@ -32,7 +32,7 @@ class Moved(NamedTuple):
     def brought(
         self, cache: Shaped[Tensor, "blocks 2 g block row"], device: torch.device
     ) -> Shaped[Tensor, "blocks 2 g block row"]:
-        """The cache on the device; only the blocks of the step have content."""
+        """Returns the cache on the device. Only the blocks of the step have content."""
         return rows_to_device(cache, self.blocks, device).result()
 
     def keep(self, here: Shaped[Tensor, "blocks 2 g block row"], cache: Shaped[Tensor, "blocks 2 g block row"]) -> None:
@@ -43,7 +43,7 @@ class Moved(NamedTuple):
 
 
 def moved_by(plan: Plan, limits: Limits, device: torch.device) -> Moved:
-    """The places of a plan.
+    """Returns the places of a plan.
 
     Example:
         >>> from ._plan import padding

@@ -59,7 +59,7 @@ def hf_decoder(
     codes: CodePolicy = None,
     params: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
-    """The decoder of an unmodified causal model of transformers, and its parameters.
+    """Returns the decoder of an unmodified causal model of transformers, and its parameters.
 
     Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
     layer passes. All other code is the model's own.
@@ -72,13 +72,13 @@ def hf_decoder(
             not change it while engines do. Its own weights stay in memory beside the packed ones, unless `params` has
             others.
         exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
-            that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
+            that it does not. False leaves the model's own linear layers and activations. None is exact where possible.
         tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model; or codes
-            by regular expressions found in names of parameters, the first that fits:
-            `{"embed|head": "int8", "": "int4"}`. Logits are those of the rounded weights, bit for bit; a table of
-            embeddings that is also the head is rounded, too.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model, or codes
+            by regular expressions found in names of parameters, the first that fits: `{"embed|head": "int8", "":
+            "int4"}`. Logits are those of the rounded weights, bit for bit. A table of embeddings that is also the head
+            is rounded, too.
         params: the weights, by name, in place of the model's, which may be on "meta": deferred ones, as
             `interop.module_from_hf` has them, are read by an engine alone, each rank its own parts. A probe then runs
             on random values, in the memory of one leaf of each shape.
@@ -88,8 +88,8 @@ def hf_decoder(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or
-            the tokenizer has more tokens; or `params` has other names or shapes than the model; lists all.
+        ValueError: it cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need it, or
+            the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists all.
 
     Example:
         >>> import torch
@@ -185,7 +185,7 @@ def _decoder(
     edges: Mapping[str, Edge] = MappingProxyType({}),
     packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
-    """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
+    """Returns the decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
@@ -260,7 +260,7 @@ def _decoder(
 
 
 def _rounded(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
-    """A weight with the values of its codes."""
+    """Returns a weight with the values of its codes."""
     weight = x.T if flip else x
     weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
@@ -282,20 +282,20 @@ def _attend(
 
 
 def _head_of(function: DecodingFunction) -> str | None:
-    """The name of the weight of the layer that makes logits."""
+    """Returns the name of the weight of the layer that makes logits."""
     head = getattr(function.module, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
     return next((name for name, p in function.module.named_parameters() if p is weight), None)
 
 
 def _seeing(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer that keeps its input for the caller."""
+    """Returns a layer that keeps its input for the caller."""
     seen.append(x)
     return layer(x, bias)
 
 
 def _adapted(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer with the adapters' products added."""
+    """Returns a layer with the adapters' products added."""
     y, edge = run(x, bias), layer.edge
     return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
 
@@ -323,7 +323,7 @@ def _unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
 
 @torch.no_grad()
 def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
-    """The first row whose bits depend on the rows beside it, if one of the probe's does."""
+    """Yields the first row whose bits depend on the rows beside it, if one of the probe's does."""
     served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
     most = max(_SIZES)
     cache = [torch.zeros(decoder.cache.layer_shape(most + 1, _BLOCK), device=device)]

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
     Attributes:
         sequence: whose next tokens they have.
-        num: of rows.
+        num: number of rows.
         positions: those whose logits are wanted, of the last rows.
         drafts: tokens of the last rows, guessed to follow the known ones.
     """
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     drafts: Tree = NO_DRAFTS
 
     def before(self, wanted: int) -> array:
-        """The tokens before the place of a wanted row, guessed ones included."""
+        """Returns the tokens before the place of a wanted row, guessed ones included."""
         known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
         return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
 
@@ -38,32 +38,32 @@ class Rows(NamedTuple):
 class Plan:
     """One step's input. Rows from `num_tokens` on are padding: token 0 of the last sequence, written to block 0.
 
-    Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and
-    R = `limits.wanted(B)` wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
-    `tables[s, q // block] * block + q % block` of all q <= p. `array` has the buffer interface: `torch.frombuffer`
-    and `numpy.frombuffer` make tensors of them without a copy.
+    Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and R =
+    `limits.wanted(B)` wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
+    `tables[s, q // block] * block + q % block` of all q <= p. `array` has the buffer interface: `torch.frombuffer` and
+    `numpy.frombuffer` make tensors of them without a copy.
 
     Attributes:
-        step: of the schedule.
-        version: of the parameters to compute with.
+        step: step of the schedule.
+        version: version of the parameters to compute with.
         bucket: B, the number of rows.
         num_tokens: rows that are no padding.
         num_rows: wanted rows that are no padding.
         tokens: ids [B].
-        positions: of tokens in their sequences [B].
+        positions: positions of tokens in their sequences [B].
         sequences: the sequence of each token [B].
         slots: where keys and values of each token are written [B].
         tables: block tables [S, width], flat; unused places have block 0.
-        lengths: tokens of each sequence in the cache after this step [S]; 1 for padding.
+        lengths: tokens of each sequence in the cache after this step [S], or 1 for padding.
         rows: tokens whose logits are wanted [R].
-        keys: of the draws [R].
+        keys: keys of the draws [R].
         places: the position of the token that a row draws or scores [R].
         targets: the token whose log probability is wanted, or -1 where one is drawn [R].
         sampling: how each wanted row draws, without padding.
-        histories: where a row has an extended sampling, the tokens before the place of each row with penalties
-            [R, context], flat, with -1 after them; else None.
+        histories: where a row has an extended sampling, the tokens before the place of each row with penalties [R,
+            context], flat, with -1 after them, else None.
         prompts: likewise the tokens of its prompt [R].
-        adapters: the digest of each sequence's adapter, without padding; empty if no sequence has one.
+        adapters: the digest of each sequence's adapter, without padding, empty if no sequence has one.
         branches: for each sequence whose drafts branch, the row of the first draft and the parents of all. A draft sees
             its ancestors in their slots, which are not those of their positions.
         moves: slots whose content moves before the step writes, and their new ones, which may be slots that move, too.
@@ -92,7 +92,7 @@ class Plan:
     moves: tuple[tuple[int, int], ...] = ()
 
     def arrays(self) -> _Arrays:
-        """All arrays but histories, in the order of the attributes."""
+        """Returns all arrays but histories, in the order of the attributes."""
         return (
             *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
             *(self.rows, self.keys, self.places, self.targets),
@@ -100,7 +100,7 @@ class Plan:
 
 
 def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves: Seq[tuple[int, int]] = ()) -> Plan:
-    """A plan of the rows of sequences.
+    """Returns a plan of the rows of sequences.
 
     Example:
         >>> from ._state import start
@@ -171,7 +171,7 @@ class _Columns:
             self.sampling.append(sequence.request.sampling)
 
     def padded(self, bucket: int, limits: Limits) -> _Arrays:
-        """The arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
+        """Returns the arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
         most, num_rows = min(bucket, limits.running), limits.wanted(bucket)
         _pad(bucket, 0, self.tokens, self.positions, self.slots)
         _pad(bucket, most, self.sequences)
@@ -186,7 +186,10 @@ class _Columns:
 
 
 def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
-    """The tokens before the places of rows with penalties, and how many of them are the prompt's; see `Plan`."""
+    """Returns the tokens before the places of rows with penalties, and how many of them are the prompt's.
+
+    See `Plan`.
+    """
     if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
     histories, prompts = _no_histories(num, context)
@@ -200,7 +203,10 @@ def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[arr
 
 
 def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
-    """A plan of a bucket that has no tokens: it writes to block 0 alone. If `extended`, it has histories, too."""
+    """Returns a plan of a bucket that has no tokens.
+
+    It writes to block 0 alone. If `extended`, it has histories, too.
+    """
     num = limits.wanted(bucket)
     past = _no_histories(num, limits.context) if extended else (None, None)
     return Plan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)

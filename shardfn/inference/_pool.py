@@ -32,7 +32,7 @@ class Content(NamedTuple):
 
 
 def root_key(scope: Scope) -> bytes:
-    """The parent of a sequence's first block.
+    """Returns the parent of a sequence's first block.
 
     Example:
         >>> root_key(Scope(0, b"a", "float32", b"")) == root_key(Scope(0, b"", "float32", b"a"))
@@ -43,13 +43,13 @@ def root_key(scope: Scope) -> bytes:
 
 
 def _key(fields: dict[str, bytes]) -> bytes:
-    """A key of fields, each with its name and length before it, so that no two lists of fields run together alike."""
+    """Returns a key of fields, each behind its name and length, so that different lists of fields differ."""
     parts = (name.encode() + len(data).to_bytes(8, "little") + data for name, data in fields.items())
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 class Pool:
-    """Blocks 1 to `blocks - 1`. Methods change it in place; `copy` keeps one.
+    """Blocks 1 to `blocks - 1`. Methods change it in place. `copy` keeps one.
 
     Example:
         >>> pool = Pool(4)
@@ -74,12 +74,12 @@ class Pool:
         return len(self.free) + len(self.cached)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of blocks, by state; a block is held once, however many sequences share it."""
+        """Numbers of blocks, by state. A block is held once, however many sequences share it."""
         usable = len(self.references) - 1
         return {"free": len(self.free), "held": usable - self.available, "cached": len(self.cached)}
 
     def take(self) -> int:
-        """A block without content, held once; the cached one used least recently if none is free."""
+        """Returns a block without content, held once; the cached one used least recently if none is free."""
         if self.free:
             block = self.free.pop()
         else:
@@ -131,7 +131,7 @@ class Pool:
         self.cached.clear()
 
     def copy(self) -> "Pool":
-        """A pool of its own, equal to this one."""
+        """Returns a pool of its own, equal to this one."""
         new = Pool(1)
         new.free, new.references, new.cached = self.free[:], self.references[:], self.cached.copy()
         new.contents, new.index = dict(self.contents), dict(self.index)

@@ -56,11 +56,11 @@ class Sampling:
         repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
         seed: equal seeds draw equal tokens: give several requests of one prompt different ones, or ask for n choices.
         n: choices, each drawn with a key of its own; they share the blocks of their prompt.
-        stop_tokens: drawing one of them ends a choice, for the reason "stop"; it has no text.
-        stop: strings; the token that completes one ends a choice, for the reason "stop", and the text ends before the
+        stop_tokens: drawing one of them ends a choice, for the reason "stop". It has no text.
+        stop: strings. The token that completes one ends a choice, for the reason "stop", and the text ends before the
             string. At most 16 of at most 256 characters. The engine needs a tokenizer.
         include_stop: whether the text ends after the stop string, or the stop token's text, instead.
-        grammar: the language of the text; the choice ends as "stop" where nothing can follow, and stop tokens are drawn
+        grammar: the language of the text. The choice ends as "stop" where nothing can follow, and stop tokens are drawn
             only where the text may end. A text that `max_tokens` or a stop string ends may be incomplete. The engine
             needs a tokenizer.
         prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
@@ -94,12 +94,12 @@ class Sampling:
 
     @property
     def extended(self) -> bool:
-        """Whether steps with this request need the graph that has penalties, biases and the most probable tokens."""
+        """Returns whether the request needs the graph with penalties, biases and the most probable tokens."""
         return self.penalised or bool(self.logit_bias) or self.top_logprobs > 0
 
     @property
     def penalised(self) -> bool:
-        """Whether draws depend on earlier tokens otherwise than through the model."""
+        """Returns whether draws depend on earlier tokens otherwise than through the model."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ RANGES = {
 
 
 def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
-    """The ids of a prompt.
+    """Returns the ids of a prompt.
 
     Raises:
         TypeError: it is no sequence of integers.

@@ -11,14 +11,14 @@ class Token(NamedTuple):
     """A token of a request, or its end, or both.
 
     Attributes:
-        name: of the request.
-        choice: of the request.
-        position: of the token in its sequence; below the prompt's length if it is a scored one.
-        token: its id; None for an end without a token.
-        logprob: under the softmax of the raw logits; None without a token.
-        version: of the weights that computed it.
+        name: name of the request.
+        choice: choice of the request.
+        position: position of the token in its sequence; below the prompt's length if it is a scored one.
+        token: id, or None for an end without a token.
+        logprob: under the softmax of the raw logits, or None without a token.
+        version: version of the weights that computed it.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
-        text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
+        text: text that is certain with this token, after the text of the tokens before it, empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
         routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
         top: the most probable tokens at this position, and their log probabilities: the number that the request wants.
@@ -43,13 +43,13 @@ class Completion(NamedTuple):
         tokens: drawn after the prompt.
         logprobs: of these tokens, under the softmax of the raw logits.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
-        versions: of the weights that computed each token.
-        prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
-        prompt_versions: of the weights that computed each of `prompt_logprobs`.
-        text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
-        routes: in an engine with `routes=True`, the experts of each token of prompt and answer but the last one, which
-            was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
-        top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities; empty unless the
+        versions: versions of the weights that computed each token.
+        prompt_logprobs: prompt logprobs of the prompt's tokens but the first, empty unless the request wants them.
+        prompt_versions: prompt versions of the weights that computed each of `prompt_logprobs`.
+        text: after the prompt's, up to a stop string, empty in an engine without a tokenizer.
+        routes: routes in an engine with `routes=True`, the experts of each token of prompt and answer but the last one,
+            which was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
+        top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities, empty unless the
             request wants them.
     """
 
@@ -65,7 +65,7 @@ class Completion(NamedTuple):
 
 
 def append(made: list[Completion], token: Token, prompt: int) -> bool:
-    """Adds a token to its choice; returns whether the choice ends."""
+    """Adds a token to its choice, and returns whether the choice ends."""
     one = made[token.choice] = made[token.choice]._replace(text=made[token.choice].text + token.text)
     if token.token is not None and token.logprob is not None:
         if token.position < prompt:

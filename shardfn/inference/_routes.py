@@ -25,7 +25,7 @@ class Routes:
     """The experts of all tokens in the cache, on the host.
 
     Args:
-        limits: of the engine.
+        limits: limits of the engine.
         decoder: the model.
 
     Raises:
@@ -45,7 +45,7 @@ class Routes:
 
     @property
     def follower(self) -> Follower:
-        """The hooks."""
+        """Returns the hooks."""
         return Follower(
             before=self.before,
             moved=self.moved,
@@ -63,7 +63,10 @@ class Routes:
         self._moved = {new: old for old, new in moves}
 
     def fields(self, output: Output) -> dict[str, Any]:
-        """The experts of a sequence, with its last token. They are read before a step writes to blocks free by now."""
+        """Returns the experts of a sequence, with its last token.
+
+        They are read before a step writes to blocks free by now.
+        """
         if output.finish is None or output.token is None:
             return {}
         return {"routes": self.of(self._blocks[output.name, output.choice], output.position)}
@@ -78,6 +81,6 @@ class Routes:
         self._experts[slots] = results.experts.to("cpu", torch.int16)
 
     def of(self, blocks: list[int], num: int) -> Int16[Tensor, "t m k"]:
-        """The experts of the first tokens of a sequence, which has these blocks."""
+        """Returns the experts of the first tokens of a sequence, which has these blocks."""
         slots = [blocks[i // self._block] * self._block + i % self._block for i in range(num)]
         return self._experts[torch.tensor([self._moved.get(slot, slot) for slot in slots], dtype=torch.long)]

@@ -20,6 +20,7 @@ from shardfn.core import (
     Mesh,
     PyTree,
     explains_keywords,
+    is_device,
     make_mesh,
     raise_all,
     tree_leaves,
@@ -115,6 +116,30 @@ class MemoryPlan(NamedTuple):
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
+class GraphKind(NamedTuple):
+    """The arguments of `Runner.bind` that choose a graph."""
+
+    bucket: int
+    extended: bool = False
+    grammars: bool = False
+    hidden: bool = False
+    low: LowRank | None = None
+    routed: bool = False
+
+
+def graph_kinds(
+    bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
+) -> list[GraphKind]:
+    """The graphs of a bucket: the plain one first, and those of these kinds, without and with adapters."""
+    made = list[GraphKind]()
+    for added in (None,) if low is None else (None, low):
+        for longer in (False, True)[: 1 + extended]:
+            made += [GraphKind(bucket, longer, x, low=added, routed=routed) for x in (False, True)[: 1 + grammars]]
+        if hidden and not routed:
+            made.append(GraphKind(bucket, hidden=True, low=added))
+    return made
+
+
 class Results(NamedTuple):
     """The results of a plan's rows.
 
@@ -172,7 +197,7 @@ class Runner:
         self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._run = self._made(prefetch=None if cache == "device" else 0)
+        self._run = self._made(prefetch=None if is_device(cache) else 0)
         # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
         self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
@@ -217,7 +242,7 @@ class Runner:
         """
         leaves = tree_leaves(params)
         _check_cache(self._decoder, self._limits, leaves)
-        if self._zero.params != "device" or any(isinstance(x, Draw) for x in leaves):
+        if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
             return self._packed_apart(params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, self._pack.specs(params), mesh=self.mesh)
@@ -233,7 +258,7 @@ class Runner:
         shapes = packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif self._zero.params != "device" and not self._bound:
+        elif not is_device(self._zero.params) and not self._bound:
             self._run = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
         return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 
@@ -273,31 +298,16 @@ class Runner:
                 self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
-    def bind_kinds(
-        self,
-        bucket: int,
-        weights: PyTree,
-        cache: Cache,
-        *,
-        extended: bool,
-        grammars: bool,
-        hidden: bool,
-        low: Any,
-        routed: bool = False,
-    ) -> None:
-        """Captures the graphs of a bucket: the plain one, and those of these kinds, without and with adapters."""
-        for added in (None,) if low is None else (None, low):
-            for longer in (False, True)[: 1 + extended]:
-                for allowed in (False, True)[: 1 + grammars]:
-                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added, routed=routed)
-            if hidden and not routed:
-                self.bind(bucket, weights, cache, hidden=True, low=added)
+    def bind_kind(self, kind: "GraphKind", weights: PyTree, cache: Cache) -> BoundCall:
+        """Captures the graph of a bucket and a kind."""
+        more: dict[str, Any] = kind._asdict()
+        return self.bind(more.pop("bucket"), weights, cache, **more)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
         held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
-        device, host = (graph.by_memory.get(kind, 0) for kind in ("device", "host"))
+        device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
 
     def run(
@@ -322,7 +332,7 @@ class Runner:
             hidden: whether the hidden states of the rows are wanted.
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
-        self._decoder.cache.move(cache, plan.moves)
+        cache = list(self._decoder.cache.move(cache, plan.moves))
         step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
         with self._threads():
@@ -369,9 +379,9 @@ def runner_of(
     """
     if runner is None:
         return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
-    if weights != "device" or disk is not None:
+    if not is_device(weights) or disk is not None:
         raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-    if cache != "device":
+    if not is_device(cache):
         raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
     runner.check(decoder, limits, mesh)
     return runner

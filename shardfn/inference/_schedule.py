@@ -31,12 +31,12 @@ class Output(NamedTuple):
     """A token of a request, or its end, or both.
 
     Args:
-        name: of the request.
-        choice: of the request.
-        position: of the token in the sequence; below the prompt's length if it is a scored one.
+        name: name of the request.
+        choice: choice of the request.
+        position: position of the token in the sequence; below the prompt's length if it is a scored one.
         token: drawn, or scored, or None for an end without a token.
-        row: of the plan that was in flight, for the log probability; None without a token.
-        version: of the parameters that computed it.
+        row: row of the plan that was in flight, for the log probability, or None without a token.
+        version: version of the parameters that computed it.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
     """
 
@@ -59,14 +59,14 @@ def advance(
         events: numbered from `state.number` on.
         drawn: for each wanted row of the last plan the drawn token, any token id for a row that scores, and -1 where
             logits were not finite: that choice ends as "error".
-        cut: `(context, drafts) -> drafts`, the drafts of a sequence with a grammar that its grammar permits; it follows
+        cut: `(context, drafts) -> drafts`, the drafts of a sequence with a grammar that its grammar permits. It follows
             from these calls alone. Without it, requests with a grammar have no drafts.
 
     Returns:
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
 
     Raises:
-        ValueError: an event's number, name, request or time, or the drawn tokens are wrong; the state is unchanged.
+        ValueError: an event's number, name, request or time, or the drawn tokens are wrong. The state is unchanged.
         DonatedError: the state was advanced before.
 
     Example:
@@ -136,7 +136,7 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
 
 
 def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
-    """Whether the plan in flight draws the token of a stop."""
+    """Returns whether the plan in flight draws the token of a stop."""
     for chunk, one, first in state.rows_in_flight():
         if (one.name, one.choice) == (stop.name, stop.choice):
             places = [p + 1 for _, p in chunk.valid(chunk.own(drawn, first))]
@@ -167,7 +167,7 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
 def _take_token(
     state: State, sequence: Sequence, place: int, token: int, row: int, stops: _Stops, outputs: list[Output]
 ) -> bool:
-    """Appends or scores one token; returns whether the choice ends with it."""
+    """Appends or scores one token, and returns whether the choice ends with it."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
     stop = stops.get((sequence.name, sequence.choice, place))
     if token < 0 or stop == "error":
@@ -249,7 +249,7 @@ def _renew(state: State, version: int) -> None:
 
 
 def _link(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
-    """The next value of the chain; its cost does not grow with the state."""
+    """Returns the next value of the chain. Its cost does not grow with the state."""
     link = hashlib.blake2b(state.chain, digest_size=8)
     counts = (state.step, state.number, state.version, state.time, len(events), len(drawn), *state.counts().values())
     link.update(array("q", counts).tobytes())

@@ -11,12 +11,12 @@ from shardfn.memory import capturing
 
 
 def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The log probabilities of tokens, with the bits that an engine returns for these logits.
+    """Returns the log probabilities of tokens, with the bits that an engine returns for these logits.
 
     Its derivative is that of `log_softmax`, whose values are within rounding.
 
     Args:
-        logits: as from `gpt.apply` at the position before each token; 16-bit ones are widened to float32.
+        logits: logits as from `gpt.apply` at the position before each token; 16-bit ones are widened to float32.
         tokens: ids.
 
     Raises:
@@ -38,7 +38,7 @@ def widened(logits: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """Logits in the dtype in which an engine draws tokens: float32, or float64 of float64.
 
     Args:
-        logits: of any floating-point dtype.
+        logits: logits of any floating-point dtype.
 
     Example:
         >>> widened(torch.tensor([0.5], dtype=torch.bfloat16)).dtype

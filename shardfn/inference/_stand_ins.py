@@ -21,10 +21,10 @@ def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Random values of the shapes and dtypes of some leaves.
 
     Args:
-        like: the leaves; they may be deferred, and are not read.
+        like: the leaves. They may be deferred, and are not read.
 
     Returns:
-        By name, tensors of their own; those of one shape and dtype have one memory.
+        By name, tensors of their own. Those of one shape and dtype have one memory.
 
     Example:
         >>> made = stand_ins({"a": torch.ones(3, 2), "b": torch.ones(3, 2)})

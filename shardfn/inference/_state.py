@@ -32,7 +32,7 @@ class Chunk:
     drafts: Tree = NO_DRAFTS
 
     def own(self, drawn: Seq[int], first: int) -> Seq[int]:
-        """The tokens of its rows among those of all rows of the plan, from the number of its first row on."""
+        """Returns the tokens of its rows among those of all rows of the plan, from the number of its first row on."""
         return drawn[first : first + len(self.positions)]
 
     def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
@@ -46,12 +46,12 @@ class Chunk:
         return [(row, self.positions[row]) for row in [*range(known), *(known + draft for draft in accepted)]]
 
     def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
-        """The slots of accepted drafts that others come before, and those of their positions.
+        """Returns the slots of accepted drafts that others come before, and those of their positions.
 
         Args:
             accepted: the number of drafts, from the first on.
             drawn: for each of `positions`.
-            slot: of a place in the sequence's blocks.
+            slot: slot of a place in the sequence's blocks.
         """
         path = self.drafts.path(drawn)[:accepted] if self.drafts.branches else []
         begin = self.start + self.count - len(self.drafts)
@@ -86,19 +86,19 @@ class Sequence:
 
     @property
     def context(self) -> Context:
-        """The sequence as a drafter sees it."""
+        """Returns the sequence as a drafter sees it."""
         request = self.request
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
         return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key, request.sampling)
 
     def copy(self) -> "Sequence":
-        """A sequence of its own, equal to this one."""
+        """Returns a sequence of its own, equal to this one."""
         return dataclasses.replace(self, tokens=self.tokens[:], blocks=self.blocks[:], contents=self.contents[:])
 
 
 @dataclass(slots=True)
 class State:
-    """All that decides the next plan. Made by `start`, consumed by `advance`; `copy` keeps one.
+    """All that decides the next plan. Made by `start`, consumed by `advance`. `copy` keeps one.
 
     Attributes:
         limits: the sizes.
@@ -107,7 +107,7 @@ class State:
         drafter: proposes tokens, or None.
         step: plans so far, empty ones counted.
         number: events so far; the number of the next one.
-        version: of the parameters.
+        version: version of the parameters.
         pending: a version that waits until sequences that have begun are done, or None.
         time: the last reading of the clock, in milliseconds.
         draining: whether new requests are refused.
@@ -148,7 +148,7 @@ class State:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
+        """Returns whether no request is in progress."""
         return not self.sequences
 
     def counts(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ class State:
         return {"running": running, "waiting": len(self.sequences) - running, **self.pool.counts()}
 
     def copy(self) -> "State":
-        """A state of its own, equal to this one; it may be advanced even where this one was."""
+        """Returns a state of its own, equal to this one. It may be advanced even where this one was."""
         sequences = {serial: sequence.copy() for serial, sequence in self.sequences.items()}
         return dataclasses.replace(
             self,
@@ -173,25 +173,25 @@ class State:
         )
 
     def rows_in_flight(self) -> Iterator[tuple[Chunk, Sequence, int]]:
-        """The chunks of the plan in flight, their sequences, and the numbers of their first wanted rows."""
+        """Yields the chunks of the plan in flight, their sequences, and the numbers of their first wanted rows."""
         first = 0
         for chunk in self.flight:
             yield chunk, self.sequences[chunk.serial], first
             first += len(chunk.positions)
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
-        """A sequence's place in order: old ones by arrival, then the others by priority and arrival."""
+        """Returns a sequence's place in order: old ones by arrival, then the others by priority and arrival."""
         if self.step - sequence.arrived >= self.limits.age:
             return 0, 0, sequence.serial
         return 1, -sequence.request.priority, sequence.serial
 
     def scope(self, sequence: Sequence) -> Scope:
-        """The part of a block's key that is not tokens."""
+        """Returns the part of a block's key that is not tokens."""
         request = sequence.request
         return Scope(self.version, request.adapter, self.limits.cache_dtype, request.salt)
 
     def line(self) -> list[Sequence]:
-        """The first waiting sequences in order, no more than can run; the rest cannot begin in this step."""
+        """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""
         heads = (islice(self._eligible(lane), self.limits.running) for lane in self.waiting.values())
         return sorted((sequence for head in heads for sequence in head), key=self.rank)
 
@@ -202,7 +202,7 @@ class State:
                 yield sequence
 
     def _waits_for_first(self, sequence: Sequence) -> bool:
-        """Whether the first choice is about to fill blocks of the prompt that this choice will share."""
+        """Returns whether the first choice is about to fill blocks of the prompt that this choice will share."""
         if sequence.choice == 0 or sequence.begun or sequence.prompt <= self.limits.block:
             return False
         first = self.sequences.get(sequence.serial - sequence.choice)
@@ -237,7 +237,7 @@ class State:
             del self.waiting[priority]
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's blocks; it waits, with its drawn tokens, and is computed anew."""
+        """Takes a running sequence's blocks. It waits, with its drawn tokens, and is computed anew."""
         self.running.remove(sequence)
         self._take_blocks(sequence)
         sequence.preempted = self.step
@@ -266,12 +266,12 @@ class State:
 
 
 def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None) -> State:
-    """The state before the first event.
+    """Returns the state before the first event.
 
     Args:
         limits: the sizes.
         tokenizer: a digest of the one by which texts stop, so that ranks find theirs to be equal.
-        drafter: proposes tokens; the state takes a copy of it.
+        drafter: proposes tokens. The state takes a copy of it.
 
     Example:
         >>> start(Limits(vocab=100, context=64, blocks=9)).counts()
@@ -284,7 +284,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
 
 
 def draw_key(seed: int, choice: int) -> int:
-    """The key of a choice's draws; with a token's position it gives the one uniform number of that draw.
+    """Returns the key of a choice's draws; with a token's position it gives the one uniform number of that draw.
 
     Example:
         >>> draw_key(7, 0) == draw_key(7, 0), draw_key(7, 0) == draw_key(7, 1)

@@ -30,7 +30,7 @@ class Cut:
         self._include, self._held = include, ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that is certain, and whether it ends here by a stop string."""
+        """Returns the text that is certain, and whether it ends here by a stop string."""
         if not self._tables:
             return text, False
         for i, character in enumerate(text, 1):
@@ -43,12 +43,12 @@ class Cut:
         return whole[:given], False
 
     def end(self) -> str:
-        """The text that was held back."""
+        """Returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _match(self, character: str) -> int:
-        """Moves on by a character; the length of the longest stop string that ends with it, or 0."""
+        """Moves on by a character. The length of the longest stop string that ends with it, or 0."""
         longest = 0
         for i, (stop, borders) in enumerate(self._tables):
             k = self._matched[i]

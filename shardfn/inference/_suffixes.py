@@ -1,7 +1,7 @@
 """Drafts from texts that went on in the same way before: suffix decoding.
 
 The longest suffixes of a sequence are looked up in the sequence itself, and in the texts that other requests have
-drawn. After a suffix, each token that followed is a branch, and so on; a branch has the product p of its tokens' parts
+drawn. After a suffix, each token that followed is a branch, and so on. A branch has the product p of its tokens' parts
 of what followed. The branches of the largest p make a tree. The proposal with the most tokens expected to be accepted,
 the sum of all p, is taken. Counts are those of the reference's trees, over the places where a suffix occurred last
 instead of all.
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     """A place in a text after which it goes on.
 
     Attributes:
-        text: its tokens.
+        text: tokens.
         end: the number of tokens before the place.
     """
 
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Index:
-    """The last places of each pair of tokens in growing texts; the oldest text can be dropped.
+    """The last places of each pair of tokens in growing texts. The oldest text can be dropped.
 
     Args:
         places: the most of each pair.
@@ -82,11 +82,11 @@ class Index:
         return self._ends.get((tokens[-2], tokens[-1]), [])[::-1] if len(tokens) >= _KEY else []
 
     def __len__(self) -> int:
-        """The number of texts."""
+        """Returns the number of texts."""
         return len(self._lengths)
 
     def copy(self) -> "Index":
-        """An index of its own, equal to this one."""
+        """Returns an index of its own, equal to this one."""
         new = Index(self._places)
         new._ends, new._lengths = {pair: ends[:] for pair, ends in self._ends.items()}, dict(self._lengths)
         return new
@@ -110,7 +110,7 @@ class Suffix:
         factor: a branch has at most this number of tokens for each token of its suffix.
         least: a branch ends where its probability, by counts, is below this.
         places: the most places of a suffix that are counted, the newest ones.
-        most_tokens: the most tokens of texts of ended requests; the oldest text is forgotten first. 0 keeps none.
+        most_tokens: the most tokens of texts of ended requests. The oldest text is forgotten first. 0 keeps none.
 
     Raises:
         ValueError: a value is out of range.
@@ -140,7 +140,7 @@ class Suffix:
         self._size = self._ended = 0
 
     def propose(self, context: Context, most: int) -> Tree:
-        """The tokens after the best suffix; one in the own text is taken if another is not better."""
+        """Returns the tokens after the best suffix. One in the own text is taken if another is not better."""
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
         own.extend(context.serial, tokens)
@@ -167,7 +167,7 @@ class Suffix:
             self._forget()
 
     def copy(self) -> "Suffix":
-        """A drafter of its own, equal to this one."""
+        """Returns a drafter of its own, equal to this one."""
         new = Suffix(self.depth, self.factor, self.least, self.places, self.most_tokens)
         new._own = {serial: index.copy() for serial, index in self._own.items()}
         new._texts = self._texts.copy()
@@ -176,7 +176,7 @@ class Suffix:
         return new
 
     def digest(self) -> bytes:
-        """A hash of the settings, and of the texts of ended requests."""
+        """Returns a hash of the settings, and of the texts of ended requests."""
         found = hashlib.blake2b(f"{self} {self._ended}".encode(), digest_size=8)
         for serial, (salt, text) in self._texts.items():
             found.update(array("q", (serial, len(salt), len(text))).tobytes() + salt + text.tobytes())
@@ -191,14 +191,14 @@ class Suffix:
             del self._index[salt]
 
     def _guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
-        """A proposal for each of the longest suffixes."""
+        """Yields a proposal for each of the longest suffixes."""
         lengths = [_common(tokens, place, self.depth) for place in places]
         for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
             same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
             yield self._grow(same, tokens, most, int(length * self.factor))
 
     def _grow(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
-        """The branches of the largest probability; of equal ones the most frequent, then the newest."""
+        """Returns the branches of the largest probability; of equal ones the most frequent, then the newest."""
         score, found, parents = 0.0, list[int](), list[int]()
         # Ends of branches: -p, the order in which they were found, the parent, the depth, the token, its places.
         ends: list[tuple[float, int, int, int, int, list[Place]]] = []
@@ -222,7 +222,7 @@ class Suffix:
 
 
 def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
-    """The places by their tokens at a depth. The sequence's own text goes on as it did since the place."""
+    """Returns the places by their tokens at a depth. The sequence's own text goes on as it did since the place."""
     followed: dict[int, list[Place]] = {}
     for place in places:
         at = place.end + depth
@@ -234,7 +234,7 @@ def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[
 
 
 def _common(tokens: array, place: Place, most: int) -> int:
-    """The number of equal tokens before the end of a sequence and before a place."""
+    """Returns the number of equal tokens before the end of a sequence and before a place."""
     text, end, num = place.text, place.end, len(tokens)
     most = min(most, end, num)
     n = _KEY

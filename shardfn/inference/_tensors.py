@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, is_host
 
 from ._limits import Limits
 from ._low_rank import LowRank
@@ -131,7 +131,7 @@ def tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_tree(plan).to(device) if limits.drafts else None,
-        moved=moved_by(plan, limits, device) if cache == "host" else None,
+        moved=moved_by(plan, limits, device) if is_host(cache) else None,
     )
 
 

@@ -24,7 +24,7 @@ class _Text:
     due: dict[int, str] = field(default_factory=dict)  # by the position of the token that it comes with
 
     def rest(self) -> str:
-        """The text that was held back; at the end of a choice."""
+        """Returns the text that was held back; at the end of a choice."""
         text, found = self.cut.add(self.growing.end())
         return text if found else text + self.cut.end()
 
@@ -42,7 +42,7 @@ class Texts:
 
     @property
     def follower(self) -> Follower:
-        """The hooks."""
+        """Returns the hooks."""
         return Follower(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})
 
     def admit(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class Texts:
             )
 
     def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
-        """Takes tokens, of which the grammars' `ends` are known; the ends by stop strings."""
+        """Takes tokens, of which the grammars' `ends` are known. The ends by stop strings."""
         if self._detokenizer is None:
             return {}
         found: Ends = {}
@@ -73,7 +73,7 @@ class Texts:
         return found
 
     def of(self, output: Output) -> str:
-        """The text that comes with an output."""
+        """Returns the text that comes with an output."""
         key = output.name, output.choice
         one = self._texts.get(key)
         if one is None:

@@ -12,8 +12,9 @@ class Tree:
     At each place the child that equals the drawn token is followed, so that siblings are guesses of one place.
 
     Args:
-        tokens: of the drafts. The first ones are kept where there is no room for all.
-        parents: of each draft its place among the drafts; -1 is the last known token. Parents come before children.
+        tokens: tokens of the drafts. The first ones are kept where there is no room for all.
+        parents: parents of each draft its place among the drafts; -1 is the last known token. Parents come before
+            children.
 
     Raises:
         ValueError: parents are not one for each token, or one does not come before its child.
@@ -45,17 +46,17 @@ class Tree:
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     def __len__(self) -> int:
-        """The number of drafts."""
+        """Returns the number of drafts."""
         return len(self.tokens)
 
     @cached_property
     def branches(self) -> bool:
-        """Whether a draft does not follow the one before it."""
+        """Returns whether a draft does not follow the one before it."""
         return self.parents != tuple(range(-1, len(self.tokens) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The distance of each draft from the last known token."""
+        """Returns the distance of each draft from the last known token."""
         found: list[int] = []
         for parent in self.parents:
             found.append(1 + (found[parent] if parent >= 0 else 0))
@@ -63,11 +64,11 @@ class Tree:
 
     @property
     def height(self) -> int:
-        """The most drafts that can be accepted."""
+        """Returns the most drafts that can be accepted."""
         return max(self.depths, default=0)
 
     def path(self, drawn: Seq[int]) -> list[int]:
-        """The drafts that are accepted.
+        """Returns the drafts that are accepted.
 
         Args:
             drawn: the token drawn after the last known one, and those after each draft.
@@ -79,7 +80,7 @@ class Tree:
         return found
 
     def ancestors(self, draft: int) -> list[int]:
-        """The drafts from the first to this one."""
+        """Returns the drafts from the first to this one."""
         found = []
         while draft >= 0:
             found.append(draft)
@@ -87,11 +88,11 @@ class Tree:
         return found[::-1]
 
     def branch(self, draft: int) -> list[int]:
-        """The tokens from the first draft to this one."""
+        """Returns the tokens from the first draft to this one."""
         return [self.tokens[i] for i in self.ancestors(draft)]
 
     def first(self, num: int) -> "Tree":
-        """The first drafts alone."""
+        """Returns the first drafts alone."""
         return self if num >= len(self) else Tree(self.tokens[: max(0, num)], self.parents[: max(0, num)])
 
 

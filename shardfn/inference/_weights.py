@@ -6,7 +6,7 @@ weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few lea
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from shardfn.core import (
     block_slices,
     broadcast_prefix,
     draw_block,
+    is_device,
+    is_disk,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -48,15 +50,15 @@ def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
     Raises:
         ValueError: there is no such memory, or the directory is missing or has no effect.
     """
-    if weights not in ("device", "host", "disk"):
+    if weights not in get_args(MemoryKind):
         raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
-    if weights == "disk" and disk is None:
+    if is_disk(weights) and disk is None:
         raise ValueError("engine: weights='disk' has no directory; give one: disk=sf.Disk('/path/to/a/fast/disk').")
-    if weights != "disk" and disk is not None:
+    if not is_disk(weights) and disk is not None:
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
         )
-    return Zero() if weights == "device" else Zero(params=weights, disk=disk, persist_elements=SMALL)
+    return Zero() if is_device(weights) else Zero(params=weights, disk=disk, persist_elements=SMALL)
 
 
 class Shapes(NamedTuple):
@@ -120,13 +122,13 @@ def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | No
         for k, block in enumerate(blocks):
             if out[k] is None and block.device.type != "meta":
                 x = GlobalTensor(block.contiguous(), wholes[k].shape, shapes.specs[k], mesh)
-                out[k] = x if wanted[k].memory_kind == "device" else reshard(x, wanted[k], pool=pool)
+                out[k] = x if is_device(wanted[k].memory_kind) else reshard(x, wanted[k], pool=pool)
             blocks[k] = wholes[k]  # drops the block
 
     for group in source.groups():
         fill(group)
         trim_heap()
-    if any(x is None for x in out) and all(place.memory_kind == "device" for place in wanted):
+    if any(x is None for x in out) and all(is_device(place.memory_kind) for place in wanted):
         fill(source.all)
     missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
     raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)

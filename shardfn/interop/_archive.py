@@ -9,7 +9,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -22,7 +22,7 @@ from shardfn.checkpoint import (
     safetensors_entries,
     safetensors_header,
 )
-from shardfn.core import raise_all
+from shardfn.core import count_nonfinite, raise_all, raise_nonfinite
 from shardfn.memory import Bytes, DamagedError, as_bytes
 
 INDEX = ".safetensors.index.json"
@@ -89,10 +89,10 @@ class Archive(Mapping[str, SafetensorsEntry]):
         return len(self._kept)
 
     def box(self, name: str, box: Sequence[tuple[int, int]], shape: Sequence[int] | None = None) -> Tensor:
-        """A box of a tensor.
+        """Returns a box of a tensor.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             box: start and stop in each dim.
             shape: the dims to which `box` refers, with the tensor's number of elements; default its own.
 
@@ -124,13 +124,19 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
 
 class ArchiveWriter:
-    """Writes tensors one by one, in any order, to one or more files; they get their names on leaving.
+    """Writes tensors one by one, in any order, to one or more files. They get their names on leaving.
 
     Args:
-        directory: where to.
+        directory: directory for the files.
         entries: name -> dtype and shape.
-        stem: the prefix of the files' names.
-        file_bytes: the size after which another file begins.
+        stem: prefix of the files' names.
+        file_bytes: size after which another file begins.
+        allow_nonfinite: names of tensors that may have infinite elements and NaN, such as masks, or True for all of
+            them.
+
+    Raises:
+        ValueError: (on leaving) another tensor has elements that are not finite. The files that were there stay. The
+            message names all tensors.
     """
 
     def __init__(
@@ -139,7 +145,12 @@ class ArchiveWriter:
         entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         stem: str = "model",
         file_bytes: int = 5 << 30,
+        allow_nonfinite: bool | Collection[str] = False,
     ) -> None:
+        self._allowed: Collection[str] = (
+            (entries if allow_nonfinite else ()) if isinstance(allow_nonfinite, bool) else allow_nonfinite
+        )
+        self._nonfinite: dict[str, tuple[int, int]] = {}
         self.directory, self._stem = pathlib.Path(directory), stem
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -193,6 +204,8 @@ class ArchiveWriter:
             f.seek(kept.start)
             f.write(data.data)
         self._left.remove(name)
+        if name not in self._allowed and (bad := count_nonfinite(x)):
+            self._nonfinite[name] = bad, x.numel()
 
     def __enter__(self) -> "ArchiveWriter":
         return self
@@ -206,6 +219,7 @@ class ArchiveWriter:
         paths = [self.directory / f"{name}.tmp" for name in self._names]
         try:
             assert not self._left, f"not written: {sorted(self._left)}"
+            raise_nonfinite(f"the weights for {self.directory}", self._nonfinite, len(self._at))
             # All are on the disk before the first has its name.
             for path in paths:
                 with open(path, "rb") as f:

@@ -32,15 +32,15 @@ def export_checkpoint(
     Args:
         directory: a run's checkpoints, or one of them.
         out: the directory for the files; made if missing.
-        step: the number of the checkpoint in a run; default the newest.
-        dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded; default their own.
+        step: the number of the checkpoint in a run. Default: the newest.
+        dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded. Default: their own.
 
     Returns:
         The names of the written tensors.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it has no leaves below `params`, or two of them would have the same name.
+        ValueError: it has no leaves below `params`, two of them would have the same name, or weights are not finite.
         DamagedError: files differ from those written.
 
     Example:
@@ -77,7 +77,7 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
 
     Args:
         weights: where the files are.
-        directory: of the run's checkpoints.
+        directory: directory of the run's checkpoints.
         step: the checkpoint's number.
 
     Returns:
@@ -95,7 +95,7 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
 
 
 def _kept(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
-    """The dtype that a leaf has in the file."""
+    """Returns the dtype that a leaf has in the file."""
     if wanted is None or not dtype.is_floating_point:
         return dtype
     if wanted not in _FLOATS:

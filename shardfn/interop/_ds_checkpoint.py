@@ -1,6 +1,6 @@
 """`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
 
-Its files are pickles. They are opened by torch's unpickler for weights, which makes tensors and plain containers; the
+Its files are pickles. They are opened by torch's unpickler for weights, which makes tensors and plain containers. The
 few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
@@ -52,9 +52,9 @@ class DeepSpeedState(NamedTuple):
             included.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.
-        step: the number of updates; 0 if the files do not have it.
+        step: the number of updates, or 0 if the files do not have it.
         shared: names of tied parameters, and of the one in `params` that each is.
-        buffers: of the module, by its names, in their own dtypes.
+        buffers: buffers of the module, by its names, in their own dtypes.
     """
 
     params: dict[str, Tensor]
@@ -73,11 +73,11 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
 
     Args:
         directory: the one passed to `save_checkpoint`.
-        tag: of the checkpoint; default the one that `latest` (or `latest_universal`) names.
+        tag: tag of the checkpoint. Default: the one that `latest` (or `latest_universal`) names.
 
     Raises:
-        FileNotFoundError: no such checkpoint; names the missing files.
-        ValueError: a file has objects other than tensors and plain containers, or does not fit the others; or the
+        FileNotFoundError: no such checkpoint. The message names the missing files.
+        ValueError: a file has objects other than tensors and plain containers, or does not fit the others, or the
             checkpoint is of several model-parallel ranks, of stage 0, or has experts: see `read_deepspeed_experts`.
     """
     place = place_of(pathlib.Path(directory), tag)
@@ -85,7 +85,7 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
 
 
 def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
-    """The directory of a checkpoint."""
+    """Returns the directory of a checkpoint."""
     if tag is None:
         tags = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
         if not tags:
@@ -101,7 +101,7 @@ def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
 
 
 def loaded(path: pathlib.Path) -> Any:
-    """The contents of a file, which may have tensors and plain containers alone."""
+    """Returns the contents of a file, which may have tensors and plain containers alone."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as problem:
@@ -117,7 +117,7 @@ def loaded(path: pathlib.Path) -> Any:
 
 
 def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
-    """The states of a ZeRO optimizer, by rank.
+    """Returns the states of a ZeRO optimizer, by rank.
 
     Raises:
         FileNotFoundError: those of some ranks are missing.
@@ -172,7 +172,7 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
 
 
 def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
-    """The state in the optimizer's files, completed from the module's files."""
+    """Returns the state in the optimizer's files, completed from the module's files."""
     if not models:
         return own
     _check_twice(place, own.params, models[0])
@@ -192,7 +192,7 @@ class _Flat(NamedTuple):
 
 
 def groups_of(optim: Mapping[str, Any]) -> list[_Flat]:
-    """A rank's parts of the groups, below stage 3."""
+    """Returns a rank's parts of the groups, below stage 3."""
     inner = optim["base_optimizer_state"].get("state", {})
     flat = optim["single_partition_of_fp32_groups"]
     return [_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
@@ -218,7 +218,7 @@ def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
 
 
 def models_of(place: pathlib.Path) -> list[dict[str, Any]]:
-    """The ranks' files of the module, without those of experts, by rank; below stage 3 one file for all."""
+    """Returns the ranks' files of the module, without those of experts, by rank; below stage 3 one file for all."""
     paths = [path for path in place.glob("*mp_rank_00_model_states.pt") if "expert_" not in path.name]
     return [loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 
@@ -229,13 +229,13 @@ def shared_of(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The module's buffers."""
+    """Returns the module's buffers."""
     names = model.get("buffer_names") or ()
     return {name: model["module"][name].clone() for name in names if name in model["module"]}
 
 
 def updates_of(model: Mapping[str, Any]) -> int:
-    """The number of updates; the optimizer itself may not count them, as torch's SGD."""
+    """Returns the number of updates. The optimizer itself may not count them, as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
 
@@ -272,7 +272,7 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
 
 
 def gaps_of(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
-    """The number of unused elements after each parameter, in a job with `parameter_alignment`."""
+    """Returns the number of unused elements after each parameter, in a job with `parameter_alignment`."""
     found = optim.get("param_alignment_paddings")
     return found[number] if found else [0] * len(shapes)
 
@@ -280,7 +280,7 @@ def gaps_of(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Si
 def states_of(
     parts: Sequence[_Flat], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool = False, where: str
 ) -> dict[str, dict[str, Tensor]]:
-    """The parameters of a group, "fp32", and each of their states, by kind and name."""
+    """Returns the parameters of a group, "fp32", and each of their states, by kind and name."""
     kinds = ["fp32", *sorted(parts[0].states.keys() - {"fp32"})]
     flats = {kind: [x.states[kind] for x in parts if kind in x.states] for kind in kinds}
     return {k: _cut(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
@@ -289,7 +289,7 @@ def states_of(
 def _cut(
     flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool, where: str
 ) -> dict[str, Tensor]:
-    """The parameters of a group, from its ranks' flat parts."""
+    """Returns the parameters of a group, from its ranks' flat parts."""
     if len(gaps) != len(shapes):
         raise ValueError(f"{where}: there are {len(gaps)} paddings of {len(shapes)} parameters.")
     out: dict[str, Tensor] = {}
@@ -337,7 +337,7 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
 
 
 def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
-    """A state, in its parameter's shape: stage 3 writes it flat, as a bare tensor."""
+    """Returns a state, in its parameter's shape: stage 3 writes it flat, as a bare tensor."""
     found = loaded(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
@@ -352,7 +352,7 @@ def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
 
 
 def _steps(found: Any) -> list[int]:
-    """The steps in a state: a number, one by each rank, or those of a whole optimizer."""
+    """Returns the steps in a state: a number, one by each rank, or those of a whole optimizer."""
     if not isinstance(found, dict):
         return [int(found)]
     if "optimizer_state_dict" in found:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardfn import optim
-from shardfn.core import Disk, Pace, Policy, Travel, Zero, raise_all
+from shardfn.core import Disk, Pace, Policy, Travel, Zero, is_device, raise_all
 from shardfn.nn import moe
 from shardfn.transforms import accumulate, mixed_precision
 
@@ -243,7 +243,7 @@ class _Reading:
             directories |= {str((section or {}).get("nvme_path"))} if device == "nvme" else set()
             if name in had or any(x in had for x in aliases):
                 self._took(f"zero_optimization.{name}", had.get(name, device), f"`Zero({field}={_HOMES[device]!r})`")
-        if homes.get("params", "device") != "device" and stage < 3:
+        if not is_device(homes.get("params", "device")) and stage < 3:
             self.problems.append(
                 f"zero_optimization.offload_param wants stage 3, not {stage}: DeepSpeed passes it over"
             )

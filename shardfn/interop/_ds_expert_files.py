@@ -1,6 +1,6 @@
 """The files of a job of DeepSpeed's whose model has experts, written by all ranks of a mesh, each a share of them.
 
-Tensors of experts become files of their own, written by a rank that holds them; all others are mapped files of the
+Tensors of experts become files of their own, written by a rank that holds them. All others are mapped files of the
 first rank. When all leaves have arrived, each rank makes some of the job's files: an expert's, or a rank's part of the
 optimizer's states. So no rank has more in memory than one expert's tensor, or one of the job's files.
 """
@@ -105,7 +105,7 @@ class ExpertFiles:
         return out
 
     def _files(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The names of all files, and functions that make their contents. The first rank alone has buffers."""
+        """Yields the names of all files, and functions that make their contents. The first rank alone has buffers."""
         yield "mp_rank_00_model_states.pt", self._model
         named: dict[tuple[int, int], list[str]] = {}
         for name in filter(self._cut.experts.has, self._cut.order):

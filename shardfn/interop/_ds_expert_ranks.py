@@ -26,12 +26,12 @@ Group = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Experts(NamedTuple):
-    """The experts of a job; without layers, each method leaves a name as the only one.
+    """The experts of a job. Without layers, each method leaves a name as the only one.
 
     Attributes:
-        ranks: that have different experts, DeepSpeed's `ep_size`.
+        ranks: ranks that have different experts, DeepSpeed's `ep_size`.
         data_first: whether neighbours have the same experts.
-        numbers: of experts, by the name of each layer, in the module's order.
+        numbers: numbers of experts, by the name of each layer, in the module's order.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
     numbers: Mapping[str, int]
 
     def place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """A rank's number among the experts' ranks, and among those that have the same experts.
+        """Returns a rank's number among the experts' ranks, and among those that have the same experts.
 
         Example:
             >>> [Experts(2, False, {}).place(r, 4) for r in range(4)], Experts(2, True, {}).place(1, 4)
@@ -50,53 +50,54 @@ class Experts(NamedTuple):
         return rank % self.ranks, rank // self.ranks
 
     def first(self, rank: int, ranks: int) -> int:
-        """The first of the ranks that are one experts' rank."""
+        """Returns the first of the ranks that are one experts' rank."""
         return rank * (ranks // self.ranks) if self.data_first else rank
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is an expert's."""
+        """Returns whether a tensor is an expert's."""
         found = _EXPERT.fullmatch(name)
         return found is not None and found[1] in self.numbers
 
     def local(self, name: str) -> tuple[int, str]:
-        """The experts' rank that has an expert's tensor, and its name there."""
+        """Returns the experts' rank that has an expert's tensor, and its name there."""
         layer, number, rest = _parts(name)
         rank, local = divmod(number, self.numbers[layer] // self.ranks)
         return rank, _NAME.format(layer, local, rest)
 
     def on(self, rank: int, name: str) -> str:
-        """The tensor that an experts' rank has under a name of one rank."""
+        """Returns the tensor that an experts' rank has under a name of one rank."""
         if not self.has(name):
             return name
         layer, number, rest = _parts(name)
         return _NAME.format(layer, rank * (self.numbers[layer] // self.ranks) + number, rest)
 
     def everywhere(self, name: str) -> set[str]:
-        """The tensors that all ranks together have under a name of one rank."""
+        """Returns the tensors that all ranks together have under a name of one rank."""
         return {self.on(rank, name) for rank in range(self.ranks)}
 
     def at(self, name: str) -> tuple[int, int]:
-        """The number of an expert's layer, and the expert's in it."""
+        """Returns the number of an expert's layer, and the expert's in it."""
         layer, number, _ = _parts(name)
         return list(self.numbers).index(layer), number
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module has native experts."""
+    """Returns whether a module has native experts."""
     return any(_EXPERT.fullmatch(name) for name, _ in named_parameters(module))
 
 
 def experts_of(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool) -> Experts:
-    """The experts of a module that has all of them.
+    """Returns the experts of a module that has all of them.
 
     Args:
-        shapes: of its parameters.
-        names: of all tensors that it saves.
-        ranks: that have different experts.
+        shapes: shapes of its parameters.
+        names: names of all tensors that it saves.
+        ranks: ranks that have different experts.
         data_first: whether neighbours have the same experts.
 
     Raises:
-        ValueError: they are no experts of all ranks, or lie where DeepSpeed itself would not find them; lists all.
+        ValueError: they are no experts of all ranks, or lie where DeepSpeed itself would not find them. The message
+            lists all.
     """
     numbers: dict[str, int] = {}
     for name in shapes:
@@ -130,15 +131,15 @@ def experts_of(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: in
 
 
 def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.Size]) -> list[tuple[Group, bool]]:
-    """Groups of the optimizer as DeepSpeed splits them, in one rank's names; and whether they are of experts.
+    """Groups of the optimizer as DeepSpeed splits them, in one rank's names, and whether they are of experts.
 
     Args:
         groups: the parameters of each by name, those of all experts among them, and its settings.
         experts: the job's.
-        shapes: of all parameters.
+        shapes: shapes of all parameters.
 
     Raises:
-        ValueError: DeepSpeed does not split them, or ranks would have unequal groups; lists all.
+        ValueError: DeepSpeed does not split them, or ranks would have unequal groups. The message lists all.
     """
     if not experts.numbers:
         return [(group, False) for group in groups]

@@ -44,7 +44,7 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
 
 
 def _put(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exception | None:
-    """Writes this rank's leaves; after an error it gathers on, as peers wait for that."""
+    """Writes this rank's leaves. After an error it gathers on, as peers wait for that."""
     failed: Exception | None = None
     for part, x in leaves:
         try:
@@ -61,7 +61,7 @@ def _raise(failed: Exception | None) -> None:
 
 
 def _here(entries: Sequence[PlacedPart], experts: Experts, *, first: bool) -> Iterator[tuple[StatePart, Tensor]]:
-    """The leaves, and rows of leaves, that this rank writes."""
+    """Yields the leaves, and rows of leaves, that this rank writes."""
     stacks: dict[int, tuple[Any, dict[int, StatePart]]] = {}
     for part, x, layer in entries:
         if layer is not None and experts.has(part.name):

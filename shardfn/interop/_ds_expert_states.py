@@ -42,18 +42,18 @@ States = dict[str, dict[str, Tensor]]
 def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint with experts that `engine.save_checkpoint` wrote at ZeRO stage 0, 1 or 2, of any `ep_size`.
 
-    Names and shapes are those of the module on one rank, which has all experts, as from `read_deepspeed_weights`;
-    parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
+    Names and shapes are those of the module on one rank, which has all experts, as from `read_deepspeed_weights`.
+    Parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
     read expert by expert, for `names` gets its name with an expert's number between the parts.
 
     Args:
         directory: the one passed to `save_checkpoint`.
-        tag: of the checkpoint; default the one that `latest` names.
+        tag: tag of the checkpoint. Default: the one that `latest` names.
 
     Raises:
-        FileNotFoundError: no such checkpoint, or files of some ranks or experts are missing; names all.
-        ValueError: there are no experts; or a file does not fit the others, or has other objects than tensors; or the
-            checkpoint is of several model-parallel ranks or of stage 3; or at stage 0 it is in 16 bits, or its groups
+        FileNotFoundError: no such checkpoint, or files of some ranks or experts are missing. The message names all.
+        ValueError: there are no experts, or a file does not fit the others, or has other objects than tensors, or the
+            checkpoint is of several model-parallel ranks or of stage 3, or at stage 0 it is in 16 bits, or its groups
             do not determine the names of parameters.
     """
     weights = read_deepspeed_weights(directory, tag)
@@ -90,7 +90,7 @@ def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpe
 
 
 def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]]:
-    """The ranks that have the same experts, by the rank among the experts."""
+    """Returns the ranks that have the same experts, by the rank among the experts."""
     n = ranks // count
     if (model.get("ds_config") or {}).get("use_data_before_expert_parallelism"):
         return [[e * count + i for i in range(count)] for e in range(n)]
@@ -98,7 +98,7 @@ def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]
 
 
 def _numbers_of_one_rank(names: Iterable[str]) -> dict[str, int]:
-    """The number of experts that a rank has in each layer, whose experts may be in several groups."""
+    """Returns the number of experts that a rank has in each layer, whose experts may be in several groups."""
     numbers: dict[str, int] = {}
     for found in filter(None, map(_LOCAL.fullmatch, names)):
         numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
@@ -142,7 +142,7 @@ def _by_number(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeed
 def _numbers(
     path: pathlib.Path, optim: Mapping[str, Any], weights: DeepSpeedState, rank: int, n: int
 ) -> dict[str, int]:
-    """The numbers of the parameters that an experts' rank has: dense ones first, as the module has them."""
+    """Returns the numbers of the parameters that an experts' rank has: dense ones first, as the module has them."""
     experts = [name for name in weights.params if NATIVE.search(name)]
     dense = [name for name in weights.params if not NATIVE.search(name)]
     plain, moe = ([x["params"] for x in optim["param_groups"] if bool(x.get("moe")) == on] for on in (False, True))
@@ -161,7 +161,7 @@ def _numbers(
 
 
 def _owner(name: str, experts: Sequence[str], n: int) -> int:
-    """The experts' rank that has a parameter of an expert."""
+    """Returns the experts' rank that has a parameter of an expert."""
     found = _LOCAL.fullmatch(name)
     assert found is not None
     same = [m for m in map(_LOCAL.fullmatch, experts) if m and (m[1], m[3]) == (found[1], found[3])]
@@ -176,7 +176,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _check_masters(
     place: pathlib.Path, params: Mapping[str, Tensor], weights: Mapping[str, Tensor], model: Mapping[str, Any]
 ) -> None:
-    """Compares the weights in files of experts with the masters, rounded; the module's own are compared elsewhere."""
+    """Compares the weights in files of experts with the masters, rounded. The module's own are compared elsewhere."""
     # A buffer, or a router, may be in another dtype than experts.
     dtypes = {x.dtype for x in model["module"].values() if isinstance(x, Tensor) and x.is_floating_point()}
     odd = [

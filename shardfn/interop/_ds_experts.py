@@ -3,7 +3,7 @@
     layer_{l}_expert_{e}_mp_rank_00_model_states.pt   expert e, of all ranks', of the l-th layer with experts
     mp_rank_00_model_states.pt                        the rest of the module
 
-A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert; a layer of AutoEP has one tensor for all.
+A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert. A layer of AutoEP has one tensor for all.
 """
 
 import pathlib
@@ -35,12 +35,12 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
 
     Args:
         directory: the one passed to `save_checkpoint`.
-        tag: of the checkpoint; default the one that `latest` names.
+        tag: tag of the checkpoint. Default: the one that `latest` names.
 
     Raises:
-        FileNotFoundError: no such checkpoint, or experts without a file; names all.
-        ValueError: there are no experts; or a file does not fit the others, has other objects than tensors, or is one
-            of several model-parallel ranks; or experts are in the optimizer's states, where AutoEP has them at stage 3.
+        FileNotFoundError: no such checkpoint, or experts without a file. The message names all.
+        ValueError: there are no experts, or a file does not fit the others, has other objects than tensors, or is one
+            of several model-parallel ranks, or experts are in the optimizer's states, where AutoEP has them at stage 3.
 
     Example:
         >>> import tempfile

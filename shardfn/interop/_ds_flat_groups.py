@@ -43,14 +43,14 @@ def flat_groups(
     sharing: tuple[int, int],
     dtype: torch.dtype,
 ) -> Iterator[FlatGroup]:
-    """The flat groups of a job.
+    """Yields the flat groups of a job.
 
     Args:
-        groups: of the optimizer, and whether they are of experts.
-        shapes: of all parameters.
+        groups: groups of the optimizer, and whether they are of experts.
+        shapes: shapes of all parameters.
         zero: the configuration of ZeRO.
         sharing: the number of ranks that share the batch, and of those that have the same experts.
-        dtype: of the module's weights.
+        dtype: dtype of the module's weights.
     """
     stage = zero.get("stage", 0)
     if stage == 3:

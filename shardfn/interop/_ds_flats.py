@@ -19,12 +19,12 @@ class Flats:
     """Flat groups, and weights in the dtype of the module, that one rank fills. Those of experts are not among them.
 
     Args:
-        directory: of the files.
+        directory: directory of the files.
         cut: the job's partition.
 
     Attributes:
-        weights: by name; at stage 3 frozen ones alone.
-        buffers: by name.
+        weights: weights by name; at stage 3 frozen ones alone.
+        buffers: buffers by name.
     """
 
     def __init__(self, directory: pathlib.Path, cut: Partition) -> None:
@@ -74,7 +74,7 @@ class Flats:
             part[cut.at : cut.at + cut.stop - cut.start] = flat[cut.start : cut.stop]
 
     def part(self, kind: str, number: int, rank: int) -> Tensor:
-        """A rank's part of a group, counted among the ranks that share it."""
+        """Returns a rank's part of a group, counted among the ranks that share it."""
         return self._flats[kind, number][rank].clone()
 
     def _groups(self) -> Iterator[tuple[str, int, FlatGroup]]:

@@ -34,12 +34,13 @@ class DeepSpeedJob:
     checks the number of ranks only. So they must equal those of the job that loads the files.
 
     Attributes:
-        config: its configuration: a JSON file, or its contents.
+        config: configuration: a JSON file, or its contents.
         ranks: the number of ranks that share the batch.
-        module: the trained module, for names, order, and tied or frozen parameters; these may be on `meta`.
-        groups: of the optimizer, in torch's form, with names for parameters: `[{"params": ["a.weight"], "weight_decay":
-            0.0}, ...]`. Default: one group of all trained parameters, in the module's order. With experts each has a
-            "name", and they are the groups before `split_params_into_different_moe_groups_for_optimizer`.
+        module: the trained module, for names, order, and tied or frozen parameters. These may be on `meta`.
+        groups: groups of the optimizer, in torch's form, with names for parameters: `[{"params": ["a.weight"],
+            "weight_decay": 0.0}, ...]`. Default: one group of all trained parameters, in the module's order. With
+            experts each has a "name", and they are the groups before
+            `split_params_into_different_moe_groups_for_optimizer`.
         ep_size: the number of ranks that have different experts, the `ep_size` of its layers `deepspeed.moe.layer.MoE`.
             The module here is one of `ep_size=1`, which has all experts.
     """
@@ -69,19 +70,19 @@ class Partition(NamedTuple):
 
     Attributes:
         config: the contents of the file.
-        stage: of ZeRO.
-        ranks: that share the batch.
-        dtype: of the module's weights.
-        rows: of a global batch; None if the configuration does not have it.
+        stage: stage of ZeRO.
+        ranks: ranks that share the batch.
+        dtype: dtype of the module's weights.
+        rows: rows of a global batch, or None if the configuration does not have it.
         order: names of all tensors that the module saves, in its order.
         names: all names of each parameter, by its first.
-        shapes: of all parameters, by their first names.
+        shapes: shapes of all parameters, by their first names.
         owners: the names of the parameters in each group of the optimizer; of experts, those of one rank.
-        settings: of the optimizer's groups, without parameters.
+        settings: settings of the optimizer's groups, without parameters.
         groups: flat ones.
-        states: of the optimizer, that a parameter has.
+        states: states of the optimizer, that a parameter has.
         torch_steps: whether steps are counted in tensors, as torch's optimizers do.
-        experts: their layers and ranks.
+        experts: layers and ranks.
     """
 
     config: dict[str, Any]
@@ -104,18 +105,18 @@ class Partition(NamedTuple):
         return {x for names in self.owners for name in names for x in self.experts.everywhere(name)}
 
     def member(self, rank: int, group: FlatGroup) -> int:
-        """A rank's number among those that share a group."""
+        """Returns a rank's number among those that share a group."""
         if not self.stage:
             return 0
         return self.experts.place(rank, self.ranks)[1] if group.experts else rank
 
     def optimizer_file(self, rank: int) -> str:
-        """The name of a rank's file of the optimizer, above stage 0."""
+        """Returns the name of a rank's file of the optimizer, above stage 0."""
         prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
         return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def cuts(self, name: str) -> Iterator[PieceOfLeaf]:
-        """The place of each element of a trained parameter."""
+        """Yields the place of each element of a trained parameter."""
         number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
         count, first = group.shapes[name].numel(), group.starts[name]
         piece = -(-count // group.ranks)
@@ -132,15 +133,15 @@ class Partition(NamedTuple):
 
 
 def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
-    """A job's partition of parameters and optimizer states.
+    """Returns a job's partition of parameters and optimizer states.
 
     Args:
         job: the job.
-        rate: of the next update, in the groups without one of their own.
+        rate: rate of the next update, in the groups without one of their own.
 
     Raises:
-        ValueError: files of such a job are not supported, or its groups are not the module's trained parameters; lists
-            all.
+        ValueError: files of such a job are not supported, or its groups are not the module's trained parameters. The
+            message lists all.
     """
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
     raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
@@ -177,7 +178,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
 
 
 def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
-    """The optimizer's groups: names, and the settings of each."""
+    """Returns the optimizer's groups: names, and the settings of each."""
     # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
     one = {"params": trained} | ({"name": "dense-params"} if experts.numbers else {})
@@ -256,7 +257,7 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
 
 
 def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """A group of the optimizer as it saves one."""
+    """Returns a group of the optimizer as it saves one."""
     had = {k: v for k, v in params.items() if k not in ("lr", "torch_adam", "adam_w_mode", "fp32_optimizer_states")}
     if kind == "sgd" or params.get("torch_adam"):
         wide = kind == "adamw" or params.get("adam_w_mode", True)

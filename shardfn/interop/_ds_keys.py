@@ -207,10 +207,10 @@ class ReadKey(NamedTuple):
     """The outcome of a key.
 
     Attributes:
-        key: as in the file, with dots.
-        value: its value in the file.
+        key: key as in the file, with dots.
+        value: value in the file.
         outcome: "taken", "another default here", or "no counterpart".
-        note: its counterpart, or the reason why it has no counterpart.
+        note: counterpart, or the reason why it has no counterpart.
     """
 
     key: str
@@ -220,7 +220,7 @@ class ReadKey(NamedTuple):
 
 
 def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
-    """The keys that have no counterpart, and the problems with unknown or refused ones."""
+    """Returns the keys that have no counterpart, and the problems with unknown or refused ones."""
     rows: list[ReadKey] = []
     problems: list[str] = []
     for key, value in config.items():
@@ -249,5 +249,5 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
 
 
 def _matters(kind: Any) -> bool:
-    """Whether a value that DeepSpeed does not choose by itself would be needed."""
+    """Returns whether a value that DeepSpeed does not choose by itself would be needed."""
     return kind == TAKEN or isinstance(kind, dict) or (isinstance(kind, Refused) and "auto" not in kind.off)

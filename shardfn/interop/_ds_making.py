@@ -12,7 +12,7 @@ from ._ds_parts import StatePart
 
 
 def making_of(place: pathlib.Path) -> pathlib.Path:
-    """The directory of a checkpoint that has no name yet."""
+    """Returns the directory of a checkpoint that has no name yet."""
     return place.with_name(place.name + ".tmp")
 
 
@@ -25,7 +25,7 @@ def give_name(place: pathlib.Path, newest: str) -> None:
 
 
 class FilesInTheMaking(ABC):
-    """Files of a checkpoint that get its name only when all of them are written; an error leaves nothing behind.
+    """Files of a checkpoint that get its name only when all of them are written. An error leaves nothing behind.
 
     Args:
         place: the checkpoint's directory.

@@ -1,6 +1,6 @@
 """The few objects of DeepSpeed's own that its files have, written without DeepSpeed.
 
-A pickle names a class by its module and name. Python's pickler looks both up before it writes them; here they are
+A pickle names a class by its module and name. Python's pickler looks both up before it writes them. Here they are
 written without a look-up, for a program that has the class.
 """
 

@@ -40,12 +40,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def optimizer_of(
     kind: str, params: Mapping[str, Any], axis: str | tuple[str, ...]
 ) -> tuple[Callable[[Rate], optim.GradientTransformation] | None, float, list[str]]:
-    """An optimizer as a function of its rate, the rate in the file, and the problems found.
+    """Returns an optimizer as a function of its rate, the rate in the file, and the problems found.
 
     Args:
-        kind: its name, in any case.
-        params: its arguments.
-        axis: of the ranks among which signs travel.
+        kind: name, in any case.
+        params: arguments.
+        axis: axis of the ranks among which signs travel.
     """
     name = kind.lower()
     known = OPTIMIZERS.get(name)

@@ -1,6 +1,6 @@
 """The files of each rank of a job of DeepSpeed's, from leaves that come one after another.
 
-Flat groups are mapped files until all leaves have arrived; then each rank's part is written. So one leaf and one rank's
+Flat groups are mapped files until all leaves have arrived. Then each rank's part is written. So one leaf and one rank's
 part are in memory, and twice the checkpoint is on the disk.
 """
 

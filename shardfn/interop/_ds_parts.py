@@ -29,7 +29,7 @@ class StatePart(NamedTuple):
 
 
 def part_of(path: str, names: Names) -> StatePart | None:
-    """The part of a leaf; None if it has no counterpart."""
+    """Returns the part of a leaf, or None if it has no counterpart."""
     if found := _PARAM.fullmatch(path):
         return StatePart("fp32", names(dotted(found[1])))
     if found := _BUFFER.fullmatch(path):
@@ -41,7 +41,7 @@ def part_of(path: str, names: Names) -> StatePart | None:
 
 
 def key_of(part: StatePart) -> str:
-    """The name of the part in messages.
+    """Returns the name of the part in messages.
 
     Example:
         >>> key_of(StatePart("exp_avg", "a.weight")), key_of(StatePart("step"))
@@ -51,6 +51,6 @@ def key_of(part: StatePart) -> str:
 
 
 def is_master(path: str) -> bool:
-    """Whether a leaf is the wide copy of a parameter."""
+    """Returns whether a leaf is the wide copy of a parameter."""
     found = _STATE.fullmatch(path)
     return found is not None and found[1] == "master"

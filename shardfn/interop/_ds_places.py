@@ -23,17 +23,17 @@ class PlacedPart(NamedTuple):
 def placed(
     parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module, own: Mapping[StatePart, str], names: Names
 ) -> list[PlacedPart]:
-    """All leaves that files of a job have, in an order that is the same on all ranks.
+    """Returns all leaves that files of a job have, in an order that is the same on all ranks.
 
     Args:
         parts: the leaves of the state, by part.
         cut: the job's.
         module: the job's.
         own: the names here of parameters, by part.
-        names: from a name here to that of the module.
+        names: names from a name here to that of the module.
 
     Raises:
-        ValueError: the state is not one of this module and optimizer, or a buffer has no values; lists all.
+        ValueError: the state is not one of this module and optimizer, or a buffer has no values. The message lists all.
     """
     firsts = {name: first for first, names in cut.names.items() for name in names}
     buffers = _buffers(module)
@@ -85,7 +85,7 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that the module saves besides parameters."""
+    """Returns the tensors that the module saves besides parameters."""
     weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
     kept = zip(state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}
@@ -97,7 +97,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def _layers(
     name: str, shape: torch.Size, shapes: Mapping[str, torch.Size], names: Names = lambda name: name
 ) -> list[str] | None:
-    """The layers of a stack, if the module has all of them, with an index between the parts of the name."""
+    """Returns the layers of a stack, if the module has all of them, with an index between the parts of the name."""
     words = name.split(".")
     for k in range(len(words) + 1 if shape else 0):
         layers = [names(".".join((*words[:k], str(i), *words[k:]))) for i in range(shape[0] + 1)]

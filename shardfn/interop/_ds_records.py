@@ -19,7 +19,7 @@ class Counters:
     """The progress of a job.
 
     Args:
-        updates: of the parameters.
+        updates: updates of the parameters.
         scale: the state of the loss scale; `()` without one.
     """
 
@@ -46,12 +46,12 @@ class Records:
         self._cut, self._counters, self._part = cut, counters, part
 
     def optimizer(self, rank: int) -> dict[str, Any]:
-        """A rank's file of the optimizer, above stage 0."""
+        """Returns a rank's file of the optimizer, above stage 0."""
         inner = self._third(rank) if self._cut.stage == 3 else self._first(rank)
         return {"optimizer_state_dict": inner, "ds_config": self._cut.config, "ds_version": VERSION}
 
     def numbered(self, rank: int) -> dict[str, Any]:
-        """The state of torch's optimizer at stage 0 on an experts' rank, by the numbers of its parameters."""
+        """Returns the state of torch's optimizer at stage 0 on an experts' rank, by the numbers of its parameters."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: list[dict[str, Any]] = []
         of = self._cut.experts.first(rank, self._cut.ranks)
@@ -95,7 +95,7 @@ class Records:
         }
 
     def _states(self, rank: int) -> dict[str, Any]:
-        """The state of the optimizer over a rank's parts, as torch's optimizers save theirs."""
+        """Returns the state of the optimizer over a rank's parts, as torch's optimizers save theirs."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._cut.groups):
@@ -111,7 +111,7 @@ class Records:
         return {"step": torch.tensor(float(updates)) if self._cut.torch_steps else updates} | own
 
     def _first(self, rank: int) -> dict[str, Any]:
-        """A rank's optimizer file at stages 1 and 2."""
+        """Returns a rank's optimizer file at stages 1 and 2."""
         groups = self._cut.groups
         ends = [(self._cut.member(rank, x) + 1) * x.size for x in groups]
         paddings = [min(max(end - x.used, 0), x.size) for end, x in zip(ends, groups, strict=True)]
@@ -142,11 +142,11 @@ class Records:
         }
 
     def model(self, rank: int, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Any]:
-        """A rank's file of the module; below stage 3 one for all.
+        """Returns a rank's file of the module; below stage 3 one for all.
 
         Args:
             rank: the rank.
-            weights: by name; at stage 3 frozen ones alone.
+            weights: weights by name; at stage 3 frozen ones alone.
             kept: buffers, by name.
         """
         cut, third, experts = self._cut, self._cut.stage == 3, self._cut.experts
@@ -201,5 +201,5 @@ class Records:
 
 
 def _size(shape: torch.Size, experts: Experts) -> tuple[int, ...]:
-    """A shape as DeepSpeed writes it, whose files of models with experts have tuples."""
+    """Returns a shape as DeepSpeed writes it, whose files of models with experts have tuples."""
     return tuple(shape) if experts.numbers else shape

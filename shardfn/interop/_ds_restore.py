@@ -27,16 +27,16 @@ def restore_deepspeed(
 
     Args:
         found: the result of `read_deepspeed`, the same on all ranks.
-        like: the result of `step.init`, of an optimizer with the moments of DeepSpeed's; or a part of it.
+        like: the result of `step.init`, of an optimizer with the moments of DeepSpeed's, or a part of it.
         at: the prefix of the paths of `like`: "params" for `state.params`, to begin anew with the weights.
-        names: from a parameter's or buffer's name here to DeepSpeed's.
+        names: names from a parameter's or buffer's name here to DeepSpeed's.
         donate: whether the memory of `like` is filled, which then cannot be touched again.
 
     Returns:
         The state.
 
     Raises:
-        ValueError: leaves are missing, or additional, or of another shape; lists all.
+        ValueError: leaves are missing, or additional, or of another shape. The message lists all.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.
 

@@ -53,28 +53,28 @@ def save_deepspeed(
     job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
 
     A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has a file for each expert besides, and its
-    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0; the
+    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0. The
     names of experts are found as by `restore_deepspeed`, with a number between the parts.
 
-    Leaves are gathered one after another; the first rank writes. With experts, each expert's tensors go from a rank
+    Leaves are gathered one after another. The first rank writes. With experts, each expert's tensors go from a rank
     that holds them to files, and all ranks write files of the job, so `directory` is one that they share.
 
     Args:
         directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
-        state: of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are the
-            names of the module.
-        tag: of this checkpoint; must not exist yet.
-        learning_rate: of the next update, in all groups of the optimizer that have no "lr" of their own in `job`;
-            `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`. DeepSpeed's
-            schedulers set the rate after an update, never before the first.
-        names: from a parameter's or buffer's name here to DeepSpeed's.
+        state: state of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are
+            the names of the module.
+        tag: tag of this checkpoint; must not exist yet.
+        learning_rate: learning rate of the next update, in all groups of the optimizer that have no "lr" of their own
+            in `job`; `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`.
+            DeepSpeed's schedulers set the rate after an update, never before the first.
+        names: names from a parameter's or buffer's name here to DeepSpeed's.
         job: the one that will load the checkpoint.
         weights_only: whether states of the optimizer are left out, for `load_checkpoint(load_module_only=True)`; with
             experts alone.
 
     Raises:
-        ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
-            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job, or DeepSpeed
+        ValueError: the tag or a name is not a valid file name, or the optimizer has other states than Adam's moments,
+            which DeepSpeed does not load from universal checkpoints, or the state does not fit the job, or DeepSpeed
             has no checkpoint of such a job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
@@ -210,7 +210,7 @@ class _Files(FilesInTheMaking):
 
 
 def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
-    """The leaves by part; the widest copy of each parameter."""
+    """Returns the leaves by part; the widest copy of each parameter."""
     named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
     parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
     # Masters come after the parameters, and replace them.

@@ -36,11 +36,11 @@ Schedule = Callable[[Any], Tensor]
 
 
 def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedule | None, list[str]]:
-    """A scheduler's schedule, and the problems with its arguments.
+    """Returns a scheduler's schedule, and the problems with its arguments.
 
     Args:
-        kind: its name.
-        params: its arguments.
+        kind: name.
+        params: arguments.
         lr: the optimizer's rate, which some start from.
     """
     known = SCHEDULERS.get(kind)
@@ -65,7 +65,7 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
 
 
 def _warmed(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """The length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
+    """Returns the length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
     steps = max(2, had["warmup_num_steps"])
     if had["warmup_type"] == "linear":
         return steps, lambda k: k / steps

@@ -18,12 +18,12 @@ _KINDS = (AverageParamsState, LookaheadState, ScheduleFreeState)
 
 @torch.no_grad()
 def eval_state(state: TrainState) -> TrainState:
-    """The state to evaluate, export or save, whose parameters are those that the optimizer averages.
+    """Returns the state to evaluate, export or save, whose parameters are those that the optimizer averages.
 
     They are the average of `optim.average_params`, the slow parameters of `optim.lookahead`, and the average x of
-    `optim.schedule_free`; leaves that they do not train are the state's own. The parameters have the layout, memory
-    and dtype of the state's; with master copies, `export` and `to_module` write the averages unrounded.
-    It has no other optimizer state, so that it cannot be trained. Collective.
+    `optim.schedule_free`. Leaves that they do not train are the state's own. The parameters have the layout, memory and
+    dtype of the state's. With master copies, `export` and `to_module` write the averages unrounded. It has no other
+    optimizer state, so that it cannot be trained. Collective.
 
     Args:
         state: the state that a step returned.

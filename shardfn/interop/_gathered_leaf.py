@@ -1,7 +1,7 @@
 """Leaves of a tree one after another, whole, for a file: no more than one of them is in memory at a time.
 
 The first rank writes, and all gather. After an error in writing it must keep gathering, or the others would wait for
-ever; all ranks raise the error at the end.
+ever. All ranks raise the error at the end.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 
 
 def whole(x: Any) -> Tensor:
-    """The whole leaf, detached. Collective where it is sharded."""
+    """Returns the whole leaf, detached. Collective where it is sharded."""
     return x.full_tensor() if isinstance(x, GlobalTensor) else x.detach()
 
 
@@ -33,7 +33,9 @@ def layer_of(x: Any, i: int) -> Tensor:
 
 
 def own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
-    """The rows of a stack, each on the first of the ranks that hold it: their numbers, and they, whole. Collective.
+    """Yields the rows of a stack, each on the first of the ranks that hold it.
+
+    Their numbers, and they, whole. Collective.
 
     Rows that different ranks hold do not travel between them: all ranks gather a row of their own at the same time,
     along the axes that cut the other dims. A caller must take all rows, or its peers would wait.
@@ -59,7 +61,7 @@ def own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def is_writer(tree_leaves: Sequence[Any]) -> bool:
-    """Whether this rank is the one that writes: the first of the leaves' mesh."""
+    """Returns whether this rank is the one that writes: the first of the leaves' mesh."""
     return all(x.mesh.rank == 0 for x in tree_leaves if isinstance(x, GlobalTensor))
 
 
@@ -83,7 +85,7 @@ class WrittenByFirst:
     On leaving, an error is raised there, and on the others a `RankError` with its message.
 
     Args:
-        leaves: of the tree that is written.
+        leaves: leaves of the tree that is written.
         what: the call, in words.
         opened: makes the writer.
         then: called on the first rank when the files have their names.
@@ -112,7 +114,7 @@ class WrittenByFirst:
             self._do(self._writer.put, name, x)
 
     def put_all(self, made: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Writes the tensors that are made of a leaf; they are made on the first rank alone."""
+        """Writes the tensors that are made of a leaf. They are made on the first rank alone."""
 
         def put(writer: Writer) -> None:
             for name, x in made().items():
@@ -153,7 +155,7 @@ class WrittenByFirst:
 
 
 class Turns:
-    """Work that all ranks of a mesh do at once, in turns; an error of one rank ends it at the end of the turn for all.
+    """Work that all ranks of a mesh do at once, in turns. An error of one rank ends it at the end of the turn for all.
 
     Args:
         mesh: the mesh.

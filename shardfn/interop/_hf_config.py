@@ -16,7 +16,7 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of `config.json`.
+    """Returns the contents of `config.json`.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -25,15 +25,15 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
-    """The `Config` whose GPT computes the same as the model of this `config.json`.
+    """Returns the `Config` whose GPT computes the same as the model of this `config.json`.
 
     Args:
         told: the contents of `config.json`; missing values are the defaults of transformers.
         **changes: other fields of the result, such as `stacked=True`.
 
     Raises:
-        ValueError: the model is of another type, has sizes that `check_sizes` refuses, or computes something else;
-            lists every setting.
+        ValueError: the model is of another type, has sizes that `check_sizes` refuses, or computes something else. The
+            message lists every setting.
 
     Example:
         >>> told = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64}
@@ -53,14 +53,14 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
 
 
 def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, Any]:
-    """The contents of `config.json` for this model, for transformers.
+    """Returns the contents of `config.json` for this model, for transformers.
 
     Args:
         config: the shape.
-        model_type: one of "gpt2", "llama", "mistral", "qwen2" and "bloom"; default the one that fits.
+        model_type: one of "gpt2", "llama", "mistral", "qwen2" and "bloom". Default: the one that fits.
 
     Raises:
-        ValueError: transformers has no such model, or not of that type; the message has the fields that differ.
+        ValueError: transformers has no such model, or not of that type. The message has the fields that differ.
 
     Example:
         >>> hf_config(gpt.Config.gpt2_like())["architectures"]
@@ -82,7 +82,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     return told
 
 
-# Fields that determine the computed values; and those that choose only the way to compute them.
+# Fields that determine the computed values, and those that choose only the way to compute them.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Fields = tuple[dict[str, Any], list[str]]

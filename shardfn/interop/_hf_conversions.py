@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """The dtype and shape of a leaf as the files have it.
 
     Attributes:
-        dtype: of the files.
+        dtype: dtype of the files.
         shape: after its conversion.
     """
 
@@ -39,7 +39,7 @@ class Conversion:
 
     Attributes:
         key: the first leaf that it makes.
-        converter: of transformers; None leaves the tensor unchanged.
+        converter: converter of transformers. None leaves the tensor unchanged.
         sources: the names in the files by the converter's pattern, in the order of experts.
         module: the module, whose config some operations read.
     """
@@ -50,7 +50,10 @@ class Conversion:
     module: nn.Module
 
     def run(self, read: Callable[[str, str], Tensor], experts: slice = slice(None)) -> dict[str, Tensor]:
-        """The leaves that are made of tensors `read(pattern, name)`; those of some experts, where `by_expert`."""
+        """Returns the leaves that are made of tensors `read(pattern, name)`.
+
+        Those of some experts, where `by_expert`.
+        """
         if self.converter is None:
             ((pattern, (name,)),) = self.sources.items()
             return {self.key: read(pattern, name)}
@@ -62,14 +65,17 @@ class Conversion:
 
     @functools.cached_property
     def by_expert(self) -> bool:
-        """Whether dim 0 of the leaf counts the tensors of each pattern: experts, which no operation mixes."""
+        """Returns whether dim 0 of the leaf counts the tensors of each pattern: experts, which no operation mixes."""
         kinds = [type(op).__name__ for op in self._operations]
         dims = [d for op in self._operations[1:] for d in _dims(op)]
         return kinds[:1] == ["MergeModulelist"] and self._operations[0].dim == 0 and all(d > 0 for d in dims)
 
     @functools.cached_property
     def joined(self) -> int | None:
-        """The dim of the leaf along which the patterns lie one after another; None where it is not so simple."""
+        """Returns the dim of the leaf along which the patterns lie one after another.
+
+        None where it is not so simple.
+        """
         kinds = [type(op).__name__ for op in self._operations]
         if not self.by_expert or kinds[1:] not in ([], ["Concatenate"]):
             return None
@@ -85,10 +91,10 @@ class ConvertedArchive(Mapping[str, Kept]):
 
     Args:
         archive: the files.
-        conversions: of all of its tensors.
+        conversions: conversions of all of its tensors.
 
     Raises:
-        ValueError: parts of a leaf do not fit together; lists all.
+        ValueError: parts of a leaf do not fit together. The message lists all.
     """
 
     def __init__(self, archive: Archive, conversions: Iterable[Conversion]) -> None:
@@ -117,12 +123,12 @@ class ConvertedArchive(Mapping[str, Kept]):
         return len(self._kept)
 
     def num_experts(self, name: str) -> int | None:
-        """The number of experts that the files have of a leaf; None for leaves of no experts."""
+        """Returns the number of experts that the files have of a leaf, or None for leaves of no experts."""
         made = self._made_by[name]
         return self._kept[name].shape[0] if made.by_expert else None
 
     def box(self, name: str, box: Box) -> Tensor:
-        """A box of a leaf, in the file's dtype; of experts, only those of the box are read."""
+        """Returns a box of a leaf, in the file's dtype; of experts, only those of the box are read."""
         made, kept = self._made_by[name], self._kept[name]
         if made.converter is None:
             return self._archive.box(made.sources[made.key][0], box)
@@ -142,11 +148,11 @@ class ConvertedArchive(Mapping[str, Kept]):
 
 
 def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Archive | ConvertedArchive:
-    """The archive under the names of the module: itself where they are those of the files.
+    """Returns the archive under the names of the module: itself where they are those of the files.
 
     Args:
         archive: the files.
-        module: of transformers, or any other, whose names must be those of the files.
+        module: module of transformers, or any other, whose names must be those of the files.
         known: the names of its parameters and buffers, those of tied parameters among them.
     """
     names = dict.fromkeys(known, True)
@@ -159,8 +165,8 @@ def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
     """Groups of leaves that are converted together for the files of transformers.
 
     Args:
-        module: any module; one that is not of transformers has each leaf by itself.
-        names: of the leaves.
+        module: any module. One that is not of transformers has each leaf by itself.
+        names: names of the leaves.
     """
     if _tables(module) is None:
         return [[name] for name in names]
@@ -176,7 +182,7 @@ def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 
 def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A group of leaves as `save_pretrained` writes them: under the names of the files, experts one by one."""
+    """Returns a group of leaves as `save_pretrained` writes them: under the names of the files, experts one by one."""
     if _tables(module) is None:
         return dict(leaves)
     from transformers.core_model_loading import revert_weight_conversion
@@ -186,7 +192,7 @@ def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _tables(module: nn.Module) -> Any:
-    """The conversions of transformers; None where the module is not one of its own, or where it has none."""
+    """Returns the conversions of transformers, or None where the module is not one of its own, or where it has none."""
     try:
         from transformers import PreTrainedModel, conversion_mapping
     except ImportError:
@@ -195,7 +201,7 @@ def _tables(module: nn.Module) -> Any:
 
 
 def _table_of_saving(module: Any) -> list[Any]:
-    """The table by which the model was loaded, or its default one without prefixes, as `save_pretrained` has it."""
+    """Returns the table by which the model was loaded, or its default without prefixes, as `save_pretrained`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -237,7 +243,7 @@ def _header(archive: Archive, name: str) -> Tensor:
 
 
 def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
-    """The box of each pattern's tensors, of leaves [E, ...] that lie one after another along dim `made.joined`."""
+    """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joined`."""
     assert made.joined is not None
     out: dict[str, Box] = {}
     start, (lo, hi) = 0, box[made.joined]
@@ -250,7 +256,7 @@ def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> d
 
 
 def _dims(op: Any) -> list[int]:
-    """The dims that an operation on [E, ...] changes; 0 where it is not known."""
+    """Returns the dims that an operation on [E, ...] changes, or 0 where it is not known."""
     if type(op).__name__ in ("Concatenate", "Interleave"):
         return [op.dim]
     return [op.dim0, op.dim1] if type(op).__name__ == "Transpose" and not op.check_dims else [0]

@@ -14,9 +14,9 @@ def write_beside(
     """Writes `config.json`, `generation_config.json` and the files of a tokenizer; those that there are.
 
     Args:
-        module: its `config` and `generation_config` are written, unchanged themselves.
+        module: `config` and `generation_config` are written, unchanged themselves.
         directory: where to.
-        dtype: of the written weights, for the config; None leaves that of the config.
+        dtype: dtype of the written weights, for the config. None leaves that of the config.
         tokenizer: a tokenizer or processor of transformers, with its chat template.
     """
     config: Any = getattr(module, "config", None)

@@ -27,14 +27,14 @@ _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attent
 def gpt_from_hf(
     directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
-    """A model of transformers as a `Config` and parameters that are read when they are used.
+    """Returns a model of transformers as a `Config` and parameters that are read when they are used.
 
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
     Args:
         directory: has `config.json`, and `model.safetensors` or several files with an index.
-        dtype: the dtype to convert to; default that of the files, which must then have only one.
+        dtype: the dtype to convert to. Default: that of the files, which must then have only one.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
@@ -43,7 +43,8 @@ def gpt_from_hf(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the model is of another type; or tensors are missing, left over, or of another shape; lists all.
+        ValueError: the model is of another type, or tensors are missing, left over, or of another shape. The message
+            lists all.
         DamagedError: a file is not a safetensors file, or was cut short.
 
     Example:
@@ -87,20 +88,21 @@ def gpt_to_hf(
 ) -> None:
     """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
 
-    Leaves are gathered one after another, stacked ones layer by layer; the first rank writes. Collective over the mesh
+    Leaves are gathered one after another, stacked ones layer by layer. The first rank writes. Collective over the mesh
     of the leaves.
 
     Args:
         directory: where to; made if missing.
         config: the shape.
-        params: as of `gpt.init(config, key)`, sharded or not.
-        model_type: of transformers; default the one that fits.
-        dtype: the dtype to convert to; default that of the leaves.
-        file_bytes: the size after which another file begins; several files have an index.
+        params: parameters as of `gpt.init(config, key)`, sharded or not.
+        model_type: model type of transformers. Default: the one that fits.
+        dtype: the dtype to convert to. Default: that of the leaves.
+        file_bytes: the size after which another file begins. Several files have an index.
 
     Raises:
-        ValueError: transformers has no such model, or leaves do not fit the config; the message lists all.
-        OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
+        ValueError: transformers has no such model, leaves do not fit the config, or weights are not finite. The message
+            lists all.
+        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
 
     Example:
         >>> import tempfile
@@ -157,7 +159,7 @@ def _groups(table: list[Row]) -> list[list[Row]]:
 
 
 def _shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
-    """The leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
+    """Returns the leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
     return row.base if config.per_head or row.heads is None else _merged(row.base, row.heads)
 
 
@@ -166,7 +168,7 @@ def _merged(base: tuple[int, ...], at: int) -> tuple[int, ...]:
 
 
 def _block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
-    """The part `slices` of a leaf; reads the box of the tensor that has it."""
+    """Returns the part `slices` of a leaf, and reads the box of the tensor that has it."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
     at = row.heads if len(shape) < len(row.base) else None
@@ -190,7 +192,7 @@ def _block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices
 
 
 def _stack(layers: list[Draw]) -> Draw:
-    """The layers' leaves as one; a block of it is filled layer by layer."""
+    """Returns the layers' leaves as one. A block of it is filled layer by layer."""
     like = layers[0]
 
     def block(slices: Slices) -> Tensor:
@@ -208,7 +210,7 @@ def _stack(layers: list[Draw]) -> Draw:
 
 
 def _prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
-    """The prefix of names: files of a model without its head lack the model's name."""
+    """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
     return lambda name: name.removeprefix(start) if bare else name
@@ -233,7 +235,7 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
 
 
 def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """The leaf of a row: a list of layers' leaves if they are not stacked; None if it is missing."""
+    """Returns the leaf of a row: a list of layers' leaves if they are not stacked, or None if it is missing."""
     if len(row.path) == 1:
         return params.get(row.path[0])
     blocks, name = params.get("blocks"), row.path[1]

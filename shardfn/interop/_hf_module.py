@@ -1,4 +1,4 @@
-"""The weights of any module of transformers, by the module's own names, for `from_module`; and back."""
+"""The weights of any module of transformers, by the module's own names, for `from_module`, and back."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ _OLD = (r"rotary_emb\.inv_freq$",)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules made in this context have parameters of shape and dtype alone, on `meta`; their buffers are real.
+    """Modules made in this context have parameters of shape and dtype alone, on `meta`. Their buffers are real.
 
     Tied parameters stay tied. One parameter at a time is in memory while its module is made.
 
@@ -62,18 +62,18 @@ def without_weights() -> Iterator[None]:
 def module_from_hf(
     module: nn.Module, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
+    """Returns the parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
     Where the files of a model of transformers have other names, or experts one by one, they are converted by its own
     tables; of fused experts a rank reads its own alone.
 
     They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
     touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it; tensors that
-    transformers drops as it loads the module are passed over. Those with
-    `requires_grad=False` are frozen, as from `from_module`.
+    transformers drops as it loads the module are passed over. Those with `requires_grad=False` are frozen, as from
+    `from_module`.
 
     Args:
-        module: for names, shapes, tied and frozen parameters.
+        module: module for names, shapes, tied and frozen parameters.
         directory: where the files are.
         dtype: the dtype to convert to; default float32 for tensors of 16 bits, which small updates would not change,
             and each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
@@ -83,8 +83,8 @@ def module_from_hf(
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: tensors are missing, left over, or of another shape, such as another number of experts; or a buffer
-            is on `meta`; lists all.
+        ValueError: tensors are missing, left over, or of another shape, such as another number of experts, or a buffer
+            is on `meta`. The message lists all.
 
     Example:
         >>> import tempfile
@@ -98,10 +98,8 @@ def module_from_hf(
     """
     module = uncompiled(module)
     names = parameter_names(module)
-    every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
-    archive = as_module(Archive(directory), module, every_name)
+    archive, found = _archive_of(module, directory)
     buffers = {name: x for name, x in named_buffers(module) if name in archive}
-    found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
@@ -128,12 +126,36 @@ def module_from_hf(
     return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
 
 
+def file_dtypes(module: nn.Module, directory: str | os.PathLike[str]) -> dict[str, torch.dtype]:
+    """Returns the dtype that each parameter of a module has in files, to write it in the same one.
+
+    `export(state, module, out, dtype=file_dtypes(module, directory))` writes files like those of `directory`, where
+    `module_from_hf` has read tensors of 16 bits as float32.
+
+    Args:
+        module: module for names, tied parameters, and the conversions of transformers.
+        directory: directory with `model.safetensors`, or several files with an index.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+
+    Example:
+        >>> import tempfile
+        >>> directory, module = tempfile.mkdtemp(), nn.Linear(3, 2, bias=False)
+        >>> module_to_hf(module, dict(module.named_parameters()), directory, dtype=torch.bfloat16)
+        >>> file_dtypes(module, directory)
+        {'weight': torch.bfloat16}
+    """
+    archive, found = _archive_of(uncompiled(module), directory)
+    return {first: archive[at].dtype for first, at in found.items() if at is not None}
+
+
 def module_to_hf(
     module: nn.Module,
     params: Mapping[str, Any],
     directory: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     file_bytes: int = 5 << 30,
     buffers: Mapping[str, Any] = MappingProxyType({}),
     tokenizer: Any = None,
@@ -143,21 +165,23 @@ def module_to_hf(
     Names are the module's; of a model of transformers those of its files, with experts one by one.
 
     These are `config.json` and `generation_config.json`, where the module has them. Leaves are gathered one after
-    another; the first rank writes. Collective over the mesh of the leaves.
+    another. The first rank writes. Collective over the mesh of the leaves.
 
     Args:
         module: the parameters' module.
-        params: from `from_module`, sharded or not.
+        params: parameters from `from_module`, sharded or not.
         directory: where to; made if missing.
-        dtype: the dtype to convert parameters to; default that of the leaves.
-        file_bytes: the size after which another file begins; several files have an index.
+        dtype: the dtype to convert parameters to, one for all or by name, as `file_dtypes` returns them. Default: that
+            of the leaves.
+        file_bytes: the size after which another file begins. Several files have an index.
         buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
-        tokenizer: of transformers, or a processor, whose files and chat template are written too.
+        tokenizer: tokenizer of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: the tokenizer has no `save_pretrained`.
-        ValueError: the names or shapes are not those of the module, or a buffer is on `meta`; lists all.
-        OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
+        ValueError: the names or shapes are not those of the module, a buffer is on `meta`, or a parameter has elements
+            that are not finite. The message lists all.
+        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
 
     Example:
         >>> import tempfile
@@ -179,13 +203,20 @@ def module_to_hf(
         f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
     ]
     raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
-    leaves = {name: (x, dtype or x.dtype) for name, x in params.items()}
+    kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(params, dtype)
+    leaves = {name: (x, kinds.get(name) or x.dtype) for name, x in params.items()}
     leaves |= {name: (x, x.dtype) for name, x in written.items()}
-    groups, entries = saved_together(module, leaves), {}
+    groups, entries, masks = saved_together(module, leaves), {}, set[str]()
     for group in groups:
         like = {name: torch.empty(leaves[name][0].shape, dtype=leaves[name][1], device="meta") for name in group}
-        entries |= {name: (x.dtype, tuple(x.shape)) for name, x in as_saved(module, like).items()}
-    wide = next((kind for _, kind in leaves.values() if kind.is_floating_point), None)
+        saved = {name: (x.dtype, tuple(x.shape)) for name, x in as_saved(module, like).items()}
+        entries |= saved
+        masks |= {*saved} if written.keys() >= {*group} else set()  # a buffer may be a mask of -inf
+    # The config has the dtype of most elements.
+    sizes: dict[torch.dtype, int] = {}
+    for x, kind in leaves.values():
+        sizes[kind] = sizes.get(kind, 0) + (x.numel() if kind.is_floating_point else 0)
+    wide = max(sizes, key=lambda kind: sizes[kind]) if any(sizes.values()) else None
 
     def described() -> None:
         write_beside(module, directory, wide, tokenizer)
@@ -193,13 +224,23 @@ def module_to_hf(
     with WrittenByFirst(
         list(params.values()),
         "interop.module_to_hf",
-        lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
+        lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes, allow_nonfinite=masks),
         described,
     ) as out:
         for group in groups:
             gathered = {name: whole(leaves[name][0]) for name in group}
             converted = {name: x.to(leaves[name][1]) for name, x in gathered.items()}
             out.put_all(functools.partial(as_saved, module, converted))
+
+
+def _archive_of(
+    module: nn.Module, directory: str | os.PathLike[str]
+) -> tuple[Archive | ConvertedArchive, dict[str, str | None]]:
+    """Returns the tensors of files by the module's names, and for each parameter the name that the files have."""
+    names = parameter_names(module)
+    every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
+    archive = as_module(Archive(directory), module, every_name)
+    return archive, {first: next((name for name in every if name in archive), None) for first, every in names.items()}
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
@@ -212,7 +253,7 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _passed_over(module: nn.Module, name: str) -> bool:
-    """Whether transformers drops a tensor as it loads the module."""
+    """Returns whether transformers drops a tensor as it loads the module."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 

@@ -72,18 +72,18 @@ def _check_packed(batch: Mapping[str, Tensor]) -> None:
 
 
 def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., WeightedMean]:
-    """The mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
+    """Returns the mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
 
     Args:
-        apply: of `from_module(model)`, a `...ForCausalLM`; with `layers=`, the loss is for `pipeline_module`, too.
-        tile: tokens whose logits are in memory at a time; None is all of a rank's.
+        apply: of `from_module(model)`, a `...ForCausalLM`. With `layers=`, the loss is for `pipeline_module`, too.
+        tile: tokens whose logits are in memory at a time. None is all of a rank's.
 
     Returns:
-        `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on; the batch then
+        `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on. The batch then
         has an "index", int64 [B]: the samples' global numbers.
 
     Raises:
-        ValueError: with `tile`, a model whose logits are more than a product with the output layer; or (when called) a
+        ValueError: with `tile`, a model whose logits are more than a product with the output layer, or (when called) a
             key and no "index".
 
     Example:

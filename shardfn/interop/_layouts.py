@@ -19,13 +19,13 @@ class Row(NamedTuple):
     """The place of one leaf in a file.
 
     Attributes:
-        path: of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
-        name: of the tensor, with "{}" for the number of the block.
+        path: path of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
+        name: name of the tensor, with "{}" for the number of the block.
         view: dims that the tensor is seen with.
         pick: a dim of `view` and the index in it, if the tensor has several leaves.
         order: the dims that are left, in the order of the leaf's.
-        shape: of the tensor itself.
-        heads: the dim of the leaf that counts heads; the next one is their features, and both may be one dim; None
+        shape: shape of the tensor itself.
+        heads: the dim of the leaf that counts heads. The next one is their features, and both may be one dim, or None
             without heads.
     """
 
@@ -39,18 +39,18 @@ class Row(NamedTuple):
 
     @property
     def base(self) -> tuple[int, ...]:
-        """The dims after picking and ordering; the leaf's own, except that its first two may be one."""
+        """Returns the dims after picking and ordering; the leaf's own, except that its first two may be one."""
         kept = [n for d, n in enumerate(self.view) if self.pick is None or d != self.pick[0]]
         return tuple(kept[d] for d in self.order)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The leaf in a whole tensor of the file, as a view."""
+        """Returns the leaf in a whole tensor of the file, as a view."""
         x = whole.view(self.view)
         return (x if self.pick is None else x.select(*self.pick)).permute(self.order)
 
 
 def rows(config: gpt.Config, model_type: str) -> list[Row]:
-    """All leaves of a model, in the layout of one of `transformers`' types.
+    """Returns all leaves of a model, in the layout of one of `transformers`' types.
 
     Example:
         >>> config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_ff=48)
@@ -68,7 +68,10 @@ def _plain(path: tuple[str, ...], name: str, *view: int) -> Row:
 
 
 def _turned(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
-    """The row of a weight that is stored as [in, out]; the first `into` dims of `view` are those of the input."""
+    """Returns the row of a weight that is stored as [in, out].
+
+    The first `into` dims of `view` are those of the input.
+    """
     shape = math.prod(view[:into]), math.prod(view[into:])
     order = (*range(into, len(view)), *range(into))
     return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
@@ -134,5 +137,5 @@ _WB = (("w", "weight"), ("b", "bias"))
 
 
 def empty_for(row: Row, dtype: torch.dtype) -> Tensor:
-    """An uninitialised flat tensor of the size of `row`'s tensor."""
+    """Returns an uninitialised flat tensor of the size of `row`'s tensor."""
     return torch.empty(torch.Size(row.view).numel(), dtype=dtype, device="cpu")

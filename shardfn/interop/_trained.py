@@ -25,7 +25,7 @@ from ._hf_module import module_to_hf, parameter_names
 
 
 def master_params(state: TrainState) -> PyTree:
-    """The parameters of a state, each as its master copy where the optimizer keeps one; nothing is gathered.
+    """Returns the parameters of a state, each as its master copy where the optimizer keeps one. Nothing is gathered.
 
     Parameters in 16 bits are roundings of their master copies: use the copies to continue elsewhere.
 
@@ -57,13 +57,13 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
     another. Collective.
 
     Args:
-        state: of a step over the parameters that `from_module(module)` gave.
-        module: its parameters are written in their own dtype; those on `meta` are replaced, in the dtype of the state.
-        rank0_only: whether the other ranks leave their module unchanged; a module takes memory on each.
+        state: state of a step over the parameters that `from_module(module)` gave.
+        module: parameters are written in their own dtype. Those on `meta` are replaced, in the dtype of the state.
+        rank0_only: whether the other ranks leave their module unchanged. A module takes memory on each.
 
     Raises:
         TypeError: `state` is not a state.
-        ValueError: names or shapes are not those of the module; lists all.
+        ValueError: names or shapes are not those of the module. The message lists all.
         DonatedError: the state was consumed by a step.
 
     Example:
@@ -100,27 +100,28 @@ def export(
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     file_bytes: int = 5 << 30,
     tokenizer: Any = None,
 ) -> None:
     """Writes trained weights as `save_pretrained` does, for `from_pretrained`: `module_to_hf(master_params)`.
 
     The files are safetensors, `config.json`, `generation_config.json` and those of the tokenizer; byte for byte those
-    of transformers for one file of weights. Leaves are gathered one after another; the first rank writes. Collective.
+    of transformers for one file of weights. Leaves are gathered one after another. The first rank writes. Collective.
 
     Args:
-        state: of a step over the parameters that `from_module(module)` gave.
-        module: for names, its configurations, and buffers that `state.model_state` lacks; its parameters may be on
-            `meta`. One in `DistributedDataParallel` or `torch.compile` counts as the module inside.
+        state: state of a step over the parameters that `from_module(module)` gave.
+        module: module for names, its configurations, and buffers that `state.model_state` lacks. Its parameters may be
+            on `meta`. One in `DistributedDataParallel` or `torch.compile` counts as the module inside.
         directory: where to; made if missing.
-        dtype: the dtype to convert to; default that of the master copies.
+        dtype: the dtype to convert to, one for all or by name: `interop.file_dtypes(module, MODEL)` keeps the dtypes of
+            a model's files. Default: that of the master copies.
         file_bytes: the size after which another file begins.
-        tokenizer: of transformers, or a processor, whose files and chat template are written too.
+        tokenizer: tokenizer of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: `state` is not a state, or the tokenizer has no `save_pretrained`.
-        ValueError: names or shapes are not those of the module; lists all.
+        ValueError: names or shapes are not those of the module, or weights are not finite. The message lists all.
         DonatedError: the state was consumed by a step.
 
     Example:
@@ -152,7 +153,7 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
         own: the module's buffers by name.
 
     Raises:
-        ValueError: several parts of the model state have a buffer of that name; lists them.
+        ValueError: several parts of the model state have a buffer of that name. The message lists them.
     """
     found: dict[str, list[tuple[tuple[Any, ...], str, Any]]] = {}
     named = named_leaves(state.model_state, "model_state")
@@ -187,7 +188,7 @@ def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
 
 @torch.no_grad()
 def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
-    """Writes a parameter; one on `meta` is replaced under all its names."""
+    """Writes a parameter. One on `meta` is replaced under all its names."""
     p = module.get_parameter(names[0])
     if not p.is_meta:
         p.copy_(value)

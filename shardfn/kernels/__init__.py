@@ -2,9 +2,12 @@
 
 from ._arguments import EXACT as EXACT
 from ._build import NoCompilerError as NoCompilerError, build as build, building as building
-from ._build import cxx_compiler as cxx_compiler
+from ._build import cxx_compiler as cxx_compiler, generation as generation
+from ._build_all import Built as Built, build_all as build_all
+from ._build import load_library as load_library
 from ._dispatch import implemented_by as implemented_by, is_native as is_native
 from ._num_threads import threads_for_kernels as threads_for_kernels
+from ._sources import num_processors as num_processors
 from ._chain import KernelCall as KernelCall, KernelChain as KernelChain, are_built as are_built, call_of as call_of
 from ._library import scratch_bytes as scratch_bytes, without_dispatch as without_dispatch
 from .signs import pack_signs as pack_signs, unpack_signs as unpack_signs

@@ -1,15 +1,14 @@
-"""Builds C++ when it is first used, if there is a compiler: the sources of this room, and those of other rooms.
+"""Loads the C++ of the package: the files that a wheel ships, or those that it builds when they are first used.
 
-The sources include only the headers of the language, so that a build takes about a second. The result is kept in the
-user's cache, under a name made of sources and flags. Where processes start together, one of them builds a file, and the
-others wait, but no longer than a compiler may take. The system frees its lock when it ends. Files are renamed into
-their place, so that no process loads half a file.
+The sources include only the headers of the language. A file is built for the generation of x86-64 of this processor,
+and kept in the user's cache, under a name made of sources and flags. Where processes start together, one of them builds
+a file, and the others wait, but no longer than a compiler may take. The system frees its lock when it ends. Files are
+renamed into their place, so that no process loads half a file.
 """
 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import pathlib
 import platform
@@ -27,104 +26,165 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROOM = pathlib.Path(__file__).parent
-_SHARED = "_native.cpp"
-_POOL = "_pool.cpp"
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
-# so -O2 suffices, and builds in a third of the time of -O3. A short loop that is not aligned may take a tenth longer.
-_FAST = ("-O2", "-falign-loops=64", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-# Those that match the reference's bits: all operations but the fused multiply-adds that they name are rounded alone.
-_EXACT = ("-O2", "-pthread", "-Wno-psabi")
-# GCC must not take apart the chains of operations that these write side by side.
-_CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
-_FLAGS_OF = {
-    _SHARED: (),
-    _POOL: ("-pthread",),
-    **dict.fromkeys((f"{name}/_native.cpp" for name in ("ragged_attention", "pointwise", "row_norm")), _EXACT),
-    # Loops without vectors of their own, which -O3 alone makes.
-    "gather_rows/_native.cpp": ("-pthread",),
-    **dict.fromkeys((f"{name}/_native.cpp" for name in ("draw", "penalise")), _CHAINED),
-}
+from shardfn.waits import is_first, waiting
 
-_PATIENCE = 120.0  # seconds that a compiler may take, and that a process waits for another one's
+from . import _sources
+
 _PERIOD = 0.02
 _BUILDING = "building-"  # begins the names of temporary folders
+_SHARED, _POOL = "_native.cpp", "_pool.cpp"
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+NEWEST = 4
 
 
 class NoCompilerError(Exception):
     """C++ cannot be built here: there is no compiler, or the sources are not written for this system."""
 
 
-@functools.cache
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
-    """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
+    """Returns the functions of a C++ file of this room.
+
+    None, with a warning, without a compiler, or if the compiler fails.
+    """
+    return _library(source, generation())
+
+
+def generation() -> int:
+    """Returns the generation of x86-64 whose code runs here; 0 on other processors."""
+    return min(NEWEST, _sources.processor())
+
+
+@functools.cache
+def _library(source: str, generation: int) -> ctypes.CDLL | None:
     try:
-        headers = () if source == _SHARED else sorted({*_ROOM.glob("*.h"), *(_ROOM / source).parent.glob("*.h")})
-        return _sharing(build("kernels", _ROOM / source, *headers, flags=_FLAGS_OF.get(source, _FAST)))
-    except NoCompilerError:
-        return None
+        return _sharing(load_library(f"kernels/{source}", generation))
+    except NoCompilerError as error:
+        _warn_once(str(error))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"{cxx_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2
+            f"{cxx_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=3
         )
-        return None
+    return None
 
 
-@contextlib.contextmanager
-def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
-    """A context that builds and loads the C++ of ops beside its body, several files at a time; it ends after them.
-
-    Calls of these ops in the body wait for their own files alone.
-
-    Args:
-        device: of the tensors; nothing is built for other devices than CPUs.
-        folders: of the ops; files that take long come first.
-
-    Example:
-        >>> with building(torch.device("cpu"), ["row_norm"]):
-        ...     x = torch.ones(2, 3)
-    """
-    # The shared source is the default of `library`, whose cache has it under no argument.
-    asked = [*((f"{folder}/_native.cpp",) for folder in folders), (), (_POOL,)] if device.type == "cpu" else []
-    with ThreadPoolExecutor(os.cpu_count(), "shardfn-build") as threads:
-        made = [threads.submit(library, *args) for args in asked]
-        yield
-    for one in made:
-        one.result()  # raises where warnings are errors
+@functools.cache
+def _warn_once(reason: str) -> None:
+    if is_first():
+        warnings.warn(
+            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly; install a"
+            " compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install"
+            " cxx-compiler), or a wheel of shardfn that has the kernels built.",
+            stacklevel=5,
+        )
 
 
-def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Builds a C++ source and loads it as a library.
+def load_library(source: str, generation: int | None = None) -> ctypes.CDLL:
+    """Loads a C++ file of the package, and builds it before, unless it is shipped or built already.
 
     Args:
-        name: of the file in the cache.
-        source: the file to build.
-        included: the files that it includes.
-        flags: for the compiler, added to those that all sources get.
+        source: path of the file, from the package on.
+        generation: generation of x86-64 that it is compiled for. Default: that of this processor.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
         OSError: the built file cannot be written or loaded.
         subprocess.SubprocessError: the compiler failed.
     """
+    form = min(NEWEST, _sources.processor()) if generation is None else generation
+    shipped = _sources.SHIPPED / _sources.file_of(source, form)
+    if shipped.exists():
+        with contextlib.suppress(OSError):  # the system is older than the wheel's
+            return ctypes.CDLL(str(shipped))
+    return ctypes.CDLL(str(built_file(source, form)))
+
+
+def built_file(source: str, generation: int) -> pathlib.Path:
+    """Builds a C++ file of the package, unless it is in the user's cache, and returns its path.
+
+    Args:
+        source: path of the file, from the package on.
+        generation: generation of x86-64 that it is compiled for.
+
+    Raises:
+        NoCompilerError: as `load_library`.
+        OSError: as `load_library`.
+        subprocess.SubprocessError: as `load_library`.
+    """
+    path, flags = cache_file(source, generation), _sources.flags_of(source, generation)
+    return _built(_sources.name_of(source), path.name, _sources.PACKAGE / source, flags)
+
+
+def cache_file(source: str, generation: int) -> pathlib.Path:
+    """Returns the path in the user's cache of a C++ file of the package, built or not.
+
+    Raises:
+        NoCompilerError: as `load_library`.
+    """
+    return _folder() / _sources.file_of(source, generation, *_maker())
+
+
+def _maker() -> tuple[str, ...]:
+    """Returns the compiler and the system, which determine machine code together with sources and flags."""
     compiler = cxx_compiler()
-    if compiler is None or os.name != "posix" or sys.byteorder != "little":
+    if os.name != "posix" or sys.byteorder != "little":
+        raise NoCompilerError("the C++ of shardfn is not written for this system")
+    if compiler is None:
         raise NoCompilerError("there is no C++ compiler (c++, g++ or clang++)")
-    return ctypes.CDLL(str(_built(name, compiler, (source, *included), (*_FLAGS, *flags))))
+    return compiler, platform.machine(), *platform.libc_ver()
+
+
+@contextlib.contextmanager
+def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
+    """A context that builds and loads the C++ of ops beside its body, several files at a time. It ends after them.
+
+    Calls of these ops in the body wait for their own files alone.
+
+    Args:
+        device: device of the tensors. Nothing is built for other devices than CPUs.
+        folders: folders of the ops. Files that take long come first.
+
+    Example:
+        >>> with building(torch.device("cpu"), ["row_norm"]):
+        ...     x = torch.ones(2, 3)
+    """
+    asked = [*(f"{folder}/_native.cpp" for folder in folders), _SHARED, _POOL] if device.type == "cpu" else []
+    with ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads:
+        made = [threads.submit(library, source) for source in asked]
+        yield
+    for one in made:
+        one.result()  # raises where warnings are errors
+
+
+def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Builds a C++ source of any program and loads it as a library.
+
+    Args:
+        name: name of the file in the cache.
+        source: the file to build.
+        included: files that it includes by paths that are not relative to it.
+        flags: flags for the compiler, added to those that all sources get.
+
+    Raises:
+        NoCompilerError: there is no compiler, or the sources are not written for this system.
+        OSError: the built file cannot be written or loaded.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    flags = (*_sources.COMMON, *flags)
+    key = _sources.digest(source, flags, *_maker(), *(path.read_text() for path in included))
+    return ctypes.CDLL(str(_built(name, f"{name}-{key}.so", source, flags)))
 
 
 def _sharing(found: ctypes.CDLL) -> ctypes.CDLL:
-    """A library that works with the pool of this process, if it shares work."""
+    """Returns a library that works with the pool of this process, if it shares work."""
     if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
         found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
     return found
 
 
 def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that `build` uses; None without a compiler."""
-    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    """Returns the path of the C++ compiler that `build` uses, or None without a compiler."""
+    return _sources.compiler()
 
 
 def call(name: str, *args: Any, source: str = _SHARED) -> None:
@@ -134,17 +194,23 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
     getattr(found, name)(*map(_passed, args))
 
 
-@functools.cache
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
-    """A function of a C++ file with the types of its arguments, which keeps short calls cheap; None without a compiler.
+    """Returns a function of a C++ file with the types of its arguments, which keeps short calls cheap.
+
+    None without a compiler.
 
     Args:
         source: the file.
-        name: of the function.
+        name: name of the function.
         kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
         returns: whether it returns an int64, else nothing.
     """
-    found = library(source)
+    return _function(source, name, kinds, returns, generation())
+
+
+@functools.cache
+def _function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
+    found = _library(source, generation)
     if found is None:
         return None
     run = getattr(found, name)
@@ -156,7 +222,10 @@ _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes
 
 
 def total(lanes: Tensor) -> Tensor:
-    """Sums float64 [spans, LANES] by halving, as in `_sums.py`. Overwrites its argument; returns a view of it, []."""
+    """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
+
+    Overwrites its argument, and returns a view of it, [].
+    """
     call("sum_lanes", lanes, lanes.shape[0])
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
@@ -171,17 +240,15 @@ def _passed(arg: Any) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: tuple[str, ...]) -> pathlib.Path:
-    # Everything that determines the machine code: a library built otherwise has another name.
-    texts = [source.read_text() for source in sources]
-    key = "\0".join([*texts, compiler, *flags, platform.machine(), *platform.libc_ver()])
-    path = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    with _turn(path):
+def _built(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) -> pathlib.Path:
+    path = _folder() / name
+    if path.exists():
+        return path
+    with waiting("building C++ for this processor, once:", shown, at_once=True), _turn(path):
         if not path.exists():
             with _own_folder(path.parent) as folder:
                 fresh = folder / path.name
-                run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
-                subprocess.run(run, check=True, capture_output=True, text=True, timeout=_PATIENCE)
+                _sources.compile_source(source, flags, fresh)
                 fresh.replace(path)
     return path
 
@@ -209,13 +276,13 @@ def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _turn(path: pathlib.Path) -> Iterator[None]:
-    """Waits until a file exists, or is this process's to build; or for as long as another one's compiler may take."""
+    """Waits until a file exists, or is this process's to build, or for as long as another one's compiler may take."""
     if path.exists():
         yield
         return
     import fcntl  # only POSIX has it
 
-    end, place = time.monotonic() + _PATIENCE, path.with_suffix(".lock")
+    end, place = time.monotonic() + _sources.PATIENCE, path.with_suffix(".lock")
     with place.open("w") as lock:
         while not path.exists() and time.monotonic() < end:
             try:

@@ -30,9 +30,9 @@ class KernelCall:
 
     Attributes:
         source: the file of the function.
-        name: of the function.
+        name: name of the function.
         arguments: tensors pass as addresses, None as null.
-        check: of a function that may fail, one that then raises its error, and the arguments of that one.
+        check: check of a function that may fail, one that then raises its error, and the arguments of that one.
     """
 
     source: str
@@ -42,7 +42,7 @@ class KernelCall:
 
 
 def addresses(arguments: Arguments) -> list[int | float | None]:
-    """The arguments of a call from Python: tensors pass as addresses."""
+    """Returns the arguments of a call from Python: tensors pass as addresses."""
     return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
 
 
@@ -56,11 +56,11 @@ def define_call(op: str, call: Callable[..., KernelCall | None]) -> None:
 
 
 def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | None:
-    """The call of an op on a CPU, from the shapes, strides and dtypes of its tensors; None for other ops.
+    """Returns the call of an op on a CPU, from the shapes, strides and dtypes of its tensors, or None for other ops.
 
     Args:
         op: of torch.
-        arguments: by position.
+        arguments: arguments by position.
         results: the tensor that it returns, or the list of them.
 
     Example:
@@ -76,7 +76,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
 
 
 def are_built(calls: Sequence[KernelCall]) -> bool:
-    """Whether the C++ of calls is built, or can be built, here; builds it.
+    """Returns whether the C++ of calls is built, or can be built, here; builds it.
 
     Example:
         >>> are_built([]) == (library() is not None)
@@ -86,7 +86,7 @@ def are_built(calls: Sequence[KernelCall]) -> bool:
 
 
 def are_dense(*tensors: Tensor | None) -> bool:
-    """Whether tensors have elements of float32 one after another."""
+    """Returns whether tensors have elements of float32 one after another."""
     return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.is_neg()) for x in tensors)
 
 
@@ -98,9 +98,9 @@ class KernelChain:
     """Calls one after another, of tensors that come, and of those that they make.
 
     Args:
-        calls: from nothing to the calls, which may depend on the number of threads.
-        place: of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are those
-            of the n tensors that come, n is the room, and the others are the results.
+        calls: calls from nothing to the calls, which may depend on the number of threads.
+        place: place of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are
+            those of the n tensors that come, n is the room, and the others are the results.
         given: tensors with the shapes, strides and dtypes of those that come.
         room: bytes of the values that no one sees.
         results: tensors with the shapes and dtypes of those that are made for others.
@@ -122,7 +122,7 @@ class KernelChain:
         self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
-        """The results. Empties the list of the tensors that come."""
+        """Returns the results. Empties the list of the tensors that come."""
         come = tuple(given)
         given.clear()
         if is_asked() or not all(map(_is_as, come, self._given)):
@@ -146,7 +146,7 @@ class KernelChain:
         raise AssertionError(f"{call.name} in C++ failed without an error")
 
     def _program(self) -> "tuple[array[int], int]":
-        """The numbers that `run_chain` reads, and the number of calls."""
+        """Returns the numbers that `run_chain` reads, and the number of calls."""
         program, calls = array("q"), self._calls()
         for call in calls:
             program.extend((_address(call), len(call.arguments)))

@@ -1,7 +1,7 @@
 """Loops on a CPU, by numpy, over blocks that fit in a core's cache.
 
 All operations on one block run before the next block is read, and write their results to given memory. numpy packs,
-unpacks and looks up bytes several times faster than torch; its operations use one core.
+unpacks and looks up bytes several times faster than torch. Its operations use one core.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(n
 
 
 def array(x: Tensor) -> Array:
-    """The tensor as a numpy array that shares its memory."""
+    """Returns the tensor as a numpy array that shares its memory."""
     return x.detach().numpy()
 
 
 def cuts(num: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """The start and end of each block of `num` elements."""
+    """Yields the start and end of each block of `num` elements."""
     return ((lo, min(lo + size, num)) for lo in range(0, num, max(size, 1)))
 
 
@@ -76,7 +76,7 @@ class Squares:
         self._count = 0
 
     def add(self, y: Array) -> None:
-        """Adds the next block, of `BLOCK` elements; only the last of a row may have fewer."""
+        """Adds the next block, of `BLOCK` elements. Only the last of a row may have fewer."""
         rows = -(-y.size // LANES)
         wide = self._wide[1 : 1 + rows]
         flat = wide.reshape(-1)
@@ -94,6 +94,6 @@ class Squares:
         self._count += y.size
 
     def total(self) -> Tensor:
-        """The sum so far, float64 []."""
+        """Returns the sum so far, float64 []."""
         lanes = np.stack(self._spans) if self._spans else np.zeros((0, LANES))
         return halved(halved(torch.from_numpy(lanes)))

@@ -54,10 +54,10 @@ def implemented_by(kind: str) -> Iterator[None]:
 
 
 def is_native(folder: str) -> bool:
-    """Whether an op runs in C++ on CPU tensors here: its C++ was built, or can be.
+    """Returns whether an op runs in C++ on CPU tensors here: its C++ was built, or can be.
 
     Args:
-        folder: of the op.
+        folder: folder of the op.
 
     Example:
         >>> is_native("no_such_op")
@@ -68,7 +68,7 @@ def is_native(folder: str) -> bool:
 
 
 def is_asked() -> bool:
-    """Whether an implementation was asked for by `implemented_by`."""
+    """Returns whether an implementation was asked for by `implemented_by`."""
     return bool(_ASKED)
 
 
@@ -78,7 +78,7 @@ def implementation_of_rows(folder: str, name: str, x: torch.Tensor) -> Callable[
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:
-    """The function `name` of an op's folder, of the implementation for tensors on a device."""
+    """Returns the function `name` of an op's folder, of the implementation for tensors on a device."""
     return _find(folder, name, _ASKED[-1] if _ASKED else _serving(device.type))
 
 

@@ -15,7 +15,7 @@ WIDE_LEAST, WIDE_TERMS = -708.0, 13
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The sum a b + c: of fp32, rounded once; of float64, with the product rounded, too.
+    """Returns the sum a b + c: of fp32, rounded once; of float64, with the product rounded, too.
 
     The product of fp32 is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32,
     is that of the exact sum (Boldo and Melquiond, 2008).
@@ -59,7 +59,7 @@ def _wide_exponential(x: Tensor) -> Tensor:
 
 
 def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
-    """The polynomial of these coefficients, the highest power first."""
+    """Returns the polynomial of these coefficients, the highest power first."""
     y = x.new_tensor(terms[0])
     for term in terms[1:]:
         y = fused(y, x, x.new_tensor(term))

@@ -1,27 +1,21 @@
-// Code for several generations of processors, of which a call takes the newest that the processor has.
+// The generation of x86-64 that a file is compiled for, by the flags of the compiler: 4, 3 or 1. It is 0 for other
+// processors and other compilers.
 #pragma once
 #include <cstdint>
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define GENERATIONS 3
-#define V4 __attribute__((target("arch=x86-64-v4")))
-#define V3 __attribute__((target("arch=x86-64-v3")))
-// Their declarations make the compiler know the instructions that templates name.
-V4 void declares_instructions_of_v4();
-V3 void declares_instructions_of_v3();
+#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__) || __GNUC__ < 12
+#define GENERATION 0
+#elif defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define GENERATION 4
+#elif defined(__AVX2__) && defined(__FMA__)
+#define GENERATION 3
 #else
-#define GENERATIONS 1
+#define GENERATION 1
 #endif
 
-#if GENERATIONS == 3
-// Of the forms of a function, the one for the newest generation of x86-64 that the processor has, up to `newest`.
-template <typename F>
-F form_of(int64_t newest, F v4, F v3, F any) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
-}
-#endif
+// The bytes of a vector, and whether the processor has fused multiply-adds for sure.
+constexpr int WIDTH = GENERATION == 4 ? 64 : GENERATION == 3 ? 32 : 16;
+constexpr bool FUSED = GENERATION >= 3;

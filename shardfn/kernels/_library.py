@@ -19,7 +19,7 @@ def define(
 ) -> None:
     """Registers `torch.ops.shardfn_kernels.<name>`, from a schema, a function, and one that gives the result's shapes.
 
-    `scratch(*args)` returns the bytes that it allocates on a CPU and frees before it returns; None if these are few.
+    `scratch(*args)` returns the bytes that it allocates on a CPU and frees before it returns, or None if these are few.
     """
     name = schema.partition("(")[0]
     if scratch is not None:
@@ -70,7 +70,9 @@ def _in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def without_dispatch(op: Any) -> Callable[..., Any] | None:
-    """The function of an op of this room, for calls by position without autograd and transforms; None for other ops.
+    """Returns the function of an op of this room, for calls by position without autograd and transforms.
+
+    None for other ops.
 
     Torch's dispatcher takes 10 us for an op in Python, twice as long as the function that it calls.
 
@@ -82,7 +84,7 @@ def without_dispatch(op: Any) -> Callable[..., Any] | None:
 
 
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
-    """The bytes that an op of this room allocates on a CPU while it runs, and frees again; 0 for other ops.
+    """Returns the bytes that an op of this room allocates on a CPU while it runs, and frees again, or 0 for other ops.
 
     Args:
         op: of torch.

@@ -4,13 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-// The loops are compiled for several generations of processors; the loader takes the one it finds.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -99,7 +92,7 @@ INLINE void step(const float* p, const float* m, const float* nu, int64_t n, flo
 extern "C" {
 
 // y [c] += x [n <= c]; lanes [ceil(c / SPAN), LANES] += y^2
-CLONES void add_squares(const float* x, int64_t n, float* y, int64_t c, double* lanes) {
+void add_squares(const float* x, int64_t n, float* y, int64_t c, double* lanes) {
     for (int64_t lo = 0; lo < c; lo += LANES) {
         double* sums = lanes + lo / SPAN * LANES;
         const int64_t num = least(LANES, c - lo), more = least(num, n - lo);
@@ -109,7 +102,7 @@ CLONES void add_squares(const float* x, int64_t n, float* y, int64_t c, double* 
 }
 
 // lanes [spans, LANES], overwritten: the first becomes the sum of all, by halving
-CLONES void sum_lanes(double* lanes, int64_t spans) {
+void sum_lanes(double* lanes, int64_t spans) {
     int64_t width = 1;
     for (int64_t i = 0; i < spans; ++i) {
         double* row = lanes + i * LANES;
@@ -123,13 +116,13 @@ CLONES void sum_lanes(double* lanes, int64_t spans) {
 }
 
 // m [n] = b m + a g
-CLONES void moving_average(float* m, const float* g, int64_t n, float b, float a) {
+void moving_average(float* m, const float* g, int64_t n, float b, float a) {
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) m[j] = b * m[j] + a * g[j];
 }
 
 // y [8 b] += mean over k of tables [k, 256, 8] at bits [k, b]; lanes [ceil(8 b / SPAN), LANES] += y^2
-CLONES void add_mean(const uint8_t* bits, int64_t k, int64_t b, const float* tables, float* y, double* lanes) {
+void add_mean(const uint8_t* bits, int64_t k, int64_t b, const float* tables, float* y, double* lanes) {
     float total[LANES];
     for (int64_t lo = 0; lo < 8 * b; lo += LANES) {
         double* sums = lanes + lo / SPAN * LANES;
@@ -149,7 +142,7 @@ CLONES void add_mean(const uint8_t* bits, int64_t k, int64_t b, const float* tab
 }
 
 // bits [c / 8] of y >= 0, the first element the most significant
-CLONES void pack(const float* y, int64_t c, uint8_t* bits) {
+void pack(const float* y, int64_t c, uint8_t* bits) {
     uint8_t flags[LANES];
     for (int64_t lo = 0; lo < c; lo += LANES) {
         const int64_t num = least(LANES, c - lo);
@@ -164,7 +157,7 @@ CLONES void pack(const float* y, int64_t c, uint8_t* bits) {
 }
 
 // bits of y, and y less +-scale
-CLONES void subtract_signs(float* y, int64_t c, float scale, uint8_t* bits) {
+void subtract_signs(float* y, int64_t c, float scale, uint8_t* bits) {
     for (int64_t lo = 0; lo < c; lo += LANES) {
         const int64_t num = least(LANES, c - lo);
         pack(y + lo, num, bits + lo / 8);
@@ -173,19 +166,19 @@ CLONES void subtract_signs(float* y, int64_t c, float scale, uint8_t* bits) {
 }
 
 // out [8 b] of table [256, 8] at bits [b]
-CLONES void expand(const uint8_t* bits, int64_t b, const float* table, float* out) {
+void expand(const uint8_t* bits, int64_t b, const float* table, float* out) {
     for (int64_t j = 0; j < b; ++j) *(Eight*)(out + 8 * j) = *(const Eight*)(table + 8 * bits[j]);
 }
 
 // rows of blocks: x [r, c] -> codes [r, num_codes(c)], scales [r, ceil(c / block)]
-CLONES void quantize(const float* x, int64_t r, int64_t c, int64_t bits, int64_t block, uint8_t* codes, float* scales) {
+void quantize(const float* x, int64_t r, int64_t c, int64_t bits, int64_t block, uint8_t* codes, float* scales) {
     for (int64_t i = 0; i < r; ++i, x += c, codes += num_codes(c, bits))
         for (int64_t lo = 0; lo < c; lo += block)
             quantize_block(x + lo, least(block, c - lo), bits, codes + num_codes(lo, bits), scales++);
 }
 
 // the inverse: out [r, c] = codes * scales
-CLONES void dequantize(const uint8_t* codes, const float* scales, int64_t r, int64_t c, int64_t bits, int64_t block,
+void dequantize(const uint8_t* codes, const float* scales, int64_t r, int64_t c, int64_t bits, int64_t block,
                        float* out) {
     for (int64_t i = 0; i < r; ++i, out += c, codes += num_codes(c, bits))
         for (int64_t lo = 0; lo < c; lo += block)
@@ -194,7 +187,7 @@ CLONES void dequantize(const uint8_t* codes, const float* scales, int64_t r, int
 
 // sum over k of codes [k, r, num_codes(c)] * scales [k, r, ceil(c / block)] -> total [r, c]; or, where there is memory
 // for codes, room for one block in `total`, which is then quantized
-CLONES void dequantize_sum(const uint8_t* from, const float* factors, int64_t k, int64_t r, int64_t c, int64_t bits,
+void dequantize_sum(const uint8_t* from, const float* factors, int64_t k, int64_t r, int64_t c, int64_t bits,
                            int64_t block, float* total, uint8_t* codes, float* scales) {
     const int64_t width = num_codes(c, bits), blocks = (c + block - 1) / block;
     for (int64_t i = 0; i < r; ++i)
@@ -209,7 +202,7 @@ CLONES void dequantize_sum(const uint8_t* from, const float* factors, int64_t k,
 }
 
 // out [n] = rate (m / c1 / (sqrt(nu / c2) + eps) + decay p); or p += it, where there is no memory for it
-CLONES void preconditioned_step(float* p, const float* m, const float* nu, int64_t n, float rate, float c1, float c2,
+void preconditioned_step(float* p, const float* m, const float* nu, int64_t n, float rate, float c1, float c2,
                                 float eps, float decay, float* out) {
     if (out && decay != 0.0f)
         step<true, false>(p, m, nu, n, rate, c1, c2, eps, decay, out);

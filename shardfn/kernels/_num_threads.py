@@ -15,17 +15,17 @@ _THREADS = _Threads()
 
 
 def num_threads() -> int:
-    """The most threads that a kernel takes."""
+    """Returns the most threads that a kernel takes."""
     return _THREADS.given or torch.get_num_threads()
 
 
 def threads_for(work: int, few: int, parts: int | None = None) -> int:
-    """The threads that share some work: one up to `few`, for which a second one costs more than it saves.
+    """Returns the threads that share some work: one up to `few`, for which a second one costs more than it saves.
 
     Args:
         work: operations.
         few: of these.
-        parts: the most threads that can share it; None where each operation is a part.
+        parts: the most threads that can share it, or None where each operation is a part.
     """
     threads = num_threads() if work > few else 1
     return threads if parts is None else min(threads, max(parts, 1))

@@ -214,7 +214,7 @@ constexpr int BLOCK = 48, MOST_ROWS = BLOCK + 2;
 
 // Little code, a row at a time, for processors of x86-64 without fused multiply-adds: compilers take long for more.
 template <bool FUSES>
-constexpr bool slim = GENERATIONS == 3 && !FUSES;
+constexpr bool slim = GENERATION == 1 && !FUSES;
 
 // `NV` vectors by six rows fill the registers; fewer rows take more vectors.
 template <typename T, typename W, int BYTES, bool FUSES, int NV>
@@ -252,21 +252,4 @@ INLINE void panel_of(const Job<T, W>& o) {
 }
 
 template <typename T, typename W>
-void panel_any(const Job<T, W>& o) { panel_of<T, W, 16, false, 2>(o); }
-
-#if GENERATIONS == 3
-template <typename T, typename W>
-V4 void panel_v4(const Job<T, W>& o) { panel_of<T, W, 64, true, 4>(o); }
-template <typename T, typename W>
-V3 void panel_v3(const Job<T, W>& o) { panel_of<T, W, 32, true, 2>(o); }
-#endif
-
-// The code for a job.
-template <typename T, typename W>
-void (*multiplies(int64_t newest))(const Job<T, W>&) {
-#if GENERATIONS == 3
-    return form_of(newest, panel_v4<T, W>, panel_v3<T, W>, panel_any<T, W>);
-#else
-    return panel_any<T, W>;
-#endif
-}
+void multiply(const Job<T, W>& o) { panel_of<T, W, WIDTH, FUSED, WIDTH == 64 ? 4 : 2>(o); }

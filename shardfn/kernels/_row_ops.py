@@ -4,7 +4,7 @@
     combined_rows(y, weights, source, places)         gather_rows(y, places, weights)
     multiplied_rows(x, w, counts, transposed, exact)  grouped_product
 
-`nn.moe` has the same as functions with derivatives of any order, under every transform of torch.func; here a backward
+`nn.moe` has the same as functions with derivatives of any order, under every transform of torch.func. Here a backward
 is not differentiated again.
 """
 
@@ -21,13 +21,15 @@ _OPS = torch.ops.shardfn_kernels
 
 
 def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """The transpose of `combined_rows` in its rows: each is its token's row of `x` times the weight of its choice.
+    """Returns the transpose of `combined_rows` in its rows.
+
+    Each is its token's row of `x` times the weight of its choice.
 
     Args:
         x: rows of tokens.
-        weights: of the choices.
+        weights: weights of the choices.
         source: the token of each row; -1 in the tail.
-        places: the row of each choice; -1 for a choice without a row.
+        places: the row of each choice, or -1 for a choice without a row.
 
     Example:
         >>> x, source, places = torch.tensor([[2.0], [3.0]]), torch.tensor([1, 0, -1]), torch.tensor([[1], [0]])

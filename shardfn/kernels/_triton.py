@@ -1,7 +1,7 @@
 """Helpers of the Triton kernels.
 
 Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
-interpreter may be switched on after the package was imported; it recognises reductions by name, and runs them fast.
+interpreter may be switched on after the package was imported. It recognises reductions by name, and runs them fast.
 Contraction of products and sums is switched off, and divisions round correctly, so that results are the reference's.
 """
 
@@ -31,12 +31,15 @@ def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants:
 
 
 def tile(device: torch.device) -> int:
-    """The number of lanes that one program sums: all of them under the interpreter, whose time is by operation."""
+    """Returns the number of lanes that one program sums.
+
+    All of them under the interpreter, whose time is by operation.
+    """
     return LANES if device.type == "cpu" else 256
 
 
 def ceil(a: int, b: int) -> int:
-    """The quotient, rounded up."""
+    """Returns the quotient, rounded up."""
     return -(-a // b)
 
 
@@ -68,7 +71,7 @@ def factor_and_scale(top, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def encode(x, factor, HALF: tl.constexpr):
-    """The codes of x; 0 where the factor is 0."""
+    """The codes of x, or 0 where the factor is 0."""
     code = ((tl.where(factor == 0.0, 0.0, x) * factor + MAGIC) - MAGIC).to(tl.int32)
     return tl.where(code > HALF - 1, HALF - 1, tl.where(code < -HALF, -HALF, code))
 

@@ -1,5 +1,6 @@
 // Vectors of float32 in the width of a generation of processors. Products and sums are fused only where `fused` fuses
 // them, so that each operation is rounded once, and every generation has the same bits: compile with -ffp-contract=off.
+// `Here` is the generation that a file is compiled for.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -23,15 +24,20 @@ struct Any : Vec<16> {
         return c;
     }
 };
-#if GENERATIONS == 3
+#if GENERATION == 3
 struct Avx2 : Vec<32> {
     static constexpr int rows = 6, columns = 2;
     static INLINE V fused(V a, V b, V c) { return __builtin_ia32_vfmaddps256(a, b, c); }
 };
+using Here = Avx2;
+#elif GENERATION == 4
 struct Avx512 : Vec<64> {
     static constexpr int rows = 6, columns = 4;
     static INLINE V fused(V a, V b, V c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
 };
+using Here = Avx512;
+#else
+using Here = Any;
 #endif
 
 template <class L>
@@ -50,7 +56,7 @@ INLINE void store(float* p, typename L::V x) { *(typename L::V*)p = x; }
 
 template <class L, int... AT>
 INLINE typename L::V picked(typename L::V a, typename L::V b, std::integer_sequence<int, AT...>) {
-#if GENERATIONS == 3
+#if GENERATION
     return __builtin_shufflevector(a, b, AT...);
 #else
     const int at[] = {AT...};

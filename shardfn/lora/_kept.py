@@ -5,10 +5,10 @@ from shardfn.state import TrainState
 
 
 def without_base(state: TrainState) -> TrainState:
-    """The part of a state to save: adapters, and the optimizer's state, which is theirs alone.
+    """Returns the part of a state to save: adapters, and the optimizer's state, which is theirs alone.
 
     Args:
-        state: of a step over `{"base": ..., "lora": ...}`, with the model frozen.
+        state: state of a step over `{"base": ..., "lora": ...}`, with the model frozen.
 
     Raises:
         ValueError: its parameters are another tree.
@@ -36,7 +36,7 @@ def without_base(state: TrainState) -> TrainState:
 
 
 def with_base(state: TrainState, base: PyTree) -> TrainState:
-    """A state to train on, from a restored part and the model's leaves of a fresh state.
+    """Returns a state to train on, from a restored part and the model's leaves of a fresh state.
 
     Args:
         state: restored.

@@ -24,11 +24,13 @@ from shardfn.core import (
     Codes,
     Draw,
     P,
+    Placement,
     PyTree,
     Sharding,
     broadcast_prefix,
     explains_keywords,
     fold_in,
+    load,
     tree_entries,
     tree_flatten,
     tree_unflatten,
@@ -36,8 +38,8 @@ from shardfn.core import (
     zeros,
 )
 from shardfn.engine import Transform
-from shardfn.memory import Coded
 from shardfn.nn import dropout
+from shardfn.state import encode
 
 from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
@@ -262,7 +264,7 @@ class LoRA:
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _value(at[self.sites[path].entries]).to(dtype)
-                w = w if self.codes is None else Coded.of(w, self.codes).load()
+                w = load(encode(w, Placement(dtype=w.dtype, code=self.codes)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 
@@ -280,11 +282,7 @@ class LoRA:
         Raises:
             ValueError: they are not those of this value's leaves.
         """
-        if adapters.keys() != self.sites.keys():
-            raise ValueError(
-                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
-                " one LoRA."
-            )
+        self._check_adapters(adapters)
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
         _warn_of_trained([path for path, site in self.sites.items() if leaves[at[site.entries]].requires_grad])
         for number, (path, site) in enumerate(self.sites.items()):
@@ -328,11 +326,41 @@ class LoRA:
         loss.trains = self.trainable
         return loss
 
-    @torch.no_grad()
     def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
-        """The model's parameters with the adapters added, as whole tensors of the leaves' dtypes."""
-        merged = self.apply(params, adapters)
-        return tree_unflatten(*_merged(merged))
+        """Returns the model's parameters with the adapters added, as whole tensors of the leaves' dtypes.
+
+        Sums are computed in float32 at least, and rounded once to the dtype of the leaf.
+
+        Raises:
+            ValueError: the adapters are not those of this value's leaves.
+        """
+        self._check_adapters(adapters)
+        (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        for path, site in self.sites.items():
+            i = at[site.entries]
+            leaves[i] = self.merge_leaf(path, leaves[i], adapters[path])
+        return tree_unflatten(treedef, leaves)
+
+    @torch.no_grad()
+    def merge_leaf(self, path: str, leaf: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        """Returns one leaf with its adapter added, as `merge` does for all leaves.
+
+        Args:
+            path: path of the leaf, a key of `sites`.
+            leaf: the model's value, whole.
+            adapter: the leaf's entry of the adapters, whole.
+        """
+        if self.sites[path].full:
+            return adapter["full"].to(leaf.dtype)
+        wide = leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+        return self._weight(wide, adapter, path).whole().to(leaf.dtype)
+
+    def _check_adapters(self, adapters: PyTree) -> None:
+        if adapters.keys() != self.sites.keys():
+            raise ValueError(
+                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
+                " one LoRA."
+            )
 
     def _cuts(self, site: Site) -> dict[str, P | Sharding]:
         *stack, out, into = self._axes(site) if len(site.shape) > 1 else (None, None)
@@ -405,14 +433,9 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
                 f"dropout: an adapter's input is {tuple(x.shape)}, and the batch has {rows} rows, which have to be in"
                 " its dim 0; leave that leaf out of the targets, or dropout out."
             )
-        return dropout(key, x.reshape(rows, -1), rate, index_B).reshape(x.shape)
+        return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 
     return drop
-
-
-def _merged(tree: PyTree) -> tuple[Any, list[Any]]:
-    leaves, treedef = tree_flatten(tree, is_leaf=lambda x: type(x) is LowRankWeight)
-    return treedef, [x.whole() if type(x) is LowRankWeight else x for x in leaves]
 
 
 def _warn_of_trained(paths: Sequence[str]) -> None:

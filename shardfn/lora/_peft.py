@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardfn.core import P, PyTree, did_you_mean, raise_all, tree_entries, tree_flatten
+from shardfn.core import (
+    P,
+    PyTree,
+    count_nonfinite,
+    did_you_mean,
+    raise_all,
+    raise_nonfinite,
+    tree_entries,
+    tree_flatten,
+)
 
 from ._lora import LoRA
 from ._site import Site, of_pattern
@@ -40,17 +49,19 @@ def save_peft(
 ) -> None:
     """Writes adapters of a module's parameters so that `peft.PeftModel.from_pretrained(model, directory)` reads them.
 
-    Call it on one rank, with whole tensors: `sf.unshard(state.params["lora"])`.
+    Call it on one rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision
+    `state.params["lora"]` are roundings of these.
 
     Args:
         directory: made if it is not there.
-        lora: the adapters' description; its leaves are weights of a module, named as by `from_module`.
-        adapters: their values.
+        lora: the adapters' description. Its leaves are weights of a module, named as by `from_module`.
+        adapters: values.
         base_model: the name or directory of the model, which the configuration states.
-        task_type: of `peft`.
+        task_type: task type of `peft`.
 
     Raises:
-        ValueError: a leaf is not a weight of a module.
+        ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite. The message lists
+            all.
     """
     tensors, problems, ranks, alphas = {}, [], {}, {}
     modules: dict[bool, list[str]] = {True: [], False: []}
@@ -68,6 +79,8 @@ def save_peft(
             named = names if site.full else [f"{name}.{_SUFFIX[letter]}" for name in own]
             tensors |= {_PREFIX + name: part.contiguous().clone() for name, part in zip(named, parts, strict=True)}
     raise_all(ValueError, "peft has no names for these adapters:", problems)
+    counts = {name: (count_nonfinite(x), x.numel()) for name, x in tensors.items()}
+    raise_nonfinite(f"the adapters for {directory}", {n: c for n, c in counts.items() if c[0]}, len(counts))
     config = _PLAIN | {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -99,15 +112,15 @@ def load_peft(
     Args:
         directory: with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
-        specs: of the parameters.
+        specs: specs of the parameters.
 
     Returns:
         The adapters' description, and their values.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes; lists
-            all.
+        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes. The
+            message lists all.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -149,7 +162,10 @@ def load_peft(
 
 
 def _names_of(site: Site) -> list[str] | None:
-    """The names of a module's parameters that a leaf is: one, or one per layer of a stack. None if it has another."""
+    """Returns the names of a module's parameters that a leaf is.
+
+    One, or one per layer of a stack. None if it has another.
+    """
     *before, name = map(str, site.entries)
     if len(before) > 1 or "." not in name or (not site.full and len(site.shape) != 2 + len(before)):
         return None
@@ -160,8 +176,8 @@ class _Found:
     """The tensors of a file, by the leaf to which they belong.
 
     Attributes:
-        values: by path, the tensors of an adapter, with layers stacked as in the leaf.
-        alphas: by path.
+        values: the tensors of an adapter by path, with layers stacked as in the leaf.
+        alphas: alphas by path.
     """
 
     def __init__(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ class Site:
 
     Attributes:
         entries: the keys of its path.
-        shape: its global shape.
+        shape: global shape.
         spec: how it is cut.
         stacked: whether its layers are gathered one at a time (`Sharding`).
         rank: r.
@@ -34,7 +34,7 @@ class Site:
 
 
 def of_pattern(patterns: Mapping[str, V], path: str, default: V) -> V:
-    """The value of the first pattern that fits the end of a module's path, from a dot on; as `peft` reads them.
+    """Returns the value of the first pattern that fits the end of a module's path, from a dot on; as `peft` reads them.
 
     Example:
         >>> of_pattern({"v_proj": 4}, "layers.0.v_proj.weight", 8), of_pattern({"proj": 4}, "layers.0.v_proj.weight", 8)
@@ -46,6 +46,6 @@ def of_pattern(patterns: Mapping[str, V], path: str, default: V) -> V:
 
 
 def unused(patterns: Mapping[str, Any], paths: list[str]) -> list[str]:
-    """The patterns that fit no path."""
+    """Returns the patterns that fit no path."""
     missing = object()
     return [p for p in patterns if all(of_pattern({p: 0}, path, missing) is missing for path in paths)]

@@ -42,7 +42,7 @@ class LowRankWeight(MetadataTensor):
         left: `[..., m, r]`.
         right: `[..., r, n]`.
         scale: a number.
-        drop: applied to the operand of the thin products; None means nothing.
+        drop: applied to the operand of the thin products. None means nothing.
     """
 
     weight: Tensor
@@ -53,7 +53,7 @@ class LowRankWeight(MetadataTensor):
 
     @staticmethod
     def of(weight: Tensor, left: Tensor, right: Tensor, scale: float, drop: Any = None) -> "LowRankWeight":
-        """The weight of these parts.
+        """Returns the weight of these parts.
 
         Raises:
             ValueError: their shapes do not fit.
@@ -69,11 +69,11 @@ class LowRankWeight(MetadataTensor):
         return made
 
     def whole(self) -> Tensor:
-        """The sum."""
+        """Returns the sum."""
         return self.weight + self.scale * (self.left @ self.right)
 
     def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":
-        """The weight with `f` applied to each part."""
+        """Returns the weight with `f` applied to each part."""
         return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale, self.drop)
 
     def transposed(self) -> "LowRankWeight":
@@ -82,7 +82,7 @@ class LowRankWeight(MetadataTensor):
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A product, by the parts; of other functions, the result for the sum."""
+        """Returns a product, by the parts; of other functions, the result for the sum."""
         if type(args[0] if args else None) is LowRankWeight:
             view = _view(func, args[0], args[1:], kwargs)
             if view is not None:
@@ -107,7 +107,10 @@ _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSO
 
 
 def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation that keeps the parts apart: a transpose, or layers of a stack. None for others."""
+    """Returns the result of an operation that keeps the parts apart.
+
+    A transpose, or layers of a stack. None for others.
+    """
     if kwargs and func is not _TENSOR.unbind:
         return None
     if func in _TRANSPOSES and (x.ndim == 2 or func is _TENSOR.mT.__get__):
@@ -127,7 +130,7 @@ def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
-    """A product with the weight: that of the weight alone, and the two thin ones."""
+    """Returns a product with the weight: that of the weight alone, and the two thin ones."""
     a, b, *bias = operands
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
     if func is torch.nn.functional.linear and not on_right:  # the weight is the mapped operand
@@ -144,7 +147,7 @@ def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> 
 
 
 def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> Tensor:
-    """The low-rank part of an einsum of two operands; the factor that is contracted with `x` comes first."""
+    """Returns the low-rank part of an einsum of two operands. The factor that is contracted with `x` comes first."""
     inputs, _, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     of_x, of_w = terms if on_right else terms[::-1]

@@ -15,8 +15,8 @@ class Coded:
 
     Args:
         blocks: the codes, as from `kernels.code_blocks`.
-        shape: of the decoded block.
-        dtype: of the decoded block.
+        shape: shape of the decoded block.
+        dtype: dtype of the decoded block.
         code: the kind of the codes.
         kind: the memory of `blocks`.
 
@@ -47,7 +47,7 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the codes."""
+        """Returns the bytes of the codes."""
         return self.blocks.nbytes
 
     def with_blocks(self, blocks: UInt8[Tensor, "*rows bytes"], kind: MemoryKind) -> "Coded":
@@ -55,7 +55,7 @@ class Coded:
         return Coded(blocks, self.shape, self.dtype, self.code, kind)
 
     def layers(self) -> list["Coded"]:
-        """The parts along dim 0, whose codes are views."""
+        """Returns the parts along dim 0, whose codes are views."""
         return [Coded(x, self.shape[1:], self.dtype, self.code, self.kind) for x in self.blocks.unbind(0)]
 
     def flat(self) -> "Coded":
@@ -63,7 +63,7 @@ class Coded:
         raise NotImplementedError
 
     def load(self) -> Shaped[Tensor, "..."]:
-        """The whole block."""
+        """Returns the whole block."""
         return decode_blocks(self.blocks, self.shape[-1], self.dtype)
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:

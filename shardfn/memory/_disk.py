@@ -1,6 +1,6 @@
 """Values on disk: immutable tensors in files, read by rows, and written once in any chunks.
 
-A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows end where they end; the
+A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows end where they end. The
 grains that they share are put together in memory and written when the last byte of them arrives.
 """
 
@@ -28,11 +28,11 @@ class DiskTensor:
 
     Attributes:
         shape: the value's shape.
-        dtype: its dtype.
+        dtype: dtype.
         kind: "disk".
         grain: bytes of the unit that is read.
         sums: crc32 of each grain, where checksums are kept.
-        slot: the file; None for a value without elements.
+        slot: the file, or None for a value without elements.
 
     Example:
         >>> import tempfile
@@ -54,22 +54,22 @@ class DiskTensor:
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind: "disk"."""
+        """Returns the memory kind: "disk"."""
         return "disk"
 
     @property
     def pool(self) -> Any:
-        """The pool that holds it."""
+        """Returns the pool that holds it."""
         return self._pool
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the value; its file is rounded up to grains."""
+        """Returns the bytes of the value. Its file is rounded up to grains."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
-        """The leaf that this is, once a commit has named it."""
+        """Returns the leaf that this is, once a commit has named it."""
         return self.slot.name if self.slot else ""
 
     def flat(self) -> "DiskTensor":
@@ -77,7 +77,7 @@ class DiskTensor:
         return DiskTensor(torch.Size([math.prod(self.shape)]), self.dtype, self.grain, self.sums, self.slot, self._pool)
 
     def load(self) -> Shaped[Tensor, "..."]:
-        """The whole value as a fresh host tensor; waits for it.
+        """Returns the whole value as a fresh host tensor, and waits for it.
 
         Raises:
             DamagedError: the file is truncated, gone, or differs from its checksums.
@@ -85,18 +85,18 @@ class DiskTensor:
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
-        """Starts to read rows `lo:hi` of dim 0; a value without dims has one row.
+        """Starts to read rows `lo:hi` of dim 0. A value without dims has one row.
 
         With direct I/O, reading into `out` needs no copy where `out` begins on a page as the rows do in the file:
         tensors from `host_empty` of 64 KiB or more begin on one, and so do rows at multiples of `grain` bytes.
 
         Args:
             lo: first row.
-            hi: row after the last; None for all.
-            out: contiguous host tensor to fill; by default a fresh one.
+            hi: row after the last, or None for all.
+            out: contiguous host tensor to fill. Default: a fresh one.
 
         Returns:
-            The rows, under way; its `result` raises DamagedError as `load` does.
+            The rows, under way. Its `result` raises DamagedError as `load` does.
 
         Raises:
             ValueError: there are no such rows, or `out` does not have their shape and dtype.
@@ -148,7 +148,7 @@ class DiskWriter:
         self._io, self._slot, self._sums, self._pool = io, slot, sums, pool
         self._rows = shape[0] if shape else 1
         self._row = math.prod(shape[1:]) * dtype.itemsize
-        # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte;
+        # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte,
         # and requests under way, with those that failed, so that `finish` raises their errors. `finish` is for when all
         # calls of `write` have returned: rows are claimed before their requests are made.
         self._written: list[tuple[int, int]] = []
@@ -164,7 +164,7 @@ class DiskWriter:
             rows: host tensor `[n, *shape[1:]]` of the value's dtype; of shape `[]` for a value without dims.
 
         Returns:
-            Done when `rows` may be overwritten; its `result` raises DiskFullError.
+            Done when `rows` may be overwritten. Its `result` raises DiskFullError.
 
         Raises:
             ValueError: rows that the value does not have, of another shape or dtype, or written before.
@@ -221,7 +221,7 @@ class DiskWriter:
             self._written[max(at - 1, 0) : at + 2] = _joined(self._written[max(at - 1, 0) : at + 2])
 
     def _submit(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
-        """Writes whole grains at once; the parts at both ends wait for the rest of their grains."""
+        """Writes whole grains at once. The parts at both ends wait for the rest of their grains."""
         grain, stop = self._io.grain, start + len(source)
         first, last = -(-start // grain) * grain, stop // grain * grain
         futures = []
@@ -284,7 +284,7 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """The ranges of `0:rows` that the sorted `runs` leave out."""
+    """Returns the ranges of `0:rows` that the sorted `runs` leave out."""
     ends = [0, *(hi for _, hi in runs)]
     starts = [*(lo for lo, _ in runs), rows]
     return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]

@@ -23,7 +23,7 @@ class Fetch(Pending[Tensor]):
         self._moving: Pending[Tensor] | None = None
 
     def move(self) -> None:
-        """Begins the step to the device; waits for the disk."""
+        """Begins the step to the device, and waits for the disk."""
         if self._source is not None:
             host = self._source if isinstance(self._source, Tensor) else self._source.result()
             self._moving, self._source = to_device(host, self._device), None
@@ -34,11 +34,11 @@ class Fetch(Pending[Tensor]):
             self.move()
 
     def done(self) -> bool:
-        """Whether `result()` would return at once."""
+        """Returns whether `result()` would return at once."""
         return self._moving is not None and self._moving.done()
 
     def result(self) -> Tensor:
-        """The piece, on the device; waits for it."""
+        """Returns the piece, on the device, and waits for it."""
         self.move()
         assert self._moving is not None
         return self._moving.result()

@@ -26,11 +26,11 @@ Bytes = np.ndarray  # one-dimensional, uint8
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Shaped[Tensor, "..."]:
-    """An uninitialised host tensor: pinned where CUDA is, page-aligned when large, counted as host.
+    """Returns an uninitialised host tensor: pinned where CUDA is, page-aligned when large, counted as host.
 
     Args:
-        shape: its shape.
-        dtype: its dtype.
+        shape: shape.
+        dtype: dtype.
 
     Returns:
         The tensor.
@@ -50,11 +50,11 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.f
 def aligned_window(
     shape: tuple[int, ...], dtype: torch.dtype, before: int = 0, after: int = 0
 ) -> tuple[Shaped[Tensor, "..."], Bytes]:
-    """A host tensor in the middle of page-aligned memory, and that memory as bytes.
+    """Returns a host tensor in the middle of page-aligned memory, and that memory as bytes.
 
     Args:
         shape: the tensor's shape.
-        dtype: its dtype.
+        dtype: dtype.
         before: bytes of the memory in front of the tensor.
         after: bytes behind it.
 
@@ -76,7 +76,7 @@ def aligned_window(
 
 
 def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
-    """The memory of a contiguous CPU tensor; keeps it alive."""
+    """Returns the memory of a contiguous CPU tensor, and keeps it alive."""
     if not x.numel():
         return np.empty(0, np.uint8)
     # A contiguous tensor of one element may have any strides.

@@ -1,7 +1,7 @@
 """Bytes to and from files: pieces, spread over a few threads, past the page cache where the file system can.
 
 `os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O needs
-file offsets, lengths and memory in multiples of a page. Memory aligned so is moved without a copy; the rest goes
+file offsets, lengths and memory in multiples of a page. Memory aligned so is moved without a copy. The rest goes
 through a buffer. There is one buffer a thread at most, and it is taken and given back within one piece: that bounds
 them, and a thread that waits for one holds no other.
 
@@ -70,7 +70,7 @@ class Io:
     def read(
         self, slot: Slot, start: int, into: Bytes, grain: int, sums: Checksums | None
     ) -> list[concurrent.futures.Future[None]]:
-        """Starts to read `into` from byte `start` on; reads whole grains of that size, and checks them."""
+        """Starts to read `into` from byte `start` on, and reads whole grains of that size, and checks them."""
         stop = start + len(into)
         if not self.direct and sums is None:
             grain = 1  # the page cache reads any bytes
@@ -127,7 +127,7 @@ class Io:
 
 
 def why_not_direct(directory: pathlib.Path) -> str:
-    """Why the file system of `directory` does not do direct I/O in pages; empty if it does."""
+    """Why the file system of `directory` does not do direct I/O in pages, empty if it does."""
     if not _DIRECT:
         return "this system has no O_DIRECT"
     path, page = directory / "direct.probe", mmap.mmap(-1, PAGE)

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import TorchDispatchMode
-from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, named_leaves, tree_leaves
+from shardfn.core import (
+    Ambient,
+    MemoryKind,
+    PyTree,
+    Stored,
+    as_html,
+    did_you_mean,
+    is_device,
+    named_leaves,
+    tree_leaves,
+)
 from shardfn.kernels import scratch_bytes
 
 from ._timeline import MemoryTimeline, TimelineRecorder, as_svg
@@ -45,7 +55,7 @@ class Ledger:
     def live(self, kind: str) -> int:
         """Bytes alive now in memory of `kind`, among those that the ledger has seen."""
         _check_kind(kind)
-        if kind == "device" and self._device.type == "cuda":
+        if is_device(kind) and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         with self._lock:
             self._bury()
@@ -54,7 +64,7 @@ class Ledger:
     def peak(self, kind: str) -> int:
         """The most bytes that were alive at once in memory of `kind`."""
         _check_kind(kind)
-        if kind == "device" and self._device.type == "cuda":
+        if is_device(kind) and self._device.type == "cuda":
             return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
         return self._peak[kind]
 

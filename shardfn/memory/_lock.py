@@ -14,7 +14,7 @@ _LOCKS: set[int] = set()
 
 @contextlib.contextmanager
 def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseError] = InUseError) -> Iterator[int]:
-    """Takes a directory, and gives it back if the body raises; else it is kept until `unlock`.
+    """Takes a directory, and gives it back if the body raises, else it is kept until `unlock`.
 
     Args:
         directory: an existing one.

@@ -27,7 +27,7 @@ _FORMAT = 1
 def prepare(
     directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool, about: dict[str, Any] | None = None
 ) -> pathlib.Path:
-    """Writes a manifest beside the one that counts, which stays; `publish` takes it."""
+    """Writes a manifest beside the one that counts, which stays. `publish` takes it."""
     body = json.dumps({"format": _FORMAT, "step": step, "values": entries, "about": about or {}})
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
     new = directory / f"{NAME}.new"
@@ -65,7 +65,7 @@ def forget_before(directory: pathlib.Path) -> None:
 
 
 def commits(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The manifests that are there, the last commit first."""
+    """Returns the manifests that are there, the last commit first."""
     return [directory / name for name in (NAME, BEFORE) if (directory / name).exists()]
 
 
@@ -76,7 +76,7 @@ def settle(directory: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """The step and the entries of the last commit.
+    """Returns the step and the entries of the last commit.
 
     Raises:
         FileNotFoundError: nothing was committed.
@@ -91,7 +91,7 @@ def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """The step and the entries of one manifest.
+    """Returns the step and the entries of one manifest.
 
     Raises:
         DamagedError: the file differs from the one that was written.
@@ -101,7 +101,7 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
-    """The `about` of the last commit; empty without a commit or without `about`."""
+    """Returns the `about` of the last commit, empty without a commit or without `about`."""
     found = commits(directory)
     return _content(found[0]).get("about", {}) if found else {}
 
@@ -122,32 +122,32 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
 
 
 def stored_entry(x: DiskTensor) -> dict[str, Any]:
-    """The entry of a value that has a file, or no elements."""
+    """Returns the entry of a value that has a file, or no elements."""
     sums = base64.b64encode(x.sums.crcs.tobytes()).decode() if x.sums is not None else None
     file = {"file": x.slot.path.name, "capacity": x.slot.capacity} if x.slot else {"file": None}
     return {**_meta(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
 
 
 def inline_entry(x: Tensor) -> dict[str, Any]:
-    """The entry of a small tensor, with its bytes."""
+    """Returns the entry of a small tensor, with its bytes."""
     return {**_meta(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
 
 
 def inline_value(entry: dict[str, Any]) -> Tensor:
-    """The tensor of an `inline_entry`."""
+    """Returns the tensor of an `inline_entry`."""
     x = host_empty(tuple(entry["shape"]), dtype_of(entry))
     as_bytes(x)[:] = np.frombuffer(base64.b64decode(entry["bytes"]), np.uint8)
     return x
 
 
 def crcs_of(entry: dict[str, Any]) -> np.ndarray | None:
-    """The checksums of a `stored_entry`, if it has some."""
+    """Returns the checksums of a `stored_entry`, if it has some."""
     text = entry["crc32"]
     return None if text is None else np.frombuffer(base64.b64decode(text), np.uint32)
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
-    """The dtype of an entry."""
+    """Returns the dtype of an entry."""
     return getattr(torch, entry["dtype"])
 
 

@@ -98,7 +98,7 @@ class Mappings:
         self._settle()
 
     def _settle(self) -> None:
-        """Takes back returned mappings; if another thread holds the lock, that thread does so after releasing it."""
+        """Takes back returned mappings. If another thread holds the lock, that thread does so after releasing it."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._take_back()

@@ -15,7 +15,7 @@
 
 A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number identifies
 the value. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the disk,
-has a value of no use; its source must not be written before its `wait`. As in `shardfn.collectives`, handles are
+has a value of no use. Its source must not be written before its `wait`. As in `shardfn.collectives`, handles are
 placeholders for values, and only the value may be looked at.
 """
 
@@ -65,7 +65,7 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
     """Binds the pool that captured programs write to. When it ends no transfer is pending, after an error either.
 
     Args:
-        pool: a `Pool`; None for programs that write nothing to disk.
+        pool: a `Pool`, or None for programs that write nothing to disk.
 
     Example:
         >>> with bind_pool():
@@ -90,7 +90,7 @@ def _settle() -> None:
 
 
 def token_of(value: Any) -> Int64[Tensor, "1"]:
-    """A tensor that takes the place of a value on disk, or of a writer of one, in a captured program.
+    """Returns a tensor that takes the place of a value on disk, or of a writer of one, in a captured program.
 
     Example:
         >>> stored_of(token_of("anything"))
@@ -105,7 +105,7 @@ def token_of(value: Any) -> Int64[Tensor, "1"]:
 
 
 def stored_of(token: Int64[Tensor, "1"]) -> Any:
-    """The value of a token."""
+    """Returns the value of a token."""
     return _NAMED[int(token)]
 
 

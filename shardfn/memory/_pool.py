@@ -48,7 +48,7 @@ class PoolInfo(NamedTuple):
         piece: bytes of a request.
         max_staging: the most bytes of staging buffers.
         free_files: files that wait to be written again.
-        free_file_bytes: their bytes.
+        free_file_bytes: bytes.
         disk_free: bytes that the file system has left.
     """
 
@@ -100,7 +100,7 @@ class Pool:
     Args:
         directory: made if missing. It must hold no commit: that is for `Pool.open`.
         threads: how many requests are under way at once.
-        direct: bypass the page cache (O_DIRECT) where the file system can; `info()` has whether it does, and the log
+        direct: bypass the page cache (O_DIRECT) where the file system can. `info()` has whether it does, and the log
             why not.
         checksum: keep a crc32 of every 64 KiB, and compare it at each read.
         max_staging: bytes of buffers for data that is not aligned in memory; requests wait for a free one.
@@ -149,9 +149,9 @@ class Pool:
         Files that the commit does not name are removed and logged.
 
         Args:
-            directory: as for `Pool`.
-            step: which commit, of those that are kept; the others are given up. None = the last.
-            options: as for `Pool`.
+            directory: see `Pool`.
+            step: which commit, of those that are kept. The others are given up. None = the last.
+            options: see `Pool`.
 
         Returns:
             The pool, the committed values by name, and the committed step.
@@ -178,7 +178,7 @@ class Pool:
 
     @staticmethod
     def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-        """The steps of the commits that can be opened, the last one first.
+        """Returns the steps of the commits that can be opened, the last one first.
 
         Raises:
             DamagedError: a manifest differs from the one that was written.
@@ -187,7 +187,7 @@ class Pool:
 
     @staticmethod
     def about(directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """The `about=` of the last commit, read without opening the pool; empty without one.
+        """Returns the `about=` of the last commit, read without opening the pool, empty without one.
 
         Raises:
             DamagedError: the manifest differs from the one that was written.
@@ -212,11 +212,11 @@ class Pool:
         return writer.finishing()
 
     def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> DiskWriter:
-        """A value to be written in chunks of rows.
+        """Returns a value to be written in chunks of rows.
 
         Args:
             shape: the value's shape.
-            dtype: its dtype.
+            dtype: dtype.
 
         Returns:
             The writer.
@@ -240,14 +240,14 @@ class Pool:
         keep_before: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes `values` the result of `Pool.open`, atomically; files of the commit before are free from then on.
+        """Makes `values` the result of `Pool.open`, atomically. Files of the commit before are free from then on.
 
         Several processes that commit together may end between the first one's commit and the last one's. With
-        `keep_before` each keeps its last two commits, so that they have one in common; `forget_before` gives up the
+        `keep_before` each keeps its last two commits, so that they have one in common. `forget_before` gives up the
         older one, once all have the newer.
 
         Tensors below a page go into the manifest, larger ones into files. After it returns, the end of the process, by
-        a signal too, loses nothing; `durable` waits for the device as well, so that a loss of power does not either.
+        a signal too, loses nothing. `durable` waits for the device as well, so that a loss of power does not either.
 
         Args:
             values: by name, values of this pool, host tensors, numbers, strings.
@@ -259,7 +259,7 @@ class Pool:
         Raises:
             ValueError: a value is another pool's.
             TypeError: a value is of another type.
-            DiskFullError: there is no room; the commit before stays.
+            DiskFullError: there is no room. The commit before stays.
         """
         self.check_open()
         self._check_values(values)
@@ -275,7 +275,7 @@ class Pool:
                 manifest.sync(slot.path)
         with self._commit_lock:
             new = manifest.prepare(self._directory, step, entries, durable=durable, about=dict(about or {}))
-            # From the first rename to the end the disk may name either; an error leaves both unknown, and both held.
+            # From the first rename to the end the disk may name either. An error leaves both unknown, and both held.
             before, self._committed = self._committed, [*self._committed, *slots]
             manifest.publish(self._directory, new, durable=durable, keep_before=keep_before)
             self._before, self._committed = before if keep_before else [], slots
@@ -288,7 +288,7 @@ class Pool:
                 self._before = []
 
     def info(self) -> PoolInfo:
-        """The findings and choices of the pool."""
+        """Returns the findings and choices of the pool."""
         files, size = self._slots.usage()
         free = shutil.disk_usage(self._directory).free
         return self._info._replace(free_files=files, free_file_bytes=size, disk_free=free)
@@ -342,7 +342,10 @@ class Pool:
         return values
 
     def _value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
-        """The value of an entry. Values that share a file share its slot, so that it is free when all of them are."""
+        """Returns the value of an entry.
+
+        Values that share a file share its slot, so that it is free when all of them are.
+        """
         if "value" in entry:
             return entry["value"]
         if "bytes" in entry:
@@ -401,7 +404,7 @@ def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
 
 
 def _named(directory: pathlib.Path) -> set[str] | None:
-    """The files that manifests name; None if it cannot be read, and nothing should be removed."""
+    """Returns the files that manifests name, or None if it cannot be read, and nothing should be removed."""
     try:
         kept = [manifest.read(path)[1] for path in manifest.commits(directory)]
         return {e["file"] for entries in kept for e in entries.values() if e.get("file")}
@@ -410,7 +413,7 @@ def _named(directory: pathlib.Path) -> set[str] | None:
 
 
 def _chosen(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
-    """The manifest of a step, or the last one."""
+    """Returns the manifest of a step, or the last one."""
     manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]
     for path, at, entries in found:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, is_device, is_host
 
 from ._ledger import default_device
 from ._transfer import to_device, to_host
@@ -35,12 +35,12 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
         >>> x.grad
         tensor([3., 3.])
     """
-    if kind not in ("host", "device"):
+    if not (is_host(kind) or is_device(kind)):
         raise ValueError(
             f"put(x, {kind!r}): a tensor is put on 'host' or 'device'. For the disk, `pool.write(x)` gives a"
             " DiskTensor and its `.read()` the way back; neither is differentiable."
         )
-    place = torch.device(device) if device is not None else x.device if kind == "host" else default_device()
+    place = torch.device(device) if device is not None else x.device if is_host(kind) else default_device()
     return _MemoryPut.apply(x, kind, place)
 
 
@@ -49,7 +49,7 @@ class _MemoryPut(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
-        return (to_host(x) if kind == "host" else to_device(x, device)).result()
+        return (to_host(x) if is_host(kind) else to_device(x, device)).result()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
@@ -57,7 +57,7 @@ class _MemoryPut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _MemoryPut.apply(grad_outputs[0], "device" if ctx.kind == "host" else "host", ctx.device), None, None
+        return _MemoryPut.apply(grad_outputs[0], "device" if is_host(ctx.kind) else "host", ctx.device), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:

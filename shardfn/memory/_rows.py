@@ -26,10 +26,10 @@ def rows_to_device(
     Args:
         x: host tensor, contiguous; from `host_empty`, so that on CUDA the copy is asynchronous.
         rows: indices of dim 0 in any order, each any number of times; on the CPU.
-        device: where to; by default the accelerator, and without one the CPU.
+        device: where to. Default: the accelerator, and without one the CPU.
 
     Returns:
-        A tensor of `x`'s shape there, under way; its other rows are not initialised. `x` must be left alone until it is
+        A tensor of `x`'s shape there, under way. Its other rows are not initialised. `x` must be left alone until it is
         done. While a program is captured, an op of its graph.
 
     Raises:
@@ -66,7 +66,7 @@ def rows_to_host(
         places: indices of the first dims of `out`, on the CPU. Rows of the same place must be equal.
 
     Returns:
-        `out`, under way; it and `x` must be left alone until it is done. While a program is captured, an op of its
+        `out`, under way. It and `x` must be left alone until it is done. While a program is captured, an op of its
         graph.
 
     Raises:
@@ -91,7 +91,7 @@ def rows_to_host(
 
 
 def _runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
-    """The rows in order as ranges, `(lo, hi)`, that do not touch."""
+    """Returns the rows in order as ranges, `(lo, hi)`, that do not touch."""
     if len(rows) and not (0 <= rows.min() and rows.max() < num):
         raise ValueError(f"rows are from {rows.min()} to {rows.max()}, and the tensor has {num}; pass 0 to {num - 1}.")
     wanted = np.zeros(num + 2, np.int8)

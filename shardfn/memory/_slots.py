@@ -25,8 +25,8 @@ class Slot:
 
     Attributes:
         path: the file.
-        capacity: its bytes.
-        name: the leaf that lives there, for messages; empty until a commit names it.
+        capacity: bytes.
+        name: the leaf that lives there, for messages, empty until a commit names it.
     """
 
     __slots__ = ("__weakref__", "capacity", "name", "path")
@@ -49,7 +49,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def take(self, capacity: int, nbytes: int) -> Slot:
-        """A slot of that capacity for a value of `nbytes`; a file that is free, or a new one.
+        """Returns a slot of that capacity for a value of `nbytes`; a file that is free, or a new one.
 
         Raises:
             DiskFullError: there is no room, not even after every free file was removed.
@@ -60,7 +60,7 @@ class Slots:
         return self._own(Slot(path, capacity), nbytes)
 
     def adopt(self, name: str, capacity: int, nbytes: int) -> Slot:
-        """The slot of a file that a manifest names."""
+        """Returns the slot of a file that a manifest names."""
         path = self._directory / name
         with self._lock:
             self._next = max(self._next, int(path.stem.removeprefix("slot-")) + 1)
@@ -73,7 +73,7 @@ class Slots:
             return self._remove_free()
 
     def usage(self) -> tuple[int, int]:
-        """How many files wait to be used again, and their bytes."""
+        """Returns how many files wait to be used again, and their bytes."""
         with self._lock:
             self._collect()
             return sum(map(len, self._free.values())), sum(c * len(paths) for c, paths in self._free.items())
@@ -124,7 +124,7 @@ class Slots:
 
 
 def no_room(directory: pathlib.Path, needed: int, problem: OSError) -> DiskFullError:
-    """The error for a value that does not fit."""
+    """Returns the error for a value that does not fit."""
     free = shutil.disk_usage(directory).free
     why = "a limit on file sizes (ulimit -f)" if problem.errno == errno.EFBIG else f"{free} bytes are free there"
     return DiskFullError(
@@ -153,7 +153,7 @@ def _allocate(fd: int, capacity: int) -> None:
     try:
         os.posix_fallocate(fd, 0, capacity)
     except OSError as problem:
-        # The file system cannot; then a full disk is found by the writes.
+        # The file system cannot. Then a full disk is found by the writes.
         if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(fd, capacity)

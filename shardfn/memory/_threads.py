@@ -29,7 +29,7 @@ def background() -> AbstractContextManager[None]:
 
 
 def in_background() -> bool:
-    """Whether `background()` is open on this thread."""
+    """Returns whether `background()` is open on this thread."""
     return bool(_BACKGROUND)
 
 
@@ -69,7 +69,7 @@ class Threads:
         return job.future
 
     def close(self, *, wait: bool) -> None:
-        """Ends the threads when all jobs are done; with `wait`, returns after that.
+        """Ends the threads when all jobs are done. With `wait`, returns after that.
 
         On one of these threads, where the garbage collector may call it, it does not wait: no thread waits for itself.
         """
@@ -77,7 +77,7 @@ class Threads:
         self._executor.shutdown(wait=wait and not here)
 
     def _next(self) -> None:
-        """Does one job, if there is one; it is called at least as often as there are jobs."""
+        """Does one job, if there is one. It is called at least as often as there are jobs."""
         for lane in (self._first, self._later):
             with contextlib.suppress(IndexError):
                 return lane.popleft().run()

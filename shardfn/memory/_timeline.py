@@ -6,6 +6,8 @@ import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardfn.core import is_device
+
 _COLORS = {"device": "#5b93d3", "host": "#e58a3c", "disk": "#9a7bc0"}
 _PHASES = {"forward": "#eaf2fb", "backward": "#fdf1e5", "update": "#eef7ec"}
 _MESSAGES = {"gather": "#e58a3c", "reduce": "#6fb35f", "refresh": "#9a7bc0"}
@@ -91,7 +93,7 @@ class TimelineRecorder:
         found = MemoryTimeline(live, tuple(self._sections), ())
         pieces: dict[str, int] = {}
         for kind, nbytes, name in self._events[: found.peak]:
-            if kind == "device":
+            if is_device(kind):
                 pieces[name] = pieces.get(name, 0) + nbytes
         largest = sorted(((name, n) for name, n in pieces.items() if n), key=lambda piece: -piece[1])
         return dataclasses.replace(found, largest=tuple(largest))

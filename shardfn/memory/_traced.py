@@ -21,12 +21,12 @@ _MODES = FAKE, PROXY
 
 
 def capturing() -> bool:
-    """Whether tensors have no data, because a program is being written down."""
+    """Returns whether tensors have no data, because a program is being written down."""
     return any(dispatch_mode(mode) is not None for mode in _MODES)
 
 
 def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
-    """A value that arrives when the graph runs: its wait is recorded where it is first asked for.
+    """Returns a value that arrives when the graph runs: its wait is recorded where it is first asked for.
 
     Args:
         handle: the result of the start.
@@ -72,9 +72,9 @@ class TracedStored:
     """A value on disk, in a capture: `Stored`.
 
     Args:
-        token: its tensor in the graph.
-        shape: its shape.
-        dtype: its dtype.
+        token: tensor in the graph.
+        shape: shape.
+        dtype: dtype.
     """
 
     code: tuple[int, int] | None = None
@@ -84,12 +84,12 @@ class TracedStored:
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind: "disk"."""
+        """Returns the memory kind: "disk"."""
         return "disk"
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the value."""
+        """Returns the bytes of the value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> "TracedStored":
@@ -97,7 +97,7 @@ class TracedStored:
         return TracedStored(_ops.flat(self.token), torch.Size([math.prod(self.shape)]), self.dtype)
 
     def load(self) -> Shaped[Tensor, "..."]:
-        """The whole value, read at once."""
+        """Returns the whole value, read at once."""
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Any]:
@@ -121,7 +121,7 @@ class TracedWriter:
         return _traced(_ops.write_start(self._token, lo, rows))
 
     def finish(self) -> TracedStored:
-        """The value, when all rows are there."""
+        """Returns the value, when all rows are there."""
         return TracedStored(_ops.finish(self._token), self._shape, self._dtype)
 
 
@@ -142,5 +142,5 @@ class TracedPool:
         return Pending(result)
 
     def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> TracedWriter:
-        """A value to be written in chunks of rows."""
+        """Returns a value to be written in chunks of rows."""
         return TracedWriter(torch.Size(shape), dtype)

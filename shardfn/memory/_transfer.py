@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Pending[T]:
-    """A transfer that is done when all of `futures` are; its error is the first one's."""
+    """Returns a transfer that is done when all of `futures` are. Its error is the first one's."""
     futures = tuple(futures)
 
     def wait() -> None:
@@ -43,7 +43,7 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> P
 
 
 def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
-    """Starts the copy of a device tensor to the host. Not differentiable; `put` is.
+    """Starts the copy of a device tensor to the host. Not differentiable. `put` is.
 
     Args:
         x: device tensor, any shape and dtype.
@@ -75,11 +75,11 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 def to_device(
     x: Shaped[Tensor, "..."], device: torch.device | str | None = None, out: Shaped[Tensor, "..."] | None = None
 ) -> Pending[Tensor]:
-    """Starts the copy of a host tensor to a device. Not differentiable; `put` is.
+    """Starts the copy of a host tensor to a device. Not differentiable. `put` is.
 
     Args:
         x: host tensor, any shape and dtype; from `host_empty`, so that on CUDA the copy is asynchronous.
-        device: where to; by default `out`'s device, else the accelerator, and without one the CPU.
+        device: where to. Default: `out`'s device, else the accelerator, and without one the CPU.
         out: tensor of that shape and dtype there to fill, or None for a fresh one.
 
     Returns:
@@ -105,14 +105,14 @@ def to_device(
 
 
 def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:
-    """A device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
+    """Returns a device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
     if out.is_cuda:
         return _copy_cuda(out, parts, out.device, "up")
     return on_thread("up", out, _copy, parts)
 
 
 def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
-    """A tensor, under way, that a call by the thread of one direction fills."""
+    """Returns a tensor, under way, that a call by the thread of one direction fills."""
     return of_futures(out, [_thread(way).submit(run, *args)])
 
 

@@ -9,7 +9,7 @@ from shardfn.core import PyTree, tree_entries, tree_leaves
 
 
 def by_layer(norms: PyTree, prefix: str = "norm") -> dict[str, Tensor]:
-    """The Euclidean norms of layers: `sqrt(sum_i n_i^2)` over the leaves of each, as metrics with names.
+    """Returns the Euclidean norms of layers: `sqrt(sum_i n_i^2)` over the leaves of each, as metrics with names.
 
     A leaf belongs to the layer of its path up to the first number: `blocks.3` of `params["blocks"][3]["wq"]`, and
     `model.layers.3` of `params["model.layers.3.mlp.up_proj.weight"]`. Without a number it belongs to its parent, as in
@@ -21,7 +21,7 @@ def by_layer(norms: PyTree, prefix: str = "norm") -> dict[str, Tensor]:
         prefix: the names are `prefix/layer`.
 
     Returns:
-        0-d tensors by name, in the order of the leaves; `Logger.write` takes them.
+        0-d tensors by name, in the order of the leaves. `Logger.write` takes them.
 
     Example:
         >>> three, four = torch.tensor(3.0), torch.tensor(4.0)
@@ -36,7 +36,7 @@ def by_layer(norms: PyTree, prefix: str = "norm") -> dict[str, Tensor]:
 
 
 def _layers(entries: tuple[Any, ...], norm: Tensor) -> list[tuple[str, Tensor]]:
-    """The layers of a leaf, with its norm in each."""
+    """Returns the layers of a leaf, with its norm in each."""
     parts = [part for entry in entries for part in str(entry).split(".")]
     if norm.ndim:
         parent = ".".join(parts[:-1] or parts)

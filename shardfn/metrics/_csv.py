@@ -44,7 +44,7 @@ class CSV:
         self._columns = _cells(lines[0]) if lines else []
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Writes a line; before it, where a metric is new, all lines with a further column."""
+        """Writes a line. Before it, where a metric is new, all lines with a further column."""
         assert self._file is not None
         cells = {"step": step, **row}
         new = [name for name in cells if name not in self._columns]

@@ -36,7 +36,7 @@ class EarlyStopping(NamedTuple):
         patience: the number of evaluations without improvement after which `stop` is True.
         min_delta: a smaller change is no improvement.
         mode: "min" or "max": whether lower or higher values are better.
-        best: the best value so far; None for the worst there is.
+        best: the best value so far, or None for the worst there is.
         waited: evaluations since then.
 
     Example:
@@ -59,12 +59,12 @@ class EarlyStopping(NamedTuple):
 
     @property
     def stop(self) -> bool:
-        """Whether the run should end."""
+        """Returns whether the run should end."""
         _check(self)
         return self.waited >= self.patience
 
     def update(self, value: Any) -> "EarlyStopping":
-        """The value after one more evaluation.
+        """Returns the value after one more evaluation.
 
         Args:
             value: of the metric, a number or a 0-d tensor.
@@ -82,7 +82,7 @@ class EarlyStopping(NamedTuple):
         return self._replace(best=new, waited=0) if improved else self._replace(best=best, waited=self.waited + 1)
 
     def state(self) -> dict[str, Any]:
-        """The part that changes, for `user=` of a checkpoint; `at` takes it back."""
+        """Returns the part that changes, for `user=` of a checkpoint. `at` takes it back."""
         return {"best": self.best, "waited": self.waited}
 
     def at(self, state: Mapping[str, Any]) -> "EarlyStopping":

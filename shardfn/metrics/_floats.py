@@ -22,7 +22,7 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         2^53; on a device without float64 through float32.
 
     Raises:
-        TypeError: values are neither; lists all.
+        TypeError: values are neither. The message lists all.
 
     Example:
         >>> to_floats({"loss": torch.tensor(0.5), "finite": torch.tensor(True), "learning_rate": 1e-3})

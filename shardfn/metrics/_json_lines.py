@@ -8,7 +8,7 @@ from ._lines import GrowingFile, resumed_lines
 
 
 class JSONFile:
-    """Writes `metrics.jsonl`; a `Logger` always has it.
+    """Writes `metrics.jsonl`. A `Logger` always has it.
 
     Attributes:
         rows: the rows that a resumed run found in the file.

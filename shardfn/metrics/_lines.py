@@ -23,7 +23,7 @@ class GrowingFile:
         """Writes bytes at the end.
 
         Raises:
-            OSError: they were not written; the file is as before.
+            OSError: they were not written. The file is as before.
         """
         done = 0
         try:
@@ -41,7 +41,7 @@ class GrowingFile:
 
 
 def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list[str], GrowingFile]:
-    """A file with those of its complete lines that are to be kept, opened at its end.
+    """Returns a file with those of its complete lines that are to be kept, opened at its end.
 
     Usually they are its first ones, and the file is cut: that needs no room, so a full disk loses none of them.
     """

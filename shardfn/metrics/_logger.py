@@ -1,4 +1,4 @@
-"""The log of a run: its metrics by step, in `metrics.jsonl` and in further sinks; the first rank writes."""
+"""The log of a run: its metrics by step, in `metrics.jsonl` and in further sinks. The first rank writes."""
 
 import operator
 import os
@@ -17,7 +17,7 @@ from ._tensorboard import TensorBoard
 class Logger:
     """Writes metrics by step to `metrics.jsonl` and to other sinks: CSV, TensorBoard, Weights & Biases, MLflow, yours.
 
-    The first rank of the mesh writes; on the others nothing happens, and no metric is copied from the device. A line is
+    The first rank of the mesh writes. On the others nothing happens, and no metric is copied from the device. A line is
     on disk when `write` returns, so that a run that dies leaves all its lines.
 
     A sink that raises while the run goes on, such as one on a full disk, does not stop it: there is one warning, the
@@ -25,7 +25,7 @@ class Logger:
 
     Args:
         folder: where to; made if missing.
-        mesh: only its first rank writes; None means that this process writes.
+        mesh: only its first rank writes. None means that this process writes.
         tensorboard: short for a `TensorBoard()` among the sinks.
         sinks: further places, each a `Sink`.
         start: the step from which a run resumes: rows of later steps are dropped, since those steps are made again. 0

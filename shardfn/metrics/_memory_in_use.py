@@ -7,7 +7,7 @@ import torch
 
 
 def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
-    """The memory of this rank in bytes, now and at its highest since the program began.
+    """Returns the memory of this rank in bytes, now and at its highest since the program began.
 
     For a GPU it is the memory of tensors, as torch allocates it; for a CPU the resident memory of the process.
 

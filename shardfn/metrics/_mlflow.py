@@ -20,11 +20,11 @@ class MLflow:
     characters that MLflow refuses become underscores.
 
     Args:
-        experiment: its name; made if missing.
-        tracking_uri: of the server, or such as "sqlite:///runs.db"; default that of `mlflow`.
-        run_name: of the run.
+        experiment: name; made if missing.
+        tracking_uri: tracking uri of the server, or such as "sqlite:///runs.db". Default: that of `mlflow`.
+        run_name: run name of the run.
         params: hyperparameters.
-        tags: of the run.
+        tags: tags of the run.
 
     Raises:
         ModuleNotFoundError: (when a logger opens it) the package `mlflow` is not installed.

@@ -18,7 +18,7 @@ _LONGEST_WAIT = 256
 class Sink(Protocol):
     """A place for the rows of a run, such as a file or a tracking service. Any object with these three methods is one.
 
-    `Logger` calls them on the first rank alone. An error of `open` stops the run, which has not begun; an error of the
+    `Logger` calls them on the first rank alone. An error of `open` stops the run, which has not begun. An error of the
     others does not: the row is given again later.
 
     Example:
@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Begins.
 
         Args:
-            folder: of the logger; it exists.
+            folder: folder of the logger. It exists.
             start: the step from which a run resumes, and 0 for a new run. Rows of later steps will come again.
         """
         ...
@@ -103,7 +103,7 @@ class Delivery:
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raises if a value is no sink; lists all.
+    """Raises if a value is no sink. The message lists all.
 
     Raises:
         TypeError: the remedy is in the message.
@@ -124,7 +124,7 @@ def package(name: str, needs: str, *parts: str) -> list[ModuleType]:
     """Imports modules of a package that is not required.
 
     Args:
-        name: its name for pip.
+        name: name for pip.
         needs: the user's call that needs it.
         *parts: the modules; the package itself if there are no others.
 

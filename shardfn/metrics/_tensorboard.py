@@ -15,7 +15,7 @@ _PARTS = ("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summar
 
 
 class TensorBoard:
-    """Writes TensorBoard's events in the logger's folder; `tensorboard --logdir` shows them.
+    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows them.
 
     Events are on disk when `Logger.write` returns: none wait in a thread, in which an error would go unseen.
 

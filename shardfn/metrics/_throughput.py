@@ -34,13 +34,13 @@ class Throughput:
     are launched, not how fast they run.
 
     Args:
-        flops_per_token: see `flops_per_token`; None leaves "mfu" out.
-        peak_flops: of all devices together, operations a second in the dtype of the products, as
-            `mesh.size * sf.graph.peak_flops(mesh.device)`; None leaves "mfu" out.
+        flops_per_token: see `flops_per_token`. None leaves "mfu" out.
+        peak_flops: peak flops of all devices together, operations a second in the dtype of the products, as `mesh.size
+            * sf.graph.peak_flops(mesh.device)`. None leaves "mfu" out.
         clock: returns the time in seconds.
-        flops_per_step: in place of `flops_per_token`, of all devices together, as
-            `mesh.size * step.lower(state, batch).cost_analysis().flops`. It contains the operations that `remat`
-            repeats: lower a step without it, or call the result hardware utilisation.
+        flops_per_step: flops per step in place of `flops_per_token`, of all devices together, as `mesh.size *
+            step.lower(state, batch).cost_analysis().flops`. It contains the operations that `remat` repeats: lower a
+            step without it, or call the result hardware utilisation.
 
     Raises:
         ValueError: of the numbers for "mfu" one is missing, not positive, or given in two ways.
@@ -76,11 +76,11 @@ class Throughput:
         self._paused = False
 
     def __call__(self, tokens: int, steps: int = 1) -> dict[str, float]:
-        """The rates since the last call, or since the start.
+        """Returns the rates since the last call, or since the start.
 
         Args:
             tokens: the number of tokens trained on in that time, on all ranks.
-            steps: the number of steps in that time; only `flops_per_step` needs it.
+            steps: the number of steps in that time. Only `flops_per_step` needs it.
 
         Returns:
             "tokens_per_s", and "mfu", a fraction of 1, where it is known.

@@ -18,8 +18,8 @@ class WandB:
     loses then are in `metrics.jsonl` alone.
 
     Args:
-        **init: as `wandb.init` takes them: `project`, `entity`, `name`, `group`, `tags`, `notes`, `config` for the
-            hyperparameters, `mode="offline"` for a machine without network, `id` to choose the run. `dir` is the
+        **init: options as `wandb.init` takes them: `project`, `entity`, `name`, `group`, `tags`, `notes`, `config` for
+            the hyperparameters, `mode="offline"` for a machine without network, `id` to choose the run. `dir` is the
             logger's folder if it is not given.
 
     Raises:

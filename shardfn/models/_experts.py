@@ -24,21 +24,21 @@ class Experts:
     Attributes:
         num: E.
         top_k: k.
-        d_ff: F; None is that of the dense layers.
+        d_ff: F. None is that of the dense layers.
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
         route: `route(logits, k=, name=)` to a `moe.Routing`: `moe.top_k`, or others, with settings by
             `functools.partial`. It also gets `bias=` where `bias_rate` is above 0, `exact=True` in an exact model,
             `mask=` where the batch has one, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
-        balance_loss: a function of `moe.balance`; it gets `axes=`, and `mask=` as `route` does.
+        balance_loss: a function of `moe.balance`. It gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.
-        axes: the batch's axes, over which balance and capacity are taken; None is each rank's own tokens.
+        axes: the batch's axes, over which balance and capacity are taken. None is each rank's own tokens.
         capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes; later ones are
             dropped. Padding counts in neither number. None drops none.
         shared: the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
         bias_rate: a bias of each expert in the choice alone, moved once a step against its load, in place of a balance
-            loss; the loss then has a state (`models.moe.loss`).
+            loss. The loss then has a state (`models.moe.loss`).
         exchange: where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
             `moe.Sum("tp")`.
 
@@ -94,19 +94,19 @@ class Experts:
         raise_all(ValueError, "Experts:", problems)
 
     def in_layer(self, i: int) -> bool:
-        """Whether layer `i` has experts."""
+        """Returns whether layer `i` has experts."""
         return i >= self.first and (i - self.first + 1) % self.every == 0
 
     def routing(self, logits_SE: Tensor, name: str, **options: Any) -> moe.Routing:
-        """The experts of tokens, by `route`.
+        """Returns the experts of tokens, by `route`.
 
         Args:
-            logits_SE: of the router.
-            name: of the layer.
-            options: of `route`; those that are None are left out.
+            logits_SE: logits of the router.
+            name: name of the layer.
+            options: options of `route`. Those that are None are left out.
 
         Raises:
-            ValueError: `route` does not take one of the options; or its own.
+            ValueError: `route` does not take one of the options, or its own.
         """
         given = {n: x for n, x in options.items() if x is not None}
         raise_all(
@@ -137,11 +137,11 @@ class Experts:
         return getattr(self.route, "__name__", str(self.route))
 
     def _not_taken(self, names: Iterable[str]) -> list[str]:
-        """The keyword arguments that `route` does not take."""
+        """Returns the keyword arguments that `route` does not take."""
         return [] if self._taken is None else [n for n in names if n not in self._taken]
 
     @functools.cached_property
     def _taken(self) -> frozenset[str] | None:
-        """The arguments that `route` takes; None is any keyword. Every layer of every forward asks for them."""
+        """Returns the arguments that `route` takes. None is any keyword. Every layer of every forward asks for them."""
         taken = inspect.signature(self.route).parameters
         return None if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else frozenset(taken)

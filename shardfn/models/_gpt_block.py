@@ -40,10 +40,10 @@ def block(
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen | None]:
-    """The stream after one layer, and the facts of its router if it has experts.
+    """Returns the stream after one layer, and the facts of its router if it has experts.
 
-    `p` has its leaves; `table` has attention's arguments for positions and documents; `bias_E` is in the choice alone;
-    `mask_BT` is False for padding, which gets no expert; `chosen_BTk` is a choice of experts in place of the router's;
+    `p` has its leaves. `table` has attention's arguments for positions and documents. `bias_E` is in the choice alone.
+    `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of the router's;
     with `load` the facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
@@ -86,7 +86,7 @@ def _mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
 
 
 def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
-    """The config's norm, applied to activations between blocks."""
+    """Returns the config's norm, applied to activations between blocks."""
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
     if config.norm == "rms":
         return (nn.exact_rms_norm if config.exact else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
@@ -106,7 +106,7 @@ def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> 
 
 
 def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
-    """The arguments of attention, with the dropout of one block added."""
+    """Returns the arguments of attention, with the dropout of one block added."""
     if key is None or config.attention_dropout == 0:
         return table
     how, index_B = table["how"], _numbers(f"attention_dropout {config.attention_dropout}", index_B)
@@ -117,7 +117,7 @@ def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B
 
 
 def _numbers(what: str, index_B: Tensor | None) -> Tensor:
-    """The samples' global numbers.
+    """Returns the samples' global numbers.
 
     Raises:
         ValueError: they are missing.

@@ -34,8 +34,8 @@ class Config:
         num_layers: L.
         d_model: D.
         num_heads: H, which divides D.
-        num_kv_heads: G, which divides H; None is H.
-        d_ff: F; None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu.
+        num_kv_heads: G, which divides H. None is H.
+        d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu.
         max_len: the longest sequence.
         norm: "layer" or "rms".
         mlp: "gelu" or "swiglu".
@@ -44,7 +44,7 @@ class Config:
         bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have no
             bias. "qkv" is those of queries, keys and values alone, as in Qwen2.
         dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
-        stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts; a step of many
+        stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts. A step of many
             layers is then captured in seconds. Draws and values are the same.
         embedding_norm: the embeddings are normalised, as in BLOOM.
         per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
@@ -52,17 +52,17 @@ class Config:
             Draws and values are the same.
         attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks that each
             have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
-        loss_tile: tokens whose logits are in memory at a time in the loss; None is all. Values are the same.
+        loss_tile: tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
         norm_eps: the term that norms add to the variance.
-        rope_base: of rotary positions: the longest wave is 2 pi rope_base tokens.
-        window: tokens that a token attends to, itself among them, as in Mistral; None is all before it.
-        layout: from the number of tokens to a further mask, intersected with the others. Block-sparse attention is
-            `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that differs
-            between heads has num_heads of them.
+        rope_base: rope base of rotary positions: the longest wave is 2 pi rope_base tokens.
+        window: tokens that a token attends to, itself among them, as in Mistral. None is all before it.
+        layout: function from the number of tokens to a further mask, intersected with the others. Block-sparse
+            attention is `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that
+            differs between heads has num_heads of them.
         causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
         exact: a token's logits have the same bits beside any other tokens, on any number of threads, and on the ranks
-            of tensor parallelism that `chunks` allows. Parameters are float32; or all float64, which is slow, for tests
+            of tensor parallelism that `chunks` allows. Parameters are float32, or all float64, which is slow, for tests
             and small models. Gradients are torch's.
         experts: layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None: all are dense.
         chunks: with `exact`, the chunks of a linear layer's inputs (`nn.ExactWeight`): a power of two for 1, 2, 4, ..
@@ -130,7 +130,7 @@ class Config:
 
     @property
     def expert_layers(self) -> list[int]:
-        """The layers that have experts."""
+        """Returns the layers that have experts."""
         return [i for i in range(self.num_layers) if self.experts and self.experts.in_layer(i)]
 
     @classmethod

@@ -27,9 +27,9 @@ class Decoded(NamedTuple):
     """The results of `decode`.
 
     Attributes:
-        logits: of the rows.
+        logits: logits of the rows.
         hidden: the states of the rows that the head multiplies.
-        experts: of each token, in each of the m layers that have some.
+        experts: experts of each token, in each of the m layers that have some.
     """
 
     logits: Float[Tensor, "r v"]
@@ -55,13 +55,14 @@ def decode(
 
     Args:
         config: the shape; causal, without `layout`.
-        params: from `pack`.
+        params: parameters from `pack`.
         tokens_T: ids.
-        positions_T: of each token in its sequence, below `max_len`.
+        positions_T: positions of each token in its sequence, below `max_len`.
         rows_R: the tokens whose logits are wanted.
         bodies: one for each layer.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
-        then: for weights of an exact config, by names such as "blocks.0.wq", the function that `ExactWeight.then` is.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        then: function for weights of an exact config, by names such as "blocks.0.wq", the function that
+            `ExactWeight.then` is.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -112,7 +113,7 @@ def decode(
 
 
 def _without_losses(config: Config) -> Config:
-    """The config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
+    """Returns the config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, axes=None, z=0.0))
@@ -139,23 +140,23 @@ class _Rotating(nn.Local):
 def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
     """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
 
-    A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
-    A weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a
-    GGUF file; these are not rounded again. A table of embeddings is in codes where it is tied to the head.
+    A function of each rank's blocks. `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too. A
+    weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a GGUF
+    file. These are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
         config: the shape.
-        params: as from `init`, or this rank's blocks of them.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        params: parameters as from `init`, or this rank's blocks of them.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
         codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit. "int8",
             "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that
             fits: `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
-        TypeError: leaves of an exact model are float16, or some are float64 and others not; lists all. Or float64 has
-            codes.
-        ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,
-            or whose groups of inputs lie on several ranks.
+        TypeError: leaves of an exact model are float16, or some are float64 and others not. The message lists all. Or
+            float64 has codes.
+        ValueError: leaves are missing, unknown, or of another model. The message lists all. Or codes of layers that are
+            not exact, or whose groups of inputs lie on several ranks.
 
     Example:
         >>> import shardfn.core as core
@@ -227,13 +228,13 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
-    """The specs of the result of `pack`."""
+    """Returns the specs of the result of `pack`."""
     tree: Any = specs(dataclasses.replace(config, stacked=False), tp=tp)
     return tree | dict.fromkeys(("cos", "sin") if config.position == "rope" else (), P())
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
-    """The rotations of all positions: computed once, being much work for one token."""
+    """Returns the rotations of all positions: computed once, being much work for one token."""
     if config.position != "rope":
         return {}
     embed = params["embed"]

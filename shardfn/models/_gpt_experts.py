@@ -20,7 +20,7 @@ from ._gpt_leaves import Params, weight
 
 
 class Along(NamedTuple):
-    """The axes that cut the blocks; with `sequence`, the number of tokens, tokens are cut between blocks."""
+    """The axes that cut the blocks. With `sequence`, the number of tokens, tokens are cut between blocks."""
 
     axis: Axes = None
     sequence: int | None = None
@@ -32,8 +32,8 @@ class Seen(NamedTuple):
     Attributes:
         loss: the weighted balance losses.
         counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
-        metrics: of `moe.load`: sums and weights; {} where they are not asked for.
-        experts: of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
+        metrics: metrics of `moe.load`: sums and weights; {} where they are not asked for.
+        experts: experts of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
     """
 
     loss: Tensor
@@ -54,7 +54,10 @@ def mixture(
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen]:
-    """The sum of the experts that each token has chosen, or are replayed, weighted by the router; 0 for padding."""
+    """Returns the sum of the experts that each token has chosen, or are replayed, weighted by the router.
+
+    0 for padding.
+    """
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
     if cut and config.exact:
@@ -88,7 +91,7 @@ def mixture(
 
 
 def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
-    """The choices of each layer with experts, [m, B, T, k].
+    """Returns the choices of each layer with experts, [m, B, T, k].
 
     Raises:
         ValueError: they are not those of the config's layers and of the tokens.
@@ -128,7 +131,7 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
 
 
 def _features_are_cut(experts: Experts, along: Along) -> bool:
-    """Whether each rank along the blocks' axis has its own features of each expert.
+    """Returns whether each rank along the blocks' axis has its own features of each expert.
 
     Raises:
         ValueError: the exchange is along that axis, and takes tokens that lie otherwise.
@@ -153,34 +156,46 @@ def _routed(
     options: dict[str, Any],
     load: bool,
 ) -> tuple[moe.Routing, Seen]:
-    """The choices of all tokens that the ranks of a block have; the counts of a load are sent where it is asked for."""
+    """Returns the choices of all tokens that the ranks of a block have.
+
+    The counts of a load are sent where it is asked for.
+    """
     mask = options["mask"]
     by: dict[str, Any] = {"axes": experts.axes} | ({} if mask is None else {"mask": mask})
     routing = experts.routing(logits_BTE.flatten(0, 1), name, exact=config.exact or None, **options)
     own = by
     if experts.balance_loss is moe.balance.sequence:
-        own = by | {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
+        cut = config.attention.axes
+        rest = tuple(a for a in P(experts.axes).axes if a not in cut)
+        own = by | {"axes": cut or None, "batch_axes": rest or None, "num_sequences": len(logits_BTE)}
     loss = experts.balance * experts.balance_loss(routing, **own)
     if experts.z:
         loss = loss + experts.z * moe.balance.z(routing, **by)
     kept = routing
     if experts.capacity is not None:
-        tokens = tokens_of_all(config, Along(), experts.axes, *logits_BTE.shape[:2])
-        tokens = tokens if mask is None else psum(mask.sum(), experts.axes)  # without padding, and no longer static
+        tokens = _count_tokens(routing, experts.axes, mask)
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
 
 
+def _count_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None) -> int | Tensor:
+    """Returns the number of tokens that count on all ranks of `axes`, which may have different numbers of rows."""
+    own = len(routing.experts)
+    if mask is not None:
+        return psum(mask.sum(), axes)
+    return own if axis_size(axes) == 1 else psum(routing.experts.new_tensor(own), axes)
+
+
 def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_tokens: int) -> int:
-    """The most tokens that the ranks along `axes` have together.
+    """Returns the most tokens that the ranks along `axes` have together.
 
     Args:
-        config: its attention's axes cut sequences.
+        config: attention's axes cut sequences.
         along: with `sequence`, the blocks' axis cuts them between blocks.
-        axes: of the ranks.
+        axes: axes of the ranks.
         num_rows: rows of this rank, as of the others.
-        num_tokens: tokens of a row on this rank; ranks that cut a sequence may have others.
+        num_tokens: tokens of a row on this rank. Ranks that cut a sequence may have others.
     """
     ranks, named = axis_size(axes), set(P(axes).axes)
     cuts: list[tuple[Any, int]] = []
@@ -195,7 +210,7 @@ def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_t
 
 
 def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
-    """The logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
+    """Returns the logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
     logits_BTE = _logits(config, w_ED, x_BTD, along)
     if along.sequence is None:
         return logits_BTE
@@ -211,4 +226,5 @@ def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
 
 
 def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
-    return take_own_block(x_SE.unflatten(0, (batch, -1)), along.axis, dim=1).flatten(0, 1)
+    assert along.sequence is not None
+    return take_own_block(x_SE.unflatten(0, (batch, along.sequence)), along.axis, dim=1).flatten(0, 1)

@@ -50,8 +50,8 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
         key: the key; leaf i is drawn with `fold_in(key, i)`.
 
     Returns:
-        float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}; weights are [out, in].
-        With `stacked`, "blocks" is one dict of the same leaves stacked, [L, ...].
+        float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}. Weights are [out, in]. With
+            `stacked`, "blocks" is one dict of the same leaves stacked, [L, ...].
 
     Example:
         >>> from shardfn.core import key
@@ -66,15 +66,15 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
-    """The compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
+    """Returns the compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
 
     With `tp` that of Megatron: heads, features of the MLP and the vocabulary are cut along it, and `apply` and `loss`
     are to get the same as their `axis`.
 
     Args:
         config: the shape.
-        tp: the mesh axes of tensor parallelism; None = every leaf is whole.
-        pp: the axis along which the layers of a pipeline lie, for `stages`; None = every rank has all layers.
+        tp: the mesh axes of tensor parallelism. None: every leaf is whole.
+        pp: the axis along which the layers of a pipeline lie, for `stages`. None: every rank has all layers.
 
     Raises:
         ValueError: `pp` of blocks that are not stacked.
@@ -95,7 +95,7 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
 
 
 def weight(config: Config, w: Any) -> Any:
-    """A weight of a linear layer as the config computes it; one that is exact already is unchanged."""
+    """Returns a weight of a linear layer as the config computes it. One that is exact already is unchanged."""
     return ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, ExactWeight) else w
 
 
@@ -152,7 +152,7 @@ def _own_shapes(config: Config, axis: Axes) -> PyTree:
 
 
 def block_shapes(config: Config, axis: Axes) -> PyTree:
-    """The shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
+    """Returns the shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
     mesh = current_mesh()
     want: list[Any] = tree_leaves(_leaves(config))
     blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
@@ -161,7 +161,7 @@ def block_shapes(config: Config, axis: Axes) -> PyTree:
 
 
 def num_params(config: Config) -> int:
-    """The number of parameters.
+    """Returns the number of parameters.
 
     Example:
         >>> num_params(Config.gpt2_like())
@@ -220,7 +220,7 @@ def _stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) ->
 
 
 def join_layers(layers: Sequence[Params]) -> Params:
-    """The leaves of layers as those of one block: the names of several begin with the layer's place in it.
+    """Returns the leaves of layers as those of one block: the names of several begin with the layer's place in it.
 
     Example:
         >>> join_layers([{"w": 1}, {"w": 2}])
@@ -232,7 +232,7 @@ def join_layers(layers: Sequence[Params]) -> Params:
 
 
 def layers_of(config: Config, block: Params) -> list[Params]:
-    """The leaves of each layer of a block; the inverse of `join_layers`."""
+    """Returns the leaves of each layer of a block; the inverse of `join_layers`."""
     num = config.layers_a_block
     if num == 1:
         return [block]

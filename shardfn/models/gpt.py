@@ -67,23 +67,23 @@ def apply(
 
     Args:
         config: the shape.
-        params: as from `init`.
+        params: parameters as from `init`.
         tokens_BT: T <= max_len; where `config.attention` cuts the sequence, this rank's.
         key: turns dropout on.
         index_B: global numbers of the samples; needed where dropout is on.
         wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
         chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
             of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
-        bias: of the experts in each of the m layers that have some, in the choice alone: `model_state["bias"]` of
-            `models.moe`, which a config with `bias_rate` needs.
-        at: the positions of each row whose logits are returned, such as `rl.answer_positions`; the head multiplies no
+        bias: biases of the experts in each of the m layers that have some, in the choice alone: `model_state["bias"]`
+            of `models.moe`, which a config with `bias_rate` needs.
+        at: the positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no
             others. None is all of them.
 
     Returns:
-        [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which
-        `all_gather_invariant(logits, axis, dim=-1, size=V)` joins.
+        [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,
+        axis, dim=-1, size=V)` joins.
 
     Raises:
         ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices or
@@ -111,18 +111,18 @@ def choices(
     chosen: Int[Tensor, "b t m k"] | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> Int64[Tensor, "b t m k"]:
-    """The experts of each token in each of the m layers that have some, as `apply` uses them.
+    """Returns the experts of each token in each of the m layers that have some, as `apply` uses them.
 
     Args:
         config: the shape, with experts.
-        params: as for `apply`.
-        tokens_BT: as for `apply`.
-        axis: as for `apply`.
-        chosen: as for `apply`.
-        bias: as for `apply`.
+        params: see `apply`.
+        tokens_BT: see `apply`.
+        axis: see `apply`.
+        chosen: see `apply`.
+        bias: see `apply`.
 
     Raises:
-        ValueError: as `apply`; or the model has no experts.
+        ValueError: as `apply`, or the model has no experts.
 
     Example:
         >>> import shardfn.core as core
@@ -157,27 +157,28 @@ def loss(
 
     Args:
         config: the shape.
-        params: as from `init`.
+        params: parameters as from `init`.
         batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
             "segment_ids", int64 [B, T + 1], tokens attend to those of their own document. Or as `shifted` and
             `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
             "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
-            no capacity and counts in no balance; `torch.arange(T + 1) < lengths[:, None]` makes it of lengths.
+            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes it of lengths.
         key: turns dropout on.
         wrap: applied to the block function.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
         tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
-        bias: as of `apply`; `models.moe.loss` takes it from the model state, and counts the choices that move it.
+        bias: biases as of `apply`. `models.moe.loss` takes it from the model state, and counts the choices that move
+            it.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
 
     Raises:
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
-        ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see, or
-            with a "mask" without "segment_ids", by which tokens leave out padding; a "mask" that does not fit the
-            tokens; "at" or "routes", which are of `stages(loss=)`; or `tile` and `sequence`, whose layers take all of a
+        ValueError: as `apply`. A model that looks ahead and a batch without "targets", whose tokens it would see, or
+            with a "mask" without "segment_ids", by which tokens leave out padding. A "mask" that does not fit the
+            tokens; "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
             rank's tokens together.
 
     Example:
@@ -204,19 +205,19 @@ def loss_and_seen(
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> tuple[Any, Seen | None]:
-    """`loss`, and the facts of all routers; `models.moe.loss` makes metrics of them.
+    """`loss`, and the facts of all routers. `models.moe.loss` makes metrics of them.
 
     Args:
-        config: as of `loss`.
-        params: as of `loss`.
-        batch: as of `loss`.
-        key: as of `loss`.
+        config: config as of `loss`.
+        params: parameters as of `loss`.
+        batch: batch as of `loss`.
+        key: key as of `loss`.
         load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
         wrap: as of `loss`.
-        axis: as of `loss`.
-        sequence: as of `loss`.
-        tile: as of `loss`.
-        bias: as of `loss`.
+        axis: axis as of `loss`.
+        sequence: sequence as of `loss`.
+        tile: tile as of `loss`.
+        bias: biases as of `loss`.
 
     Example:
         >>> import shardfn.core as core
@@ -236,7 +237,9 @@ def loss_and_seen(
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with each token's successor as "targets", so that sequences can be cut; unchanged if it has them.
+    """Returns the batch with each token's successor as "targets", so that sequences can be cut.
+
+    Unchanged if it has them.
 
     The successor of a document's last token does not count, and padding does not.
 
@@ -321,19 +324,19 @@ def stages(
     pipeline gives each layer a key of its own, so its dropout masks differ from those of `loss`.
 
     Args:
-        config: the shape; its blocks are stacked.
+        config: the shape. Its blocks are stacked.
         wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
         sequence: between blocks each rank of `axis` has its own tokens.
         loss: `loss(logits, batch)`, in place of the mean cross entropy, such as one of `shardfn.rl`: a 0-d tensor or a
             WeightedMean, and with `has_aux` an aux. The logits are those of `apply` for all of `batch["tokens"]`, a
-            part of V on each rank of `axis`; as with `apply`, no balance of experts is added. The batch may have "at"
+            part of V on each rank of `axis`. As with `apply`, no balance of experts is added. The batch may have "at"
             and "routes", which are `at` and `chosen` of `apply`; stages then also send the routes, as int32.
 
     Raises:
         ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on; `loss` with
-            a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
-            routes of other experts.
+            a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or routes of
+            other experts.
 
     Example:
         >>> import shardfn.core as core
@@ -365,10 +368,10 @@ def stages(
 def stages_and_seen(
     config: Config, axis: Axes = None, sequence: bool = False, loss: LogitsLoss | None = None
 ) -> Stages:
-    """The parts of `stages`, of which `block(p, h, key, bias_E)` also returns the facts of its router, or None.
+    """Returns the parts of `stages`, of which `block(p, h, key, bias_E)` also returns the facts of its router, or None.
 
     Raises:
-        ValueError: the blocks are not stacked; or `loss` with a `loss_tile`.
+        ValueError: the blocks are not stacked, or `loss` with a `loss_tile`.
     """
     if not config.stacked:
         raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
@@ -436,18 +439,18 @@ def generate(
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
-    Every step runs the model on the last `max_len` tokens; a `layout` must take any number of them (`padded=True`).
-    The noise is a function of (key, step), so all ranks that hold the same prompt sample the same.
+    Every step runs the model on the last `max_len` tokens. A `layout` must take any number of them (`padded=True`). The
+    noise is a function of (key, step), so all ranks that hold the same prompt sample the same.
 
     Args:
         config: the shape.
-        params: as from `init`.
+        params: parameters as from `init`.
         prompt_BT: at least one token.
         num_tokens: the number to append.
         key: the key of the noise.
         temperature: 0 takes the likeliest token.
         axis: the mesh axes along which the leaves are cut, as in `apply`.
-        bias: as in `apply`.
+        bias: see `apply`.
 
     Returns:
         The prompt and its continuation, [B, T + num_tokens].
@@ -572,7 +575,7 @@ def _scanned(
 
 
 def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
-    """The global positions of this rank's tokens.
+    """Returns the global positions of this rank's tokens.
 
     Raises:
         ValueError: the sequence is longer than the model's longest, or these are not this rank's tokens of it.
@@ -625,14 +628,14 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
 
 
 def _weighted(batch: dict[str, Any]) -> bool:
-    """Whether rows differ in the number of targets that count."""
+    """Returns whether rows differ in the number of targets that count."""
     return any(name in batch for name in ("targets", "segment_ids", "mask"))
 
 
 def _mean(
     config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, extra: Tensor | None, *, weighted: bool
 ) -> Any:
-    """The mean cross entropy, and `extra` added to it."""
+    """Returns the mean cross entropy, and `extra` added to it."""
     targets_BT = batch["targets"]
     if config.loss_tile is None:
         logits_BTV = _logits(config, params, x_BTD, along)

@@ -1,6 +1,6 @@
 """Transformers with experts: settings of `gpt.Config`, and their loss with the facts of the routers.
 
-A model with experts is a `gpt.Config(experts=...)`; all functions of `models.gpt` take it. `loss` here also returns the
+A model with experts is a `gpt.Config(experts=...)`. All functions of `models.gpt` take it. `loss` here also returns the
 metrics of the routers, and moves the biases of experts that are balanced without a loss.
 
 L layers with experts, E experts.
@@ -103,10 +103,10 @@ def loss(
 
     Args:
         config: the shape, with experts.
-        params: as from `gpt.init`.
+        params: parameters as from `gpt.init`.
         rest: the model state if experts have a bias, the batch, and the key that turns dropout on.
         axes: the batch's axes, over which the choices of experts are counted for their biases.
-        options: those of `gpt.loss`.
+        options: options of `gpt.loss`.
 
     Raises:
         ValueError: the config has no experts, or more or fewer arguments.
@@ -137,7 +137,9 @@ def loss(
 
 
 def init_state(config: gpt.Config) -> ModelState:
-    """The biases of all experts and their counts in this step: `{"bias": [L, E], "counts": int64 [L, E]}`, zeros.
+    """Returns the biases of all experts and their counts in this step.
+
+    `{"bias": [L, E], "counts": int64 [L, E]}`, zeros.
 
     Example:
         >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
@@ -161,15 +163,15 @@ def stages(
     The model state is `PipelineState(blocks=moe.init_state(config))`, with the spec `PipelineState(P(), P("pp"), P())`.
 
     Args:
-        config: the shape, with experts that have a bias; its blocks are stacked.
+        config: the shape, with experts that have a bias. Its blocks are stacked.
         axes: the batch's axes, over which the choices of experts are counted.
         wrap: as of `gpt.stages`.
-        axis: as of `gpt.stages`.
-        sequence: as of `gpt.stages`.
-        loss: as of `gpt.stages`.
+        axis: axis as of `gpt.stages`.
+        sequence: sequence as of `gpt.stages`.
+        loss: loss as of `gpt.stages`.
 
     Raises:
-        ValueError: experts have no bias; or as `gpt.stages`.
+        ValueError: experts have no bias, or as `gpt.stages`.
 
     Example:
         >>> from shardfn.core import key
@@ -198,7 +200,9 @@ def stages(
 
 
 def finish(config: gpt.Config, model_state: Any) -> Any:
-    """The model state after a step: biases moved once by the counts of all microbatches, and the counts cleared.
+    """Returns the model state after a step.
+
+    Biases moved once by the counts of all microbatches, and the counts cleared.
 
     It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`; in a pipeline its state is a
     `PipelineState`.
@@ -217,7 +221,7 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
 
 
 def num_active_params(config: gpt.Config) -> int:
-    """The number of parameters that a token uses.
+    """Returns the number of parameters that a token uses.
 
     Example:
         >>> round(num_active_params(mixtral_like()) / 1e9, 1), round(gpt.num_params(mixtral_like()) / 1e9, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import DisableTorchFunctionSubclass, pytree
+from shardfn._torch import DisableTorchFunctionSubclass, disable_current_modes, pytree
 from shardfn.core import MetadataTensor
 
 from ._module_buffers import writes
@@ -33,7 +33,7 @@ class AbsentTensor(MetadataTensor):
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """An absent tensor with the shape and dtype of a tensor, whose values are not used."""
+        """Returns an absent tensor with the shape and dtype of a tensor, whose values are not used."""
         return _wrapped(_as_meta(x), x.device)
 
     @classmethod
@@ -47,9 +47,10 @@ class AbsentTensor(MetadataTensor):
         if any(isinstance(x, Tensor) and type(x) is not AbsentTensor for x in pytree.tree_leaves(written)):
             raise NeedsValue(f"{name} writes it to a tensor")
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
-        on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
-            with DisableTorchFunctionSubclass(), torch.no_grad():
+            # A capture must not record the operations: its graph would run them on tensors of the meta device.
+            with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
+                on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
                 out = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error
@@ -65,7 +66,7 @@ class AbsentTensor(MetadataTensor):
 
 
 def is_absent(x: Any) -> bool:
-    """Whether anything in a tree is absent."""
+    """Returns whether anything in a tree is absent."""
     for leaf in pytree.tree_leaves(x):
         if type(leaf) is AbsentTensor:
             return True

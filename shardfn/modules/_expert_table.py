@@ -22,13 +22,13 @@ Product = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def experts_in(module: nn.Module) -> dict[str, Any]:
-    """The experts that transformers looks up in its table, by path."""
+    """Returns the experts that transformers looks up in its table, by path."""
     found = named_modules(module)
     return {p: m for p, m in found if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")}
 
 
 def leaves_of(module: Any) -> list[str]:
-    """The names of the parameters of experts, which have the experts along dim 0."""
+    """Returns the names of the parameters of experts, which have the experts along dim 0."""
     names = _projections(module)
     return [*names, *(f"{n}_bias" for n in names)] if module.has_bias else [*names]
 

@@ -46,10 +46,10 @@ class ModuleFunction:
     """A module's forward as a function of its parameters; made by `from_module`.
 
     Attributes:
-        trainable: by name, whether a parameter had `requires_grad`: for `sharded_step(trainable=)`, which needs it only
+        trainable: whether a parameter had `requires_grad` by name: for `sharded_step(trainable=)`, which needs it only
             where the state begins with other tensors than those from `from_module` or `module_from_hf`.
-        specs: by name, the compute specs of the parameters: with `from_module(experts=)` those of experts are cut as
-            the exchange needs them, and all others are whole.
+        specs: the compute specs of the parameters by name: with `from_module(experts=)` those of experts are cut as the
+            exchange needs them, and all others are whole.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class ModuleFunction:
         self._casts: dict[Any, Casts] = {}
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """Returns the module's forward.
 
         Args:
-            params: by name; those that are not given are the module's own, as constants.
+            params: parameters by name. Those that are not given are the module's own, as constants.
             *args: the module's arguments.
-            **kwargs: its arguments by name.
+            **kwargs: arguments by name.
 
         Raises:
-            ValueError: a name is not one of the module's; or the result would depend on the number of ranks, or be
+            ValueError: a name is not one of the module's, or the result would depend on the number of ranks, or be
                 lost: the forward draws from torch's generator, changes a buffer, normalises over the batch, or assigns
                 a parameter.
             RuntimeError: another thread runs the module at this moment.
@@ -88,9 +88,9 @@ class ModuleFunction:
 
         Args:
             forward: runs in the place of the module.
-            params: by name.
+            params: parameters by name.
             *args: arguments of `forward`.
-            **kwargs: its arguments by name.
+            **kwargs: arguments by name.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -103,13 +103,13 @@ class ModuleFunction:
     def keyed(
         self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The same function with dropout: masks are functions of the key and of the number of each sample.
+        """Returns the same function with dropout: masks are functions of the key and of the number of each sample.
 
         With `from_module(attention=)` that of attention is `nn.PairDropout`. Where the body cuts the tokens, other
         dropouts are of tensors whose dim 1 is this rank's tokens, and masks are those of one device.
 
         Args:
-            key: for this step.
+            key: key for this step.
             index_B: global number of each row of the batch, which is dim 0 of the tensors under dropout.
             forward: runs in the place of the module, as in `within`.
 
@@ -117,7 +117,7 @@ class ModuleFunction:
             `f(params, *args, **kwargs)`.
 
         Raises:
-            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor under dropout
+            ValueError: a layer of torch.nn that drops has the batch in dim 1, or (when called) a tensor under dropout
                 has another number of rows, or of a rank's tokens, or another function draws.
 
         Example:
@@ -136,7 +136,7 @@ class ModuleFunction:
         return f
 
     def replaying(self, chosen: Int[Tensor, "*tokens m k"]) -> "ModuleFunction":
-        """The same function, in which routers of models of transformers take given experts in place of their best.
+        """Returns the same function, whose routers (of models of transformers) take given experts.
 
         Weights of the experts, and gradients of the router, are those of its present scores. The tokens of each call
         are those of `chosen`, in the same order.
@@ -147,7 +147,7 @@ class ModuleFunction:
 
         Raises:
             TypeError: they are not integers.
-            ValueError: they do not fit the module's layers and experts; or (when called) its tokens; or a router
+            ValueError: they do not fit the module's layers and experts, or (when called) its tokens, or a router
                 chooses in another way than by `topk` of scores [tokens, experts].
 
         Example:
@@ -178,7 +178,9 @@ class ModuleFunction:
         kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The forward's result, and the new values of the buffers in `state`; it may change these, and no others.
+        """Returns the forward's result, and the new values of the buffers in `state`.
+
+        It may change these, and no others.
 
         `forward` runs in place of the module, and calls it.
         """
@@ -210,7 +212,7 @@ class StatefulFunction:
 
     Attributes:
         trainable: as of a `ModuleFunction`.
-        specs: as of a `ModuleFunction`.
+        specs: specs as of a `ModuleFunction`.
     """
 
     def __init__(self, function: ModuleFunction, like: Mapping[str, Tensor]) -> None:
@@ -220,21 +222,21 @@ class StatefulFunction:
     def __call__(
         self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The module's forward, and the new values of the buffers; see `ModuleFunction`.
+        """Returns the module's forward, and the new values of the buffers. See `ModuleFunction`.
 
         Args:
-            params: by name.
-            model_state: by name; not changed.
+            params: parameters by name.
+            model_state: model state by name, not changed.
             *args: the module's arguments.
-            **kwargs: its arguments by name.
+            **kwargs: arguments by name.
 
         Raises:
-            ValueError: the model state is not the one that `from_module` gave, by names; or as `ModuleFunction`.
+            ValueError: the model state is not the one that `from_module` gave, by names, or as `ModuleFunction`.
         """
         return self._run(Draws(self._function.module), params, model_state, args, kwargs)
 
     def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
-        """The same function with dropout; see `ModuleFunction.keyed`."""
+        """The same function with dropout. See `ModuleFunction.keyed`."""
         draws = self._function.draws(key, index_B)
 
         def f(
@@ -260,7 +262,7 @@ class _ModuleCall:
 
     Invariant: every part, the first time and again, runs inside `_running`: with the given tensors in their places,
     every function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept,
-    which are leaves; so no gathered parameter outlives its use. Buffers of the state are written to in copies, made
+    which are leaves, so no gathered parameter outlives its use. Buffers of the state are written to in copies, made
     anew for each run: so a part that runs again begins with the values of its first run, and does not change returned
     values.
     """
@@ -310,11 +312,11 @@ class _ModuleCall:
         return entered
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """The path of `sub` in the module; None if it is not a part of it."""
+        """Returns the path of `sub` in the module, or None if it is not a part of it."""
         return next((path for path, m in self._parts.modules.items() if m is sub), None)
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
-        """Whether `sub` is a part of the module; refuses a conversion that changes something."""
+        """Returns whether `sub` is a part of the module; refuses a conversion that changes something."""
         path = self.path_of(sub)
         if path is None:
             return False
@@ -333,7 +335,7 @@ class _ModuleCall:
         return True
 
     def _now(self) -> dict[str, Tensor]:
-        """The current buffers of the state."""
+        """Returns the current buffers of the state."""
         slots = {name: self._parts.buffers[name] for name in self._state or {}}
         return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
 
@@ -427,11 +429,11 @@ def from_module(
     """Splits a module into its parameters and a pure function of them.
 
     Tied parameters appear once, under their first name, and stay tied. Buffers are closed over, and are constants: a
-    forward that changes one is refused, by name, before it does. The module itself is not changed; its own parameters
+    forward that changes one is refused, by name, before it does. The module itself is not changed. Its own parameters
     may be freed with `module.to("meta")` once a step has taken them, if it has no buffers.
 
     Code under `torch.utils.checkpoint` inside the module runs again in the backward with the parameters and draws of
-    its forward; the reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
+    its forward. The reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
 
     If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of their
     dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy compute
@@ -445,14 +447,14 @@ def from_module(
         axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
             normalises by the statistics of all their rows.
         layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
-            `nn.ModuleList` of layers, each called once on the result of the one before. Layers may differ; those whose
+            `nn.ModuleList` of layers, each called once on the result of the one before. Layers may differ. Those whose
             leaves are alike are stacked.
         attention: how the attention of the models of transformers in it is computed, in place of their own way:
             `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
-            tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
+            tokens of a sequence. Positions are then those of all tokens. Where they are given and start again, so does
             a document.
         experts: how tokens meet the experts of the models of transformers in it: an exchange of `nn.moe`, as
-            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`; with `layers`,
+            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`. With `layers`,
             specs such as `P("pp", "ep")` for the stacked leaves of experts.
         exact: each token's results have the bits that an engine of `hf_decoder(module, exact=True)` gives it, beside
             any other tokens: for float32 parameters, and attention that sees earlier tokens. Gradients are not exact.
@@ -467,9 +469,9 @@ def from_module(
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
-            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there are no
-            buffers for `has_state`; or layers share parameters; lists every leaf. Or attention cannot be routed, with
-            each reason; (when called) masks, labels or dropout that are not known for all tokens.
+            or shares memory with another tensor, or an embedding has max_norm or scale_grad_by_freq. Or there are no
+            buffers for `has_state`, or layers share parameters. The message lists every leaf. Or attention cannot be
+            routed, with each reason; (when called) masks, labels or dropout that are not known for all tokens.
 
     Example:
         >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
@@ -505,7 +507,7 @@ def _own(parts: ModuleParts, name: str) -> Tensor:
 
 
 def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers cast to another dtype; those of a state keep their own."""
+    """Returns the buffers cast to another dtype. Those of a state keep their own."""
     out = {}
     for name, dtype in found.buffers.items():
         if name in state:

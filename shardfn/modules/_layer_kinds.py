@@ -1,4 +1,4 @@
-"""The groups of layers of a list that are alike, with a stack of leaves each; and stages made of cut stacks.
+"""The groups of layers of a list that are alike, with a stack of leaves each, and stages made of cut stacks.
 
 Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
 several kinds, such as dense layers before mixtures of experts, each has a stack of its own, under the number of its
@@ -19,7 +19,7 @@ class LayerKind(NamedTuple):
     """Layers that are alike.
 
     Attributes:
-        layers: their numbers, in order.
+        layers: numbers, in order.
         names: the names of a layer's leaves.
         frozen: the names of those with `requires_grad=False`.
     """
@@ -30,7 +30,7 @@ class LayerKind(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of their stack, where there are several."""
+        """Returns the key of their stack, where there are several."""
         return str(self.layers[0])
 
 
@@ -39,7 +39,7 @@ class LayerKinds(NamedTuple):
 
     Attributes:
         path: the name of the list.
-        kinds: in the order of their first layers.
+        kinds: kinds in the order of their first layers.
     """
 
     path: str
@@ -50,7 +50,7 @@ class LayerKinds(NamedTuple):
         """Those of a list of modules.
 
         Raises:
-            ValueError: some layers of a kind have frozen leaves that others train; lists them.
+            ValueError: some layers of a kind have frozen leaves that others train. The message lists them.
         """
         own = [dict(named_parameters(layer)) for layer in layers]
         found: dict[Any, list[int]] = {}
@@ -73,12 +73,12 @@ class LayerKinds(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """The number of layers of all kinds."""
+        """Returns the number of layers of all kinds."""
         return sum(len(kind.layers) for kind in self.kinds)
 
     @property
     def trainable(self) -> Any:
-        """Whether each stacked leaf is not frozen, as a tree like the stacks in params."""
+        """Returns whether each stacked leaf is not frozen, as a tree like the stacks in params."""
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
 
     def specs(self, of_layers: Mapping[str, P], axis: str) -> Any:
@@ -92,7 +92,7 @@ class LayerKinds(NamedTuple):
         return self.tree([{name: P(axis, *of_layers[dot + name]) for name in kind.names} for kind, dot in firsts])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
-        """The stacks of all kinds in the form of params, from the layers' leaves by full name."""
+        """Returns the stacks of all kinds in the form of params, from the layers' leaves by full name."""
         stacks: list[dict[str, Tensor]] = []
         for kind in self.kinds:
             leaves = {
@@ -102,13 +102,13 @@ class LayerKinds(NamedTuple):
         return self.tree(stacks)
 
     def tree(self, stacks: Sequence[Any]) -> Any:
-        """The stacks of all kinds in the form of params."""
+        """Returns the stacks of all kinds in the form of params."""
         if len(self.kinds) == 1:
             return stacks[0]
         return {kind.key: stack for kind, stack in zip(self.kinds, stacks, strict=True)}
 
     def stacks(self, tree: Mapping[str, Any]) -> list[Any]:
-        """By kind, the stack: the inverse of `tree`.
+        """Returns the stack, by kind: the inverse of `tree`.
 
         Raises:
             ValueError: there are other stacks, or they have other leaves.
@@ -123,14 +123,16 @@ class LayerKinds(NamedTuple):
         return stacks
 
     def stack_path(self, kind: LayerKind) -> str:
-        """The stack of a kind, in words."""
+        """Returns the stack of a kind, in words."""
         return f"params[{self.path!r}]" + (f"[{kind.key!r}]" if len(self.kinds) > 1 else "")
 
     def flat(self, tree: Mapping[str, Any], start: int, num: int) -> dict[str, Tensor]:
-        """The leaves of some layers by full name, from the rows of each stack: of these layers alone, or of all.
+        """Returns the leaves of some layers by full name, from the rows of each stack.
+
+        Of these layers alone, or of all.
 
         Raises:
-            ValueError: a stack has other numbers of rows; lists them.
+            ValueError: a stack has other numbers of rows. The message lists them.
         """
         out: dict[str, Tensor] = {}
         for kind, stack in zip(self.kinds, self.stacks(tree), strict=True):
@@ -145,11 +147,11 @@ class LayerKinds(NamedTuple):
         return out
 
     def end(self, start: int, rows: Sequence[int], *, last: bool) -> int:
-        """The layer after a rank's own.
+        """Returns the layer after a rank's own.
 
         Args:
-            start: its first layer.
-            rows: by kind, its number of rows of the stack: all of them if the stack is not cut.
+            start: first layer.
+            rows: number of rows of the stack by kind: all of them if the stack is not cut.
             last: whether it is the last rank, which has all remaining layers.
         """
         if last:
@@ -159,14 +161,14 @@ class LayerKinds(NamedTuple):
         return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """By kind, whether its stack is cut, so that the rows of all ranks are those of the whole; see `shares`."""
+        """By kind, whether its stack is cut, so that the rows of all ranks are those of the whole. See `shares`."""
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """The number of layers of each rank. Layers of uncut stacks run with the next layer of a cut stack.
+        """Returns the number of layers of each rank. Layers of uncut stacks run with the next layer of a cut stack.
 
         Args:
-            rows: by kind and rank, the rank's number of rows of the stack.
+            rows: the rank's number of rows of the stack by kind and rank.
 
         Raises:
             ValueError: the rows of a rank are not those of layers that run one after another.
@@ -190,7 +192,7 @@ class LayerKinds(NamedTuple):
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
     def _one_cut(self) -> str:
-        """The specs that cut only the kind with the most layers, in words."""
+        """Returns the specs that cut only the kind with the most layers, in words."""
         most = max(self.kinds, key=lambda kind: len(kind.layers))
         return "{" + ", ".join(f"{k.key!r}: {'P(axis)' if k is most else 'P()'}" for k in self.kinds) + "}"
 
@@ -201,5 +203,5 @@ def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
 
 
 def _before(kind: LayerKind, layer: int) -> int:
-    """The number of layers of a kind before a layer."""
+    """Returns the number of layers of a kind before a layer."""
     return sum(i < layer for i in kind.layers)

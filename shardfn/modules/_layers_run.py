@@ -23,8 +23,8 @@ class LayerSpan:
 
     Attributes:
         start: the first layer.
-        num: their number.
-        given: the result of the layer before `start`; None at the first stage.
+        num: number.
+        given: the result of the layer before `start`, or None at the first stage.
         ends: whether the forward runs to its end, and not to the layer after.
         calls: the number of calls of the module in this loss.
         stack: this rank's rows of the layers' leaves, in the form of params, if the loss is given placeholders for
@@ -62,7 +62,7 @@ class Layers(Protocol):
         num_layers: the number of layers.
         needs_params: whether the layers need values from before them, other than the first argument, that depend on
             parameters.
-        returns: a layer's further results, and the structure of all; None until they are known.
+        returns: a layer's further results, and the structure of all. None until they are known.
     """
 
     module: nn.Module
@@ -73,14 +73,14 @@ class Layers(Protocol):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The list."""
+        """Returns the list."""
         ...
 
 
 class LayersRun:
     """One call of a module on a rank that runs some of its layers.
 
-    Invariant: while `call` runs, the module's list holds placeholders; and until the first own layer is called, the
+    Invariant: while `call` runs, the module's list holds placeholders, and until the first own layer is called, the
     parameters outside the layers are absent, unless code before the layers needs their values.
     """
 
@@ -88,9 +88,9 @@ class LayersRun:
         self._of, self._span, self._draws, self._forward = of, span, draws, forward or of.module
         # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
-        # The parameters replaced by absent ones, with their places; empty once an own layer runs.
+        # The parameters replaced by absent ones, with their places, empty once an own layer runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
-        # Why a layer's result is assumed to be a tensor; None once the structure of results is known.
+        # Why a layer's result is assumed to be a tensor. None once the structure of results is known.
         self._assumed: str | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ class LayersRun:
         return out
 
     def _own(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer of this rank."""
+        """Returns a layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
         if is_absent((args, kwargs)):
@@ -164,7 +164,7 @@ class LayersRun:
         return layer(*args, **kwargs)
 
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
-        """The result of a layer whose first tensor is `h`; its other tensors are absent.
+        """Returns the result of a layer whose first tensor is `h`. Its other tensors are absent.
 
         The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
         assumed to return a tensor until this rank's first layer has run.
@@ -231,7 +231,7 @@ class _StandIn(nn.Module):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The layer's, for `isinstance`."""
+        """Returns the layer's, for `isinstance`."""
         return type(self.__dict__["layer"]) if "layer" in self.__dict__ else _StandIn
 
     def __getattr__(self, name: str) -> Any:
@@ -253,7 +253,7 @@ _IN_ORDER = "Its layers must run once each, in order."
 
 
 def _recorded() -> list[str]:
-    """The names of the outputs that transformers records from the running model's layers, by its hooks on them."""
+    """Returns the names of the outputs that transformers records by hooks on the running model's layers."""
     known = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(known, "_active_collector", None)
     found = None if collector is None else collector.get()
@@ -276,7 +276,7 @@ def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
 def _first_argument(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The first argument of a layer, and a function that puts another in its place."""
+    """Returns the first argument of a layer, and a function that puts another in its place."""
     if args:
         return args[0], lambda h: ((h, *args[1:]), kwargs)
     name = next(iter(inspect.signature(layer.forward).parameters), "")

@@ -2,7 +2,7 @@
 
 transformers looks up its attention function in a table, by a name in the model's config. While a module runs for
 `from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
-changed; a model whose attention does not use that table is refused by `from_module`.
+changed. A model whose attention does not use that table is refused by `from_module`.
 
 Other values that depend on the positions of a rank's tokens are handled when a model is called: default positions are
 those of this rank's tokens, and arguments that are not known for all tokens (padding masks, labels to be shifted) are
@@ -70,7 +70,8 @@ class AttentionRoute:
         body: the body of `nn.attention`.
 
     Raises:
-        ValueError: there is no such model, or the attention of one cannot be routed; lists all of them with reasons.
+        ValueError: there is no such model, or the attention of one cannot be routed. The message lists all of them with
+            reasons.
     """
 
     def __init__(self, module: nn.Module, body: Body) -> None:
@@ -87,7 +88,7 @@ class AttentionRoute:
         _register()
 
     def of_call(self, draws: Draws) -> "RoutedCall":
-        """The routing of one call, including its parts that run again in the backward."""
+        """Returns the routing of one call, including its parts that run again in the backward."""
         return RoutedCall(self, draws)
 
     @contextlib.contextmanager
@@ -135,7 +136,7 @@ class RoutedCall:
             )
 
     def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
-        """The mask of all tokens' pairs."""
+        """Returns the mask of all tokens' pairs."""
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
         if chunk is not None:  # by positions, which begin again with each document
             at_BT = self._whole_BT
@@ -146,7 +147,7 @@ class RoutedCall:
         return mask if self._whole_BT is None else mask & Segments(_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
-        """The dropout of one layer's attention.
+        """Returns the dropout of one layer's attention.
 
         Raises:
             ValueError: there is no key.
@@ -206,7 +207,9 @@ def routed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the running module's body.
+    """Returns the function that transformers calls, [B, H, T, K] -> [B, T, H, K].
+
+    `nn.attention` by the running module's body.
 
     Raises:
         ValueError: an argument needs attention that a body does not support.
@@ -241,12 +244,15 @@ def routed_attention(
 
 
 def _chunk(module: Any) -> int | None:
-    """The tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
+    """Returns the tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
     return module.config.attention_chunk_size if kind_of(module) == "chunked_attention" else None
 
 
 def numbers_tokens(module: nn.Module) -> bool:
-    """Whether a model numbers tokens by their ids: RoBERTa from above the id of padding on, without such tokens."""
+    """Returns whether a model numbers tokens by their ids.
+
+    RoBERTa from above the id of padding on, without such tokens.
+    """
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in module.modules())
 
 
@@ -273,7 +279,7 @@ def mask_of_none(
 
 
 def _adds_pairs(mask_function: Any) -> bool:
-    """Whether a mask of transformers adds pairs to its layers' kind, such as those of the tokens of one image."""
+    """Returns whether a mask of transformers adds pairs to its layers' kind, such as the tokens of one image."""
     if isinstance(mask_function, tuple):
         return any(map(_adds_pairs, mask_function))
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
@@ -380,6 +386,6 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
 
 
 def _documents(whole_BT: Tensor) -> Tensor:
-    """The document of each token of the whole rows: a new one begins where positions do not increase by 1."""
+    """Returns the document of each token of the whole rows: a new one begins where positions do not increase by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

@@ -29,7 +29,7 @@ class Buffers:
     a cache, such as rotary frequencies for a longer text. A value that depends on the old one is a state, which the
     next step would need: that is refused.
 
-    Invariant: `_read` holds the buffers whose own values were used while they were in their place; no function passed
+    Invariant: `_read` holds the buffers whose own values were used while they were in their place. No function passed
     to this class writes to the module's own tensors.
     """
 
@@ -94,11 +94,11 @@ class Buffers:
             raise ValueError(self._refusal(path, "gives it other memory (.data = ...)"))
 
     def overwrites(self, name: str, x: Any) -> bool:
-        """Whether a function writes a buffer whole."""
+        """Returns whether a function writes a buffer whole."""
         return name in WRITES_WHOLE and id(x) in self._known and x is self._tensors[self._known[id(x)]]
 
     def overwrite(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The value that the buffer has from here to the end of the call; its own is not changed."""
+        """Returns the value that the buffer has from here to the end of the call. Its own is not changed."""
         path = self._known[id(x)]
         if path in self._read:
             raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
@@ -130,7 +130,7 @@ class Buffers:
         return slot.owner._buffers.get(slot.name)
 
     def _path(self, x: Tensor) -> str | None:
-        """The buffer whose memory `x` shows."""
+        """Returns the buffer whose memory `x` shows."""
         for y in (x, x if x._base is None else x._base):
             if id(y) in self._shown:
                 return self._shown[id(y)]
@@ -153,7 +153,7 @@ class Buffers:
 
 
 def writes(name: str) -> bool:
-    """Whether a function of that name writes to its first argument."""
+    """Returns whether a function of that name writes to its first argument."""
     if name in _NO_WRITES:
         return False
     if name.startswith("__"):
@@ -162,7 +162,7 @@ def writes(name: str) -> bool:
 
 
 def tensors_of(x: Any) -> Iterator[Tensor]:
-    """The tensors among arguments and in lists and tuples of them."""
+    """Yields the tensors among arguments and in lists and tuples of them."""
     if isinstance(x, Tensor):
         yield x
     elif type(x) in (list, tuple):
@@ -171,7 +171,7 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 
 
 def has_storage(x: Tensor) -> bool:
-    """Whether a tensor has memory."""
+    """Returns whether a tensor has memory."""
     if is_functorch_wrapped_tensor(x):
         return False
     return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)

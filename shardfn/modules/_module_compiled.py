@@ -13,7 +13,7 @@ _COMPILED = "_compiled_call_impl"  # the attribute that `module.compile()` sets,
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module before `torch.compile`; warns where something in it is compiled.
+    """Returns the module before `torch.compile`; warns where something in it is compiled.
 
     Args:
         module: any module.

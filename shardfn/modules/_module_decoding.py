@@ -39,9 +39,9 @@ class Scores(NamedTuple):
 
     Attributes:
         layer: the number of the layer.
-        scale: of q k; None is 1 / sqrt(K).
-        window: the number of positions that a token sees at most, with its own; None is all.
-        softcap: the bound c of c tanh(score / c); None is no bound.
+        scale: of q k. None is 1 / sqrt(K).
+        window: the number of positions that a token sees at most, with its own. None is all.
+        softcap: the bound c of c tanh(score / c). None is no bound.
         sinks_H: the score of one more key of each head, whose value is 0.
     """
 
@@ -63,7 +63,7 @@ class DecodingFunction:
     """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
 
     Attributes:
-        params: by name, detached; or those that were given.
+        params: by name, detached, or those that were given.
         context: the most tokens of a sequence.
         experts: names of the parameters that have experts along dim 0.
     """
@@ -95,16 +95,16 @@ class DecodingFunction:
         There are no experts in the result where modules have other numbers of choices, or some have not run.
 
         Args:
-            params: by name.
+            params: parameters by name.
             tokens_T: ids.
-            positions_T: of each token in its sequence.
+            positions_T: positions of each token in its sequence.
             rows_R: the tokens whose logits are wanted.
-            attend: computes attention; it knows which tokens belong together.
+            attend: computes attention. It knows which tokens belong together.
             mode: a function mode, open while the model runs.
             exchange: where tokens meet their experts.
 
         Raises:
-            ValueError: a layer needs attention that `attend` cannot be given; lists the reasons.
+            ValueError: a layer needs attention that `attend` cannot be given. The message lists the reasons.
         """
         served = ServedExperts(exchange)
 
@@ -129,7 +129,7 @@ class DecodingFunction:
         return logits, self._chosen(served.choices)
 
     def _chosen(self, choices: Mapping[int, Tensor]) -> Tensor | None:
-        """The experts of a call, in the order of the modules."""
+        """Returns the experts of a call, in the order of the modules."""
         found = [choices[one] for one in self._modules_of_experts if one in choices]
         if not found or len(found) < len(self._modules_of_experts) or len({x.shape for x in found}) > 1:
             return None
@@ -137,16 +137,16 @@ class DecodingFunction:
 
 
 def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> DecodingFunction:
-    """The function of tokens of many sequences that a causal model of transformers computes.
+    """Returns the function of tokens of many sequences that a causal model of transformers computes.
 
     Args:
         module: an unmodified `...ForCausalLM`, in eval mode. It is not changed.
-        params: by name, in place of its own, which may then be on "meta"; they may be deferred.
+        params: by name, in place of its own, which may then be on "meta". They may be deferred.
 
     Raises:
         TypeError: it is not a model of transformers.
         ValueError: its tokens meet in other ways than by attention to earlier ones, or `params` are not those of the
-            module; lists all reasons.
+            module. The message lists all reasons.
 
     Example:
         >>> import torch
@@ -184,7 +184,7 @@ def served_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: the attention of the running call.
+    """Returns the function that transformers calls, [B, H, T, K] -> [B, T, H, K]: the attention of the running call.
 
     Raises:
         ValueError: the layer needs other attention.

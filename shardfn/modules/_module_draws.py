@@ -48,12 +48,12 @@ class Draws:
         self._module, self._key, self._index_B = module, key, index_B
         self._elements = {} if key is None else _elements(module)
         self._begun = set[int]()
-        # This rank's positions and the length of the sequence, where attention cuts it; None until a model is called.
+        # This rank's positions and the length of the sequence, where attention cuts it. None until a model is called.
         self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
 
     @property
     def mark(self) -> tuple[int, frozenset[int]]:
-        """The number of the next draw, and the elements of lists that have numbers of their own up to here."""
+        """Returns the number of the next draw, and the elements of lists that have numbers of their own up to here."""
         return self.count, frozenset(self._begun)
 
     @mark.setter
@@ -61,7 +61,7 @@ class Draws:
         self.count, self._begun = mark[0], set(mark[1])
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """The forwards of the elements of lists, whose draws have numbers of their own."""
+        """Returns the forwards of the elements of lists, whose draws have numbers of their own."""
         return [(sub, self._numbered(number, sub.forward)) for number, sub in self._elements.values()]
 
     def _numbered(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,14 +91,14 @@ class Draws:
                 pass
 
     def handler(self, name: str) -> Callable[..., Any] | None:
-        """The replacement of a torch function that draws, called with it and its arguments."""
+        """Returns the replacement of a torch function that draws, called with it and its arguments."""
         if name in _DRAWS or name in _DRAWS_IN_TRAINING:
             return functools.partial(self.refuse, name)
         return None
 
     @property
     def num_rows(self) -> int | None:
-        """This rank's number of samples; None without a key."""
+        """This rank's number of samples, or None without a key."""
         return None if self._index_B is None else len(self._index_B)
 
     def cut_tokens(self, own: Sequence[tuple[int, int]], length: int) -> None:
@@ -135,7 +135,7 @@ class Draws:
         return self.drop(what, torch.ones(tuple(shape), dtype=like.dtype, device=like.device), p)
 
     def take(self, what: str, p: float) -> tuple[Tensor, Tensor]:
-        """The key of the next draw, and the samples' numbers.
+        """Returns the key of the next draw, and the samples' numbers.
 
         Raises:
             ValueError: there is no key.
@@ -170,7 +170,7 @@ class Draws:
         )
 
     def _scalar(self, kwargs: dict[str, Any]) -> Any:
-        """A number for the whole batch, by which a forward decides on its path."""
+        """Returns a number for the whole batch, by which a forward decides on its path."""
         if self._key is None:
             return Undrawn(KEYED)
         key, _ = self.take("rand", 0.0)
@@ -185,7 +185,7 @@ def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The argument `training` of `rrelu(input, lower, upper, training)`."""
+    """Returns the argument `training` of `rrelu(input, lower, upper, training)`."""
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 

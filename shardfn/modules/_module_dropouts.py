@@ -21,11 +21,11 @@ _SELU_ALPHA = 1.7580993408473766
 
 
 def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
-    """The replacement of torch's dropout of that name; None for other names.
+    """Returns the replacement of torch's dropout of that name, or None for other names.
 
     Args:
         draws: the source of its masks.
-        name: of the function.
+        name: name of the function.
     """
     if name not in _DROPOUTS or _INSIDE:
         return None

@@ -24,7 +24,7 @@ class Casts(NamedTuple):
     Attributes:
         buffers: the dtype of each buffer that changes.
         apart: the submodules that compute in a dtype of their own, and that dtype.
-        main: the dtype of everything else; None if it is not needed.
+        main: the dtype of everything else, or None if it is not needed.
     """
 
     buffers: dict[str, torch.dtype]
@@ -33,12 +33,12 @@ class Casts(NamedTuple):
 
 
 def computing_in(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Sets the dtype in which the loss computes, except for a policy's exceptions; None = it is not known."""
+    """Sets the dtype in which the loss computes, except for a policy's exceptions. None: it is not known."""
     return _COMPUTE.bound((dtype,))
 
 
 def compute_dtype() -> torch.dtype | None:
-    """The dtype set by `computing_in`; None if it is not known."""
+    """Returns the dtype set by `computing_in`, or None if it is not known."""
     bound = _COMPUTE.innermost()
     return bound[0] if bound else None
 
@@ -50,7 +50,7 @@ def casts(
     keep: Sequence[str],
     compute: torch.dtype | None,
 ) -> Casts:
-    """The casts for parameters of dtypes `given` in a module whose own have dtypes `own`.
+    """Returns the casts for parameters of dtypes `given` in a module whose own have dtypes `own`.
 
     A floating-point buffer changes like the nearest parameters of its dtype, as by `module.to(dtype)`, unless a pattern
     of `keep` matches in its name. A submodule whose parameters all have one dtype other than `compute` (or other than
@@ -68,7 +68,7 @@ def casts(
         size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
         for path in _ancestors(owner):
             moves[path][move] += size
-    # Exceptions are wider than the rest, unless a policy makes them narrower; `compute` is then known.
+    # Exceptions are wider than the rest, unless a policy makes them narrower. `compute` is then known.
     main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
     buffers = {}
     for name, slot in parts.buffers.items():
@@ -82,7 +82,10 @@ def casts(
 
 
 def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The forwards of the submodules that compute in a dtype of their own: they cast inputs to it, and results back."""
+    """Returns the forwards of the submodules that compute in a dtype of their own.
+
+    They cast inputs to it, and results back.
+    """
     assert found.main is not None or not found.apart
     unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}
     return [(sub, _computing_in(dtype, found.main, sub.forward)) for sub, dtype in unique.values()]
@@ -113,7 +116,7 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
-    """The new dtype of the parameters of a dtype that are nearest to a path; `main` if some have it."""
+    """Returns the new dtype of the parameters of a dtype that are nearest to a path; `main` if some have it."""
     for above in _ancestors(path):
         to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
         if to:

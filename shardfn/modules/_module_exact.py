@@ -20,7 +20,7 @@ class ExactForward(RowByRow):
     """Computes linear layers and some other functions row by row, in float32.
 
     Args:
-        params: as the module has them. Products with other tensors are torch's, as in `ExactRows`.
+        params: parameters as the module has them. Products with other tensors are torch's, as in `ExactRows`.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:

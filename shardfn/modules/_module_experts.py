@@ -2,7 +2,7 @@
 
 transformers looks up the function of a layer's experts in a table, by a name in the model's config. While a module runs
 for `from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
-changed; a model whose experts do not use that table is refused by `from_module`.
+changed. A model whose experts do not use that table is refused by `from_module`.
 
 S tokens of this rank, k choices of each, D model.
 """
@@ -31,14 +31,14 @@ class ExpertsRoute:
 
     Args:
         module: with models of transformers in it.
-        exchange: of `nn.moe`.
+        exchange: exchange of `nn.moe`.
         exact: whether rows have the bits of `kernels.row_linear`.
 
     Attributes:
-        specs: by name, the compute specs of all parameters: those of experts are cut as the exchange needs them.
+        specs: the compute specs of all parameters by name: those of experts are cut as the exchange needs them.
 
     Raises:
-        ValueError: there are no experts, or some that cannot be routed; lists all of them with reasons.
+        ValueError: there are no experts, or some that cannot be routed. The message lists all of them with reasons.
     """
 
     def __init__(self, module: nn.Module, exchange: moe.Exchange, *, exact: bool = False) -> None:
@@ -56,7 +56,7 @@ class ExpertsRoute:
         _register()
 
     def path_of(self, module: Any) -> str:
-        """The path of experts in the module."""
+        """Returns the path of experts in the module."""
         return self._paths.get(id(module), type(module).__name__)
 
     @contextlib.contextmanager
@@ -70,7 +70,9 @@ _ROUTE = Ambient[ExpertsRoute]("experts of a module's call", by_thread=True)
 
 
 def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function that transformers calls, [S, D], [S, k], [S, k] -> [S, D]: `nn.moe.apply` by the module's exchange.
+    """Returns the function that transformers calls, [S, D], [S, k], [S, k] -> [S, D].
+
+    `nn.moe.apply` by the module's exchange.
 
     Raises:
         RuntimeError: no module of `from_module(experts=)` runs.

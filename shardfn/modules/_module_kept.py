@@ -20,7 +20,7 @@ def beside_model_state(model_state: PyTree) -> AbstractContextManager[Any]:
     """Watches modules that run while the context is open, as `warn_of_own_buffers` describes.
 
     Args:
-        model_state: the state's; a leaf of a dict may be the buffer of that name.
+        model_state: the state's. A leaf of a dict may be the buffer of that name.
     """
     pairs = zip(tree_entries(model_state), tree_leaves(model_state), strict=True)
     return _KEPT.bound({entries[-1]: tuple(x.shape) for entries, x in pairs if entries})
@@ -31,7 +31,7 @@ def warn_of_own_buffers(module: Any, parts: ModuleParts, given: GivenTensors) ->
 
     Args:
         module: the module.
-        parts: its tensors.
+        parts: tensors.
         given: the tensors that it runs with in place of its own.
     """
     kept = _KEPT.innermost()

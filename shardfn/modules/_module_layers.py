@@ -49,27 +49,27 @@ class RunsModule(Protocol):
         kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The forward's result, and the new values of the buffers in `state`."""
+        """Returns the forward's result, and the new values of the buffers in `state`."""
         ...
 
 
 class LayeredFunction:
-    """A module's forward as a function of its parameters; those of its layers are stacked by kind.
+    """A module's forward as a function of its parameters. Those of its layers are stacked by kind.
 
-    Made by `from_module(module, layers=...)`. It is an ordinary function; `pipeline_module` puts its layers on several
+    Made by `from_module(module, layers=...)`. It is an ordinary function. `pipeline_module` puts its layers on several
     ranks.
 
     Attributes:
         module: the module.
-        path: the list of layers; in params, the key of the stacked leaves.
+        path: the list of layers. In params, the key of the stacked leaves.
         kinds: the groups of layers that are alike.
         num_layers: the number of layers.
         needs_params: whether the layers need values from before them, other than the first argument, that depend on
             parameters; found when a stage runs.
-        returns: a layer's further results, and the structure of all; None until a stage has learnt them.
+        returns: a layer's further results, and the structure of all. None until a stage has learnt them.
         trainable: as of a `ModuleFunction`, a tree like the parameters.
-        specs: as of a `ModuleFunction`, a tree like the parameters; stacked leaves are cut along "pp", the default axis
-            of `pipeline_module`, which a mesh need not have.
+        specs: specs as of a `ModuleFunction`, a tree like the parameters; stacked leaves are cut along "pp", the
+            default axis of `pipeline_module`, which a mesh need not have.
     """
 
     def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
@@ -84,16 +84,16 @@ class LayeredFunction:
         self.returns: tuple[list[Any], Any] | None = None
 
     def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """Returns the module's forward.
 
         Args:
             params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; with several
                 kinds of layers one such dict per kind, under the number of its first layer.
             *args: the module's arguments.
-            **kwargs: its arguments by name.
+            **kwargs: arguments by name.
 
         Raises:
-            ValueError: as of `ModuleFunction`; or the forward does not call the layers once each, one after another,
+            ValueError: as of `ModuleFunction`, or the forward does not call the layers once each, one after another,
                 each on the result of the one before.
         """
         return self._run(Draws(self.module), params, args, kwargs)
@@ -102,18 +102,21 @@ class LayeredFunction:
         """`forward(*args, **kwargs)`, which calls the module, or a part of it with the layers, and that once.
 
         Args:
-            forward: runs in the place of the module; see `ModuleFunction.within`. On ranks without the last layer it
+            forward: runs in the place of the module. See `ModuleFunction.within`. On ranks without the last layer it
                 runs up to a layer.
-            params: as of the module's forward.
+            params: parameters as of the module's forward.
             *args: arguments of `forward`.
-            **kwargs: its arguments by name.
+            **kwargs: arguments by name.
         """
         return self._run(Draws(self.module), params, args, kwargs, forward)
 
     def keyed(
         self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on the rank of a layer."""
+        """Returns the same function with dropout.
+
+        See `ModuleFunction.keyed`. Masks do not depend on the rank of a layer.
+        """
         draws = self._function.draws(key, index_B)
 
         def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -126,11 +129,11 @@ class LayeredFunction:
 
         Args:
             span: these layers.
-            loss: calls this function, once; the stack in its parameters has the rows of the span.
-            *args: its arguments.
+            loss: calls this function, once. The stack in its parameters has the rows of the span.
+            *args: arguments.
 
         Returns:
-            The input of the layer after the span; or, if the span ends the forward, the loss's result.
+            The input of the layer after the span, or, if the span ends the forward, the loss's result.
 
         Raises:
             ValueError: the loss does not call this function once, or cannot be cut in stages.
@@ -169,7 +172,7 @@ class LayeredFunction:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The list of layers."""
+        """Returns the list of layers."""
         found = self.module.get_submodule(self.path)
         assert isinstance(found, nn.ModuleList)
         return found
@@ -210,10 +213,10 @@ class LayeredFunction:
 
 
 def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], LayerKinds]:
-    """The parameters of a module, with those of its list of layers stacked, and the kinds of its layers.
+    """Returns the parameters of a module, with those of its list of layers stacked, and the kinds of its layers.
 
     Raises:
-        ValueError: there is no such list; or its layers share parameters; every leaf is listed.
+        ValueError: there is no such list, or its layers share parameters. Every leaf is listed.
     """
     try:
         layers = module.get_submodule(path)
@@ -235,6 +238,6 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
-    """The other place of a layer's parameter in the module."""
+    """Returns the other place of a layer's parameter in the module."""
     names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

@@ -1,7 +1,7 @@
 """Watches a module that runs with parameters from outside: sees each function of torch before it runs.
 
 A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. Other functions
-are refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest runs unchanged.
+are refused by name, in eager steps and in captures alike; dropout is drawn by the key. The rest runs unchanged.
 """
 
 import weakref
@@ -81,7 +81,7 @@ class ModuleMode(TorchFunctionMode):
         return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first argument is a parameter or a view of one, such as a weight that is standardised."""
+        """Returns whether the first argument is a parameter or a view of one, such as a weight that is standardised."""
         known = self._of_params.get(id(args[0])) if args else None
         return known is not None and known() is args[0]
 
@@ -121,7 +121,7 @@ _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIss
 
 
 def _same_memory(x: Any, new: Any) -> bool:
-    """Whether `x.data = new` changes nothing."""
+    """Returns whether `x.data = new` changes nothing."""
     if x is new:
         return True
     plain = isinstance(new, Tensor) and has_storage(x) and has_storage(new)
@@ -129,7 +129,7 @@ def _same_memory(x: Any, new: Any) -> bool:
 
 
 def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether `x.to(...)` is x."""
+    """Returns whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
     device, dtype, _, memory_format = parse_to(*args, **kwargs)

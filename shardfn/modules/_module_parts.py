@@ -20,7 +20,7 @@ class TensorSlot(NamedTuple):
 
     Attributes:
         owner: the submodule.
-        name: its name there.
+        name: name there.
     """
 
     owner: nn.Module
@@ -44,7 +44,7 @@ class ModuleParts(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> "ModuleParts":
-        """The present parts of a module."""
+        """Returns the present parts of a module."""
         parts, seen = ModuleParts({}, {}, {}, []), set[int]()
         for path, sub in named_modules(module, remove_duplicate=False):
             parts.modules[path] = sub
@@ -76,7 +76,7 @@ class GivenTensors(NamedTuple):
 
 
 def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> GivenTensors:
-    """Finds the places of the tensors of `given`; a parameter that is not given stays the module's own.
+    """Finds the places of the tensors of `given`. A parameter that is not given stays the module's own.
 
     Raises:
         TypeError: there are no names, or a value is a leaf of a state.
@@ -135,8 +135,8 @@ class Placed:
     """A module whose tensors are replaced by others.
 
     Invariant: between `__enter__` and `__exit__` each place of `given` holds the given tensor, and every other place
-    its previous value, except for the forward's assignments. `__exit__` puts back the module's own tensors in any case;
-    a submodule whose forward has assigned a tensor gets all its attributes back, since other attributes (such as the
+    its previous value, except for the forward's assignments. `__exit__` puts back the module's own tensors in any case.
+    A submodule whose forward has assigned a tensor gets all its attributes back, since other attributes (such as the
     length up to which the tensor was computed) must agree with it.
 
     Each part that runs again in the backward enters once, with the whole module: a few dict copies a submodule.
@@ -153,7 +153,7 @@ class Placed:
 
     def __enter__(self) -> "Placed":
         """Puts the given tensors in their places."""
-        # The dicts themselves stay, since others may hold them; their contents are copied.
+        # The dicts themselves stay, since others may hold them. Their contents are copied.
         self._before = [
             _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
             for path, sub in self.parts.unique
@@ -185,7 +185,7 @@ class Placed:
             _put_back(sub._buffers, b.buffers)
 
     def overrides(self) -> list[Overrides]:
-        """The submodules whose buffers the forward has assigned up to here."""
+        """Returns the submodules whose buffers the forward has assigned up to here."""
         pairs = zip(self._before, self._given, strict=True)
         subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _same(b.sub._buffers, given)]
         return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
@@ -197,7 +197,7 @@ class Placed:
             _put_back(x.sub._buffers, x.buffers)
 
     def assigned_params(self) -> list[str]:
-        """The parameters that the forward has assigned."""
+        """Returns the parameters that the forward has assigned."""
         found = []
         for b, (given, _) in zip(self._before, self._given, strict=True):
             now = b.sub._parameters

@@ -1,7 +1,7 @@
 """Parts of a module's forward that run again in the backward, with the parameters and the draws of the forward.
 
 `torch.utils.checkpoint` calls its function a second time after the module's call has ended and its own weights are
-back; the function then runs as a part of that call again. Other code that would use the weights after the call is
+back. The function then runs as a part of that call again. Other code that would use the weights after the call is
 refused.
 """
 
@@ -24,15 +24,15 @@ class Running(Protocol):
     """A call of a module that is under way."""
 
     def again(self) -> Again:
-        """A context to resume the call later, as from here."""
+        """Returns a context to resume the call later, as from here."""
         ...
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
-        """Whether `sub` is a part of the module that `convert` would not change."""
+        """Returns whether `sub` is a part of the module that `convert` would not change."""
         ...
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """The path of `sub` in the module; None if it is not a part of it."""
+        """Returns the path of `sub` in the module, or None if it is not a part of it."""
         ...
 
 
@@ -88,7 +88,7 @@ _REFUSALS = Replaced(lambda: [(nn.Module, "_apply", _conversion), (torch.autogra
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """The modules in arguments: themselves, in containers, and behind methods and partial functions."""
+    """Yields the modules in arguments: themselves, in containers, and behind methods and partial functions."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple):

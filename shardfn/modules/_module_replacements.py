@@ -19,7 +19,7 @@ from ._module_replay import Replay
 
 @dataclass(frozen=True)
 class Replacements:
-    """The replacements of one module; None is the module's own code.
+    """The replacements of one module. None is the module's own code.
 
     Attributes:
         attention: by a body of `nn.attention`.
@@ -34,7 +34,7 @@ class Replacements:
     replay: Replay | None = None
 
     def of_call(self, draws: Draws) -> RoutedCall | None:
-        """The attention of one call."""
+        """Returns the attention of one call."""
         return None if self.attention is None else self.attention.of_call(draws)
 
     @contextlib.contextmanager
@@ -56,7 +56,7 @@ class Replacements:
 def replacements_of(
     module: nn.Module, attention: Body | None, experts: moe.Exchange | None, exact: bool
 ) -> Replacements:
-    """The replacements that `from_module` is asked for.
+    """Returns the replacements that `from_module` is asked for.
 
     Raises:
         ValueError: attention or experts cannot be routed, or are not exact.

@@ -58,7 +58,7 @@ class Replay:
         ]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """The forwards of the layers that have a router and experts, by which routers take the given experts."""
+        """Returns the forwards by which layers with a router and experts take the given experts."""
         return [(layer, _replayed(layer.forward, own)) for layer, own in self._layers]
 
 

@@ -44,11 +44,11 @@ class PackedWeight(NamedTuple):
     """A linear layer whose weight is as `kernels.row_linear` reads it.
 
     Attributes:
-        panels: from `kernels.pack_rows`, of this rank's outputs.
+        panels: panels from `kernels.pack_rows`, of this rank's outputs.
         num: outputs of all ranks.
-        axis: the mesh axes that cut the outputs; None is one device.
+        axis: the mesh axes that cut the outputs. None is one device.
         edge: the values on both sides.
-        inputs: of the layer; None is the number of rows in panels of floats, which panels of codes do not have.
+        inputs: inputs of the layer. None is the number of rows in panels of floats, which panels of codes do not have.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ class PackedWeight(NamedTuple):
     inputs: int | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The affine map, computed in float32; `bias` is that of all outputs."""
+        """Returns the affine map, computed in float32. `bias` is that of all outputs."""
         if self.edge is Edge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
@@ -78,11 +78,11 @@ class PackedWeight(NamedTuple):
         return stop - start
 
     def own_bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias of this rank's outputs, float32."""
+        """Returns the bias of this rank's outputs, float32."""
         return None if bias is None else take_own_block(bias, self.axis, dim=0).float()
 
     def joined(self, y: Tensor) -> Tensor:
-        """The layer's result, from this rank's outputs."""
+        """Returns the layer's result, from this rank's outputs."""
         return y if self.edge is Edge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
 
@@ -166,7 +166,7 @@ class WeightUses(TorchFunctionMode):
 
 
 def linear_operands(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """The input, weight and bias of a call of a linear layer; None for other functions."""
+    """Returns the input, weight and bias of a call of a linear layer, or None for other functions."""
     read = _WEIGHT.get(func)
     return None if read is None else read(*args, **kwargs)
 
@@ -213,7 +213,7 @@ def handlers_of(
     """Handlers of torch's functions, which get the function and its arguments, by the exact forms of some.
 
     Args:
-        silu: of one tensor.
+        silu: silu of one tensor.
         gelu: the form with tanh.
         norm: of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """

@@ -21,7 +21,7 @@ class ServedExperts:
     """Where the tokens of a call meet their experts, and their choices.
 
     Attributes:
-        exchange: of `nn.moe`.
+        exchange: exchange of `nn.moe`.
         choices: [T, k] of each module of experts that has run, by its identity.
     """
 
@@ -33,7 +33,7 @@ CALL = Ambient[ServedExperts]("experts of a decoder's call", by_thread=True)
 
 
 def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function that transformers calls, [S, D], [S, k], [S, k] -> [S, D].
+    """Returns the function that transformers calls, [S, D], [S, k], [S, k] -> [S, D].
 
     Raises:
         RuntimeError: no function of `decoding` runs.

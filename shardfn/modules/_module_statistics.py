@@ -11,7 +11,7 @@ from shardfn.core import Axes
 
 
 def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
-    """The replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
+    """Returns the replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
 
     Mean and variance are those of all their rows, for any number of rows per rank. Their gradients are summed over
     ranks, since every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their

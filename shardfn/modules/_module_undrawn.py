@@ -7,7 +7,7 @@ class Undrawn:
     """A uniform number in [0, 1) that cannot be drawn for lack of a key.
 
     Models draw one per layer in every configuration, and compare it with the rate at which layers are skipped, most
-    often 0. A comparison whose result is the same for all numbers in [0, 1) gives that result; any other use is an
+    often 0. A comparison whose result is the same for all numbers in [0, 1) gives that result. Any other use is an
     error.
 
     Args:
@@ -24,7 +24,7 @@ class Undrawn:
         return not self._known(">=", other)
 
     def _known(self, sign: str, other: Any) -> bool:
-        """Whether it is less than `other`, if that is the same for all numbers in [0, 1)."""
+        """Returns whether it is less than `other`, if that is the same for all numbers in [0, 1)."""
         if isinstance(other, int | float) and not 0 < other < 1:
             return other >= 1
         return self._refuse(f"asks whether it {sign} {other!r}")

@@ -6,7 +6,7 @@ from shardfn.core import Ambient
 
 
 class Windows:
-    """The windows of the masks that a call of a model has made; None is a mask without one.
+    """The windows of the masks that a call of a model has made. None is a mask without one.
 
     Example:
         >>> windows = Windows()
@@ -19,11 +19,11 @@ class Windows:
         self.made: set[int | None] = set()
 
     def of(self, module: Any, given: int | None) -> int | None:
-        """The window of a layer: the given one, or that of its mask.
+        """Returns the window of a layer: the given one, or that of its mask.
 
         Args:
             module: the attention of the layer.
-            given: its argument.
+            given: argument.
 
         Raises:
             ValueError: masks have several windows.
@@ -41,7 +41,7 @@ class Windows:
 
 
 def kind_of(module: Any) -> str | None:
-    """The kind of a layer, as its model's config names it."""
+    """Returns the kind of a layer, as its model's config names it."""
     kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     return kinds[at] if kinds and at is not None else None
 

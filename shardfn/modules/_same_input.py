@@ -1,6 +1,6 @@
 """Linear layers of one input, such as those of queries, keys and values, computed in one call.
 
-A module calls them one after another. The first call computes them all; the others find their results.
+A module calls them one after another. The first call computes them all. The others find their results.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class SameInput:
         self._results: dict[str, Tensor] = {}
 
     def __call__(self, name: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The affine map of one of the layers."""
+        """Returns the affine map of one of the layers."""
         if x is not self._input or name not in self._results:
             layers = list(self._layers.values())
             assert all(layer.edge is not Edge.LEAVE for layer in layers)

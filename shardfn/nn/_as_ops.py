@@ -1,6 +1,6 @@
 """Functions with a backward of their own as ops of torch, where a graph of a forward is differentiated when it runs.
 
-Such a graph has the ops of a function's forward and not its backward; an op of torch brings its derivative along.
+Such a graph has the ops of a function's forward and not its backward. An op of torch brings its derivative along.
 """
 
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ def as_ops() -> AbstractContextManager[Any]:
 
 
 def runs_as_ops() -> bool:
-    """Whether functions are to be ops of torch."""
+    """Returns whether functions are to be ops of torch."""
     return _AS_OPS.innermost() is not None
 
 
@@ -43,7 +43,9 @@ def run_op(op: Any, *args: Any) -> Tensor:
 
 
 def is_differentiated() -> bool:
-    """Whether gradients are enabled where this op was called; inside of an op with a derivative torch disables them.
+    """Returns whether gradients are enabled where this op was called.
+
+    Inside of an op with a derivative torch disables them.
 
     Example:
         >>> is_differentiated()

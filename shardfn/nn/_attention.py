@@ -38,7 +38,8 @@ def attention(
         k_BSGK: keys; G divides H.
         v_BSGV: values, whose heads may be of another width, as those of latent attention are.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
-        mask: in place of it: the pairs that count, of the whole sequence. Dropout too: `Causal() & PairDropout(...)`.
+        mask: mask in place of it: the pairs that count, of the whole sequence. Dropout too: `Causal() &
+            PairDropout(...)`.
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.

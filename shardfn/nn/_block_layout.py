@@ -21,11 +21,11 @@ class BlockLayout(Mask):
     Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
 
     Attributes:
-        blocks: bool, [N, N], or [H, N, N] with 1 head for all; rows are blocks of queries. Kept as a
-            NumPy array that cannot be written.
+        blocks: bool, [N, N], or [H, N, N] with 1 head for all. Rows are blocks of queries. Kept as a NumPy array that
+            cannot be written.
         block: tokens of a block.
         padded: the last block may be shorter.
-        allow_empty: rows may have no block; their queries attend to nothing and give 0.
+        allow_empty: rows may have no block. Their queries attend to nothing and give 0.
 
     Raises:
         ValueError: another shape, or a row without a block.

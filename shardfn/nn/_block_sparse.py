@@ -24,7 +24,7 @@ class BlockSparse(Local):
     It takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and one `PairDropout`.
 
     Attributes:
-        block: queries, and keys, of a tile; None is that of the mask's layout, or 64 without a layout.
+        block: queries, and keys, of a tile. None is that of the mask's layout, or 64 without a layout.
     """
 
     block: int | None = None

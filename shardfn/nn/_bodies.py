@@ -10,13 +10,12 @@
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
 
 All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
-minor; any length will do. With `zigzag` the tokens are put in `sequence_order` before they are cut: each rank then has
+minor. Any length will do. With `zigzag` the tokens are put in `sequence_order` before they are cut: each rank then has
 one stretch from the front and one from the back, and under a causal mask an equal number of pairs.
 
-B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
-Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
-Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
-Brandon et al., Striped Attention, 2023, https://arxiv.org/abs/2311.09431 (balance)
+B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks. Jacobs et al., DeepSpeed
+Ulysses, 2023, https://arxiv.org/abs/2309.14509 Liu et al., Ring Attention with Blockwise Transformers, 2023,
+https://arxiv.org/abs/2310.01889 Brandon et al., Striped Attention, 2023, https://arxiv.org/abs/2311.09431 (balance)
 Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.org/abs/2405.07719 (both)
 """
 
@@ -50,7 +49,7 @@ from ._ring import online
 def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
     """Torch's kernel, or its plain form: fused ones have no forward derivative, and divide by the number of heads."""
     forward_mode = any(forward_ad.unpack_dual(x).tangent is not None for x in (q_BHTK, k_BGSK, v_BGSK))
-    # A rank has no heads where there are more ranks than heads; torch 2.11 then ends the process.
+    # A rank has no heads where there are more ranks than heads. Torch 2.11 then ends the process.
     plain = forward_mode or q_BHTK.shape[1] == 0
     with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
@@ -104,7 +103,7 @@ class Blockwise(Local):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Keys and values go round the ranks; see `shardfn/nn/_ring.py`.
+    """Keys and values go round the ranks. See `shardfn/nn/_ring.py`.
 
     Attributes:
         axis: mesh axes that cut the tokens.
@@ -125,15 +124,15 @@ class Ring:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """The tokens of the whole sequence that it states."""
+        """Returns the tokens of the whole sequence that it states."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
-        return self._all_rows(length)[axis_index(self.axis)]
+        """Returns the positions of this rank's tokens of a sequence."""
+        return self._all_rows(length)[int(axis_index(self.axis))]
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """The positions of all tokens, in the order in which they lie before they are cut."""
+        """Returns the positions of all tokens, in the order in which they lie before they are cut."""
         if not self.zigzag:
             return ((0, length),)
         return tuple(span for rows in _zigzag(ranges_over(length, num_ranks)) for span in rows)
@@ -157,12 +156,12 @@ class Ulysses:
     """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y after.
 
     Query heads are dealt as `torch.chunk` deals them, also where the ranks do not divide them, or are more. Each rank
-    gets the key heads that its query heads read; those that several need are sent several times.
+    gets the key heads that its query heads read. Those that several need are sent several times.
 
     Attributes:
         axis: mesh axes that cut the tokens.
         length: tokens of the whole sequence; needed where the axis has several ranks.
-        inner: the body of each rank; a `Ring` cuts the tokens by its axis first.
+        inner: the body of each rank. A `Ring` cuts the tokens by its axis first.
     """
 
     axis: Axes
@@ -176,7 +175,7 @@ class Ulysses:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """The tokens of the whole sequence that it states."""
+        """Returns the tokens of the whole sequence that it states."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
@@ -185,11 +184,11 @@ class Ulysses:
         return self.inner.dealt_axes
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """The positions of all tokens, in the order in which they lie before they are cut."""
+        """Returns the positions of all tokens, in the order in which they lie before they are cut."""
         return self.inner.order(length, num_ranks)
 
     def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
+        """Returns the positions of this rank's tokens of a sequence."""
         inner = self.inner.rows(length)
         return part_of(inner, *own_range(num_rows(inner), self.axis))
 
@@ -225,7 +224,7 @@ class Attending(NamedTuple):
 
 
 def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
-    """The order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
+    """Returns the order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
 
     Args:
         body: how attention is computed.
@@ -249,11 +248,11 @@ def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> I
 
 
 def own_rows(body: Body, num_tokens: int) -> Rows:
-    """The positions of this rank's tokens, as ranges (start, stop), one after the other.
+    """Returns the positions of this rank's tokens, as ranges (start, stop), one after the other.
 
     Args:
         body: how attention is computed.
-        num_tokens: that this rank has.
+        num_tokens: number of tokens that this rank has.
 
     Raises:
         ValueError: the body cuts the tokens but has no length, or this rank has another number of tokens.
@@ -273,12 +272,12 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
 
 
 def own_positions(body: Body, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
-    """The global positions of this rank's tokens: for rotary tables and learned positions.
+    """Returns the global positions of this rank's tokens: for rotary tables and learned positions.
 
     Args:
         body: how attention is computed.
-        num_tokens: that this rank has.
-        device: of the result.
+        num_tokens: number of tokens that this rank has.
+        device: device of the result.
 
     Raises:
         ValueError: as `own_rows`.
@@ -313,7 +312,7 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
 
 
 def whole_length(body: Body, num_tokens: int) -> int:
-    """The number of tokens of the whole sequence, from this rank's number.
+    """Returns the number of tokens of the whole sequence, from this rank's number.
 
     Raises:
         ValueError: it is missing, or given twice.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import axis_index, axis_size, mesh_as_now
-from shardfn.core import Axes
+from shardfn.core import Axes, is_disk, is_host
 from shardfn.memory import AnyPool, capturing
 
 from ._dealer import Dealer
@@ -68,7 +68,7 @@ class Chunked:
     pool: AnyPool | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.chunk < 1 or self.to not in ("host", "disk") or (self.pool is None) != (self.to == "host"):
+        if self.chunk < 1 or not (is_host(self.to) or is_disk(self.to)) or (self.pool is None) != is_host(self.to):
             raise ValueError(
                 f"{self}: a chunk has 1 or more tokens, and waits on 'host', or on 'disk' with pool=memory.Pool(path)."
             )
@@ -107,7 +107,7 @@ class Chunked:
             )
         if how.sinks_H is not None:
             raise ValueError("Chunked attention has no sinks; take Ulysses(), Ring() or Blockwise().")
-        if self.to == "disk" and capturing():
+        if is_disk(self.to) and capturing():
             raise ValueError(
                 "Chunked(to='disk') is not captured; run the step without jit, or let chunks wait on 'host'."
             )

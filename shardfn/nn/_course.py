@@ -15,13 +15,13 @@ class RingCourse:
     """The positions of each rank's keys and queries, from which the transfers of each hop follow.
 
     Attributes:
-        axis: mesh axes; None is one rank.
+        axis: mesh axes. None is one rank.
         rows: the positions of each rank's keys, by index; with several ranks, of its queries too.
         queries: the positions of this rank's queries.
-        index: of this rank.
+        index: index of this rank.
         how: the scores, without tensors.
-        block: of a tile of torch's products.
-        kernel: of a tile of the kernel; None where it does not compute this.
+        block: block of a tile of torch's products.
+        kernel: kernel of a tile of the kernel, or None where it does not compute this.
     """
 
     axis: Axes
@@ -43,7 +43,7 @@ class RingCourse:
 
     @property
     def last(self) -> tuple[int, ...]:
-        """The last hop at which a rank needs the keys of each rank; 0 where none does but itself."""
+        """Returns the last hop at which a rank needs the keys of each rank, or 0 where none does but itself."""
         n = self.size
         return tuple(max((h for h in range(1, n) if self._needs((j + h) % n, j)), default=0) for j in range(n))
 
@@ -64,7 +64,7 @@ class RingCourse:
 def course(
     axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: OnlineScores, block: int, kernel: int | None = None
 ) -> RingCourse:
-    """The course of this rank's tensors; on one rank the numbers of queries and keys may differ."""
+    """Returns the course of this rank's tensors; on one rank the numbers of queries and keys may differ."""
     assert len(rows) == axis_size(axis)
     index = int(axis_index(axis))
     queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
@@ -72,7 +72,7 @@ def course(
 
 
 def num_rows(rows: Rows) -> int:
-    """The number of their tokens."""
+    """Returns the number of their tokens."""
     return sum(stop - start for start, stop in rows)
 
 

@@ -22,13 +22,13 @@ def cross_entropy(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> Float[Tensor, ""]:
-    """The mean over the targets that count; 0 if none does.
+    """Returns the mean over the targets that count, or 0 if none does.
 
     Args:
         logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
-        axis: mesh axes that cut V; None is one device.
+        axis: mesh axes that cut V. None is one device.
         vocab_size: V; needed where the axis has several ranks.
 
     Example:
@@ -49,7 +49,9 @@ def cross_entropy_sum(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The sum over the targets that count, and their number: for means over ranks with unequal numbers of tokens.
+    """Returns the sum over the targets that count, and their number.
+
+    For means over ranks with unequal numbers of tokens.
 
     With `axis` no rank has all logits: three numbers a token cross the mesh, a maximum, a sum and the target's logit.
 
@@ -57,7 +59,7 @@ def cross_entropy_sum(
         logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
-        axis: mesh axes that cut V; None is one device.
+        axis: mesh axes that cut V. None is one device.
         vocab_size: V; needed where the axis has several ranks.
 
     Returns:
@@ -80,7 +82,7 @@ def cross_entropy_sum(
 def _vocab_parallel(
     logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, axis: Axes, vocab_size: int | None
 ) -> Tensor:
-    """The loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
+    """Returns the loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
     start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
     top_BT = pmax(own_BT.detach(), axis)  # a shift, on which the result does not depend
@@ -94,7 +96,7 @@ def _vocab_parallel(
 
 
 def next_tokens(tokens_BT: Int64[Tensor, "b t"], *, ignore_index: int = -100) -> Int64[Tensor, "b t"]:
-    """The targets of a language model: each token's successor; the last one's does not count.
+    """Returns the targets of a language model: each token's successor. The last one's does not count.
 
     Args:
         tokens_BT: whole sequences: cut them along T after the shift.

@@ -17,7 +17,7 @@ class Dealer:
     """Deals one span at a time.
 
     Args:
-        axis: mesh axes; None is one rank.
+        axis: mesh axes. None is one rank.
         sizes: tokens of each rank's piece of each span, [spans][P].
         heads: (H, G) of all ranks.
     """
@@ -42,7 +42,7 @@ class Dealer:
         return self._forth(x_BTHK[:, self._pieces[i]], i)
 
     def undeal(self, x_BSHK: Tensor, i: int) -> Tensor:
-        """The inverse of `deal`, which is its transpose."""
+        """Returns the inverse of `deal`, which is its transpose."""
         return self._back(x_BSHK, i, self._H)
 
     def deal_keys(self, x_BTGK: Tensor, i: int) -> Tensor:
@@ -52,7 +52,7 @@ class Dealer:
         return found if evenly(self._read, found.shape[2]) else found[:, :, self._read]
 
     def undeal_keys(self, x_BSGK: Tensor, i: int) -> Tensor:
-        """The transpose of `deal_keys`: gradients of key heads that were sent to several ranks are added up."""
+        """Returns the transpose of `deal_keys`: gradients of key heads that were sent to several ranks are added up."""
         if not evenly(self._read, self._own):
             x_BSGK = _scattered(x_BSGK, self._read, self._own)
         back = self._back(x_BSGK, i, self._num_sent)

@@ -60,7 +60,7 @@ class DeferredGradients:
     activations that the products took, and the cotangents of their results. Not thread-safe.
 
     Args:
-        leaves: tensors that require gradients; nothing else is a weight.
+        leaves: tensors that require gradients. Nothing else is a weight.
         opened: makes a tensor of an object that replaces a leaf, such as a lazy leaf.
 
     Example:
@@ -109,7 +109,7 @@ class DeferredGradients:
             inputs: tensors whose gradients are wanted whole.
 
         Returns:
-            The leaves' gradients from this part, then those of `inputs`; None for no gradient.
+            The leaves' gradients from this part, then those of `inputs`, or None for no gradient.
         """
         wanted = [*self._leaves, *inputs, self.anchor]
         self.runs = True
@@ -122,7 +122,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def rest(self) -> list[Tensor | None]:
-        """The leaves' gradients from the second part, made one by one: hooks see each as soon as it is made."""
+        """Returns the leaves' gradients from the second part, made one by one: hooks see each as soon as it is made."""
         out: list[Tensor | None] = [None] * len(self._leaves)
         while self._noted:
             i = next(iter(self._noted))
@@ -142,7 +142,7 @@ class DeferredGradients:
         self._noted.setdefault(leaf, []).append(_Put(weight, make))
 
     def leaf_of(self, x: Any) -> int | None:
-        """The leaf that a tensor is a view or a cast of."""
+        """Returns the leaf that a tensor is a view or a cast of."""
         if not x.requires_grad:
             return None
         node = get_gradient_edge(x).node
@@ -164,7 +164,7 @@ class DeferredGradients:
             raise ValueError(_ITSELF)
 
     def split(self, product: Product, args: Sequence[Any]) -> Any:
-        """The product, as one node without the weight among its inputs, if one of the two operands is a weight."""
+        """Returns the product as one node without the weight among its inputs, if an operand is a weight."""
         given: list[Any] = [self._opened(x) for x in args]
         leaves = [self.leaf_of(x) for x in given[:2]]
         if (leaves[0] is None) == (leaves[1] is None):
@@ -182,7 +182,7 @@ def _same_splitting() -> list[Again]:
 
 
 def splitting() -> bool:
-    """Whether products that run now become nodes of their own."""
+    """Returns whether products that run now become nodes of their own."""
     return any(isinstance(mode, _Splitting) for mode in function_modes())
 
 
@@ -233,12 +233,12 @@ class _Split(torch.autograd.Function):
 
 
 def _hands_on(node: Any) -> bool:
-    """Whether a node's backward is that of a view, a cast or an identity: it can run apart from all others."""
+    """Returns whether a node's backward is that of a view, a cast or an identity: it can run apart from all others."""
     return node.name() in _VIEWS or getattr(getattr(type(node), "_forward_cls", None), "hands_on", False)
 
 
 def _made(puts: list[_Put]) -> list[Tensor]:
-    """The gradients; their inputs are freed one by one."""
+    """Returns the gradients. Their inputs are freed one by one."""
     made: list[Tensor] = []
     while puts:
         made.append(puts.pop(0).make())

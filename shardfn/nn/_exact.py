@@ -34,11 +34,11 @@ class ExactWeight(Weight):
     any order. Made of panels, which are packed once for many calls, it has no derivative.
 
     Args:
-        panels: from `kernels.pack_rows` of the weight as [N, K], in codes, too.
+        panels: panels from `kernels.pack_rows` of the weight as [N, K], in codes, too.
         shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
         chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
-        then: from the layer's input and its result, with the bias, to the result in its place. On several ranks the
-            input and the result are a rank's own features where the layer cuts them.
+        then: function from the layer's input and its result, with the bias, to the result in its place. On several
+            ranks the input and the result are a rank's own features where the layer cuts them.
 
     Attributes:
         shape: the weight's.
@@ -73,10 +73,10 @@ class ExactWeight(Weight):
 
     @classmethod
     def of(cls, weight: Float[Tensor, "..."], chunks: int = 8) -> "ExactWeight":
-        """The exact weight of a tensor, with derivatives.
+        """Returns the exact weight of a tensor, with derivatives.
 
         Args:
-            weight: of two dims or more.
+            weight: weight of two dims or more.
             chunks: of K.
 
         Example:
@@ -94,12 +94,12 @@ class ExactWeight(Weight):
 
     @property
     def source(self) -> Tensor | None:
-        """The weight that it is made of; None if it is made of panels."""
+        """Returns the weight that it is made of, or None if it is made of panels."""
         return self._source
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Returns the number of dims."""
         return len(self.shape)
 
     @property
@@ -115,16 +115,16 @@ class ExactWeight(Weight):
 
     @property
     def product(self) -> Product:
-        """The product of an input and the weight [N, K]."""
+        """Returns the product of an input and the weight [N, K]."""
         return _product(self.chunks)
 
     @property
     def panels(self) -> Shaped[Tensor, "p k c"]:
-        """The packed weight; that of a weight of more than two dims must have been flattened."""
+        """Returns the packed weight. That of a weight of more than two dims must have been flattened."""
         return kernels.pack_rows(self._stored) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
-        """The same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
+        """Returns the same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
         made = self._changed(self.shape, self.source, chunks)
         made.then = None
         return made
@@ -136,7 +136,7 @@ class ExactWeight(Weight):
         return self._changed(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
 
     def linear(self, x: Float[Tensor, "*batch k"], bias: Float[Tensor, " n"] | None = None) -> Float[Tensor, "..."]:
-        """The affine map x w^T + bias, in the dtype of x.
+        """Returns the affine map x w^T + bias, in the dtype of x.
 
         Raises:
             TypeError: x or the bias is neither float32 nor, as the weight is, float64.
@@ -214,7 +214,7 @@ def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
 
 
 def not_exact(begin: str) -> TypeError:
-    """The error of an exact layer in another dtype, whose message begins so."""
+    """Returns the error of an exact layer in another dtype, whose message begins so."""
     return TypeError(
         f"{begin} exact layers compute float32, or float64 where all is float64; leave out mixed precision, or take"
         " Policy(compute=torch.float32)."

@@ -43,7 +43,7 @@ class Exact(Local):
 
 
 def exact_problems(mask: Mask) -> list[str]:
-    """The parts of a mask that `Exact` does not know."""
+    """Returns the parts of a mask that `Exact` does not know."""
     told = "it knows Causal() and Window(left) alone; take another mask, or another body, such as Dense()"
     return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
 
@@ -80,7 +80,7 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        """A mapped dim joins the samples; mapped slopes or sinks get a call each."""
+        """Returns a mapped dim joins the samples; mapped slopes or sinks get a call each."""
         if any(dim is not None for dim in in_dims[3:]):
             pairs = list(zip(args, in_dims, strict=True))
             each: Any = ((x if d is None else x.select(d, i) for x, d in pairs) for i in range(info.batch_size))
@@ -105,7 +105,7 @@ def _kept(ctx: Any) -> Any:
 def _attended(
     qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of whole sequences, each of them a sequence of a cache that lasts for this call; and lse [B, H, T]."""
+    """Attention of whole sequences, each of them a sequence of a cache that lasts for this call, and lse [B, H, T]."""
     q, k, v = qkv
     (B, T, H, K), G = q.shape, k.shape[2]
     if not q.numel():

@@ -51,7 +51,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
 
     Args:
         gate_F: float32 or float64.
-        up_F: as `gate_F`.
+        up_F: weights as `gate_F`.
 
     Example:
         >>> exact_gated_silu(torch.zeros(2), torch.ones(2)).tolist()
@@ -61,7 +61,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
 
 
 def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
-    """A function of tensors of one shape, element by element, with the derivatives that its partial ones give."""
+    """Returns an elementwise function of tensors of one shape, with the derivatives of its partial ones."""
     return _Pointwise.apply(run, partials, *xs)  # pyright: ignore[reportReturnType]
 
 
@@ -147,7 +147,7 @@ class _Pointwise(torch.autograd.Function):
 
 
 def partials_of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of silu(gate) * up with regard to gate and to up.
+    """Returns the derivatives of silu(gate) * up with regard to gate and to up.
 
     Example:
         >>> partials_of_gated_silu(torch.zeros(1), torch.ones(1))
@@ -212,6 +212,6 @@ def _normed(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _projected(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
-    """The derivative of n in the direction g, which is symmetric."""
+    """Returns the derivative of n in the direction g, which is symmetric."""
     inner = g - n * (g * n).mean(-1, keepdim=True)
     return r * (inner - g.mean(-1, keepdim=True) if ctx.centered else inner)

@@ -17,10 +17,10 @@ from ._trilinear import Trilinear, derivative
 
 @functools.cache
 def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
-    """The gradients of the input and of the weight of an exact linear layer; they can be differentiated again.
+    """Returns the gradients of the input and of the weight of an exact linear layer. They can be differentiated again.
 
     Args:
-        chunks: of the layer's inputs.
+        chunks: chunks of the layer's inputs.
     """
     # t(x, w, y) = sum over rows of (x w^T) . y
     form: Trilinear = (

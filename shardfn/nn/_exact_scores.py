@@ -38,7 +38,7 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
 
 
 def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The sigmoid of each element, by one expression wherever it lies.
+    """Returns the sigmoid of each element, by one expression wherever it lies.
 
     Args:
         x: float32 or float64, finite.
@@ -117,6 +117,6 @@ class _Softmax(torch.autograd.Function):
 
 
 def _projected(x: Tensor, g: Tensor) -> Tensor:
-    """The derivative in the direction g, which is symmetric."""
+    """Returns the derivative in the direction g, which is symmetric."""
     p = x.softmax(-1)
     return p * (g - (g * p).sum(-1, keepdim=True))

@@ -51,7 +51,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 def gradients_of_gated_silu(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up.
+    """Returns the gradients of gate and up.
 
     Example:
         >>> gradients_of_gated_silu(torch.ones(1), torch.zeros(1), torch.ones(1))

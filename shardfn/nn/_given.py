@@ -69,7 +69,7 @@ class Added(Mask):
     """Numbers that are added to the scores; -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
 
     Attributes:
-        numbers: [T, S], [H, T, S] or [B, H, T, S], of the whole sequence; each may be 1 for all.
+        numbers: [T, S], [H, T, S] or [B, H, T, S], of the whole sequence. Each may be 1 for all.
 
     Example:
         >>> Added(torch.tensor([[0.5, -torch.inf]])).pairs((0, 2), (0, 2)).int().tolist()
@@ -203,7 +203,7 @@ def _joined(a: Given, b: Given) -> Given:
 
 
 def _numbered(ids_BN: Tensor) -> Tensor:
-    """The numbers as 0 .. N - 1, equal where they are."""
+    """Returns the numbers as 0 .. N - 1, equal where they are."""
     ordered, index = ids_BN.sort(-1)
     new = torch.cat([torch.zeros_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], -1)
     return torch.zeros_like(ids_BN).scatter(-1, index, new.cumsum(-1))

@@ -17,7 +17,7 @@ from ._parallel import check_block, leave_parallel, own_range
 def linear(
     x_D: Float[Tensor, "*batch d"], w_FD: Float[AnyWeight, "f d"], b_F: Float[Tensor, " f"] | None = None
 ) -> Float[Tensor, "*batch f"]:
-    """The affine map y = x w^T + b, with the weight as [out, in].
+    """Returns the affine map y = x w^T + b, with the weight as [out, in].
 
     Args:
         x_D: any leading dims.
@@ -43,7 +43,7 @@ def embedding(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """Row `tokens[...]` of the table; with `axis`, of a table whose rows are cut over ranks.
+    """Row `tokens[...]` of the table. With `axis`, of a table whose rows are cut over ranks.
 
     Each rank looks up its own rows, and the sum over ranks is the result: of all tokens, or with `sequence` of this
     rank's.
@@ -51,7 +51,7 @@ def embedding(
     Args:
         tokens: indices in [0, V), any shape; the same on all ranks of `axis`.
         w_VD: the table, or this rank's block of it.
-        axis: mesh axes that cut V; None is one device.
+        axis: mesh axes that cut V. None is one device.
         vocab_size: V; needed where the axis has several ranks.
         sequence: T where each rank is to have its rows of the last dim of `tokens`.
 

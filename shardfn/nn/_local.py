@@ -16,7 +16,7 @@ class Local(abc.ABC):
         """Attention of this rank's queries over all keys."""
 
     def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
+        """Returns the positions of this rank's tokens of a sequence."""
         return ((0, length),)
 
     @property
@@ -26,11 +26,11 @@ class Local(abc.ABC):
 
     @property
     def lengths(self) -> frozenset[int]:
-        """The tokens of the whole sequence that it states."""
+        """Returns the tokens of the whole sequence that it states."""
         return frozenset()
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """The positions of all tokens, in the order in which they lie before they are cut."""
+        """Returns the positions of all tokens, in the order in which they lie before they are cut."""
         del num_ranks
         return ((0, length),)
 

@@ -2,13 +2,13 @@
 
 A mask refers to global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
 answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs count, some,
-or no pair; which; and how many. Bodies of attention skip rectangles without pairs.
+or no pair; which, and how many. Bodies of attention skip rectangles without pairs.
 
 An answer "none" or "all" depends on values known to the program (positions, lengths, layouts) and never on a tensor's:
 ranks agree on the skipped rectangles, and a capture is good for all batches.
 
-B samples, T tokens, H query heads, N and M tiles of queries and keys.
-Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
+B samples, T tokens, H query heads, N and M tiles of queries and keys. Dong et al., Flex Attention, 2024,
+https://arxiv.org/abs/2412.05496
 """
 
 import abc
@@ -38,29 +38,29 @@ _COUNTED = 4096
 
 
 class Mask(abc.ABC):
-    """Pairs of a query and a key; `a & b` are the pairs of both."""
+    """Pairs of a query and a key. `a & b` are the pairs of both."""
 
     @abc.abstractmethod
     def cover(self, queries: Span, keys: Span) -> Cover:
-        """Whether all pairs of a rectangle count, none, or (as far as is known without data) some."""
+        """Returns whether all pairs of a rectangle count, none, or (as far as is known without data) some."""
 
     @abc.abstractmethod
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Bool[Tensor, "*bh q k"]:
-        """The pairs of a rectangle, [Q, K], [H, Q, K], [B, 1, Q, K] or [B, H, Q, K]."""
+        """Returns the pairs of a rectangle, [Q, K], [H, Q, K], [B, 1, Q, K] or [B, H, Q, K]."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether no query attends to a later key."""
+        """Returns whether no query attends to a later key."""
         return False
 
     @property
     def lead(self) -> tuple[int, int]:
-        """The numbers of samples and heads with masks of their own; 1 where all share one."""
+        """Returns the numbers of samples and heads with masks of their own, or 1 where all share one."""
         return 1, 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The data in it; `with_tensors` puts others in their place."""
+        """Returns the data in it. `with_tensors` puts others in their place."""
         return ()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Mask":
@@ -70,12 +70,12 @@ class Mask(abc.ABC):
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks whose intersection it is."""
+        """Returns the masks whose intersection it is."""
         return (self,)
 
     @property
     def tile(self) -> int | None:
-        """The number of tokens of its blocks; None without blocks."""
+        """Returns the number of tokens of its blocks, or None without blocks."""
         return None
 
     def grid(self, queries: Array, keys: Array) -> Array:
@@ -85,26 +85,26 @@ class Mask(abc.ABC):
         return np.array(found, np.int8).reshape(1, len(rows), len(columns))
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Float[Tensor, "*bh q k"] | None:
-        """The numbers added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
+        """Returns the numbers added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
         del queries, keys, device
 
     def scales(self, queries: Span, keys: Span, heads: int, like: Tensor) -> Float[Tensor, "#b #h q k"] | None:
-        """The factors of a rectangle's probabilities after the softmax, in the dtype of `like`."""
+        """Returns the factors of a rectangle's probabilities after the softmax, in the dtype of `like`."""
         del queries, keys, heads, like
 
     @property
     def of_positions(self) -> bool:
-        """Whether `cover` and `pairs` define it: no data, no added numbers, no factors."""
+        """Returns whether `cover` and `pairs` define it: no data, no added numbers, no factors."""
         own = type(self)
         return not self.tensors and own.bias is Mask.bias and own.scales is Mask.scales
 
     @property
     def in_kernels(self) -> bool:
-        """Whether the kernels of attention take it: it depends on positions alone, or `given` has its data."""
+        """Returns whether the kernels of attention take it: it depends on positions alone, or `given` has its data."""
         return self.of_positions or type(self).given is not Mask.given
 
     def given(self, queries: Span, keys: Span) -> Given:
-        """The data in it for a rectangle, as the kernels of attention take it.
+        """Returns the data in it for a rectangle, as the kernels of attention take it.
 
         Raises:
             ValueError: they do not support it.
@@ -114,17 +114,17 @@ class Mask(abc.ABC):
         raise ValueError(f"attention: {problem} take Blockwise().")
 
     def of_heads(self, start: int, stop: int) -> "Mask":
-        """The mask of some query heads."""
+        """Returns the mask of some query heads."""
         del start, stop
         return self
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        """The reasons why it does not fit these numbers of queries, keys and heads."""
+        """Returns the reasons why it does not fit these numbers of queries, keys and heads."""
         del queries, keys, heads
         return []
 
     def count(self, queries: Span, keys: Span) -> int:
-        """The pairs that count in a rectangle, over all samples and heads with masks of their own.
+        """Returns the pairs that count in a rectangle, over all samples and heads with masks of their own.
 
         Example:
             >>> Causal().count((0, 4), (0, 4))
@@ -169,8 +169,8 @@ class Window(Mask):
     """Token t attends to tokens t - left .. t + right. Mistral's window of w tokens is `Window(w - 1)`.
 
     Attributes:
-        left: how far back; None is all the way.
-        right: how far ahead; None is all the way.
+        left: how far back. None is all the way.
+        right: how far ahead. None is all the way.
 
     Raises:
         ValueError: a negative distance.
@@ -368,10 +368,10 @@ class Both(Mask):
 
 
 def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
-    """The documents of packed sequences, from positions that start again at 0.
+    """Returns the documents of packed sequences, from positions that start again at 0.
 
     Args:
-        position_ids_BT: of the whole sequence.
+        position_ids_BT: position ids of the whole sequence.
 
     Example:
         >>> segments(torch.tensor([[0, 1, 0, 1, 2]])).ids_BT.tolist()
@@ -391,6 +391,6 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def alike(mask: Mask, queries: int, keys: int) -> list[str]:
-    """The problem of a mask of positions if the numbers of queries and keys differ."""
+    """Returns the problem of a mask of positions if the numbers of queries and keys differ."""
     mismatch = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
     return [mismatch] if queries != keys else []

@@ -35,7 +35,7 @@ def mlp(
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
         d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
+        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]. None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
     Raises:
@@ -69,7 +69,7 @@ def swiglu(
         w_up_FD: weight of the gated branch.
         w_down_DF: weight back to D.
         d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
+        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]. None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
     Raises:
@@ -100,10 +100,10 @@ def fused_swiglu(
 
     Args:
         x_D: any leading dims.
-        w_2FD: the gate, then the branch; `P(None, axis)` cuts both alike.
+        w_2FD: the gate, then the branch. `P(None, axis)` cuts both alike.
         w_down_DF: weight back to D.
         d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F; None is one device.
+        axis: mesh axes that cut F. None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
     Raises:

@@ -23,7 +23,7 @@ def layer_norm(
 
     Args:
         x_D: any leading dims.
-        w_D: scale; where it is wider than x, the norm is computed in its dtype.
+        w_D: scale. Where it is wider than x, the norm is computed in its dtype.
         b_D: shift, or None.
         eps: added to the variance.
 
@@ -42,7 +42,7 @@ def rms_norm(
 
     Args:
         x_D: any leading dims.
-        w_D: scale; where it is wider than x, the norm is computed in its dtype.
+        w_D: scale. Where it is wider than x, the norm is computed in its dtype.
         eps: added to the mean square.
 
     Example:

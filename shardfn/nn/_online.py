@@ -31,7 +31,7 @@ class OnlineScores(NamedTuple):
 
     Attributes:
         mask: the pairs that count.
-        scale: of q k; None is 1 / sqrt(K).
+        scale: of q k. None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
         sinks_H: the score of one more key of each query head, whose value is 0, or None.
     """
@@ -42,7 +42,7 @@ class OnlineScores(NamedTuple):
     sinks_H: Tensor | None = None
 
     def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
-        """The numbers added to scores: the mask's, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
+        """Returns the numbers added to scores: the mask's, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
         added = self.mask.bias(queries, keys, device)
         if self.slopes_H is None:
             return added
@@ -88,12 +88,12 @@ def tiles(rows: Rows, block: int) -> list[Tile]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are formed."""
+    """Returns the dtype in which sums are formed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def factor(how: OnlineScores, q: Tensor) -> float:
-    """The scale of q k."""
+    """Returns the scale of q k."""
     return q.shape[-1] ** -0.5 if how.scale is None else how.scale
 
 
@@ -210,7 +210,7 @@ class Pushed:
                 self._sums[i] = new if old is None else (old[0] + new[0], old[1] + new[1])
 
     def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The tangents of y [B, G, R, T, K] and lse [B, G, R, T]."""
+        """Returns the tangents of y [B, G, R, T, K] and lse [B, G, R, T]."""
         dys, dlses = [], []
         for found, tile in zip(self._sums, self._tiles, strict=True):
             own = take(y, tile.at)
@@ -223,7 +223,7 @@ class Pushed:
 
 
 def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: int) -> Tensor:
-    """The tiles of a gradient as one; None is zeros."""
+    """Returns the tiles of a gradient as one. None is zeros."""
     pairs: Iterator[tuple[Tensor | None, Tile]] = zip(parts, tiles(rows, block), strict=True)
     found = [_wide_zeros(like[..., t.at[0] : t.at[1], :]) if p is None else p for p, t in pairs]
     return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
@@ -245,7 +245,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def _multiplier(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
-    """The factors of the probabilities of a tile [B, G, R, Q, K] after the softmax; None is 1."""
+    """Returns the factors of the probabilities of a tile [B, G, R, Q, K] after the softmax. None is 1."""
     c = how.mask.scales(queries, keys, math.prod(p.shape[-4:-2]), p)
     return None if c is None else _by_group(c, p)
 

@@ -1,7 +1,7 @@
 """Tensor parallelism's four edges, and linear layers between them.
 
 Between blocks a value is whole on all ranks of `axis`, or each rank has its own rows of the sequence. Inside a block
-each rank has its own features. `enter_parallel` leads in and `leave_parallel` leads out; each is the other's transpose.
+each rank has its own features. `enter_parallel` leads in and `leave_parallel` leads out. Each is the other's transpose.
 
     between blocks      enter         inside              leave
     x[T, D]             pvary         h[T, F_axis]        psum
@@ -10,10 +10,9 @@ each rank has its own features. `enter_parallel` leads in and `leave_parallel` l
 So every block sends twice forward and twice backward. An `axis` that is None, missing in the mesh or of one rank is the
 identity: the same function is the one-device layer.
 
-D features between blocks, F features inside, T tokens.
-Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
-Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022,
-https://arxiv.org/abs/2205.05198 (sequence parallelism)
+D features between blocks, F features inside, T tokens. Shoeybi et al., Megatron-LM, 2019,
+https://arxiv.org/abs/1909.08053 Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
+2022, https://arxiv.org/abs/2205.05198 (sequence parallelism)
 """
 
 import math
@@ -47,7 +46,7 @@ def enter_parallel(
 
     Args:
         x_D: whole, or with `sequence` this rank's rows of the tokens, [*batch, T_axis, D].
-        axis: mesh axes; None is one device.
+        axis: mesh axes. None is one device.
         sequence: T, the number of tokens, where `x_D` is cut along them.
 
     Returns:
@@ -68,8 +67,8 @@ def leave_parallel(
 
     Args:
         y_D: this rank's summand, of all tokens.
-        axis: mesh axes; None is one device.
-        sequence: T where each rank is to have its rows of the tokens; None gives all to all.
+        axis: mesh axes. None is one device.
+        sequence: T where each rank is to have its rows of the tokens. None gives all to all.
 
     Returns:
         The sum, or this rank's rows of it.
@@ -90,11 +89,11 @@ def leave_parallel(
 
 
 def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
-    """A whole leaf for use between blocks, such as a norm's: varying where ranks apply it to their own rows.
+    """Returns a whole leaf for use between blocks, such as a norm's: varying where ranks apply it to their own rows.
 
     Args:
         w: the leaf, whole on all ranks.
-        axis: mesh axes; None is one device.
+        axis: mesh axes. None is one device.
         sequence: T where the values between blocks are cut along the tokens.
 
     Example:
@@ -112,7 +111,7 @@ def own_tokens(
 
     Args:
         x_D: T rows on all ranks.
-        axis: mesh axes; None is one device.
+        axis: mesh axes. None is one device.
         sequence: T where the values between blocks are cut along the tokens.
 
     Example:
@@ -132,7 +131,7 @@ def column_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "..."]:
-    """The affine map y = x w^T + b, where each rank computes its own features: w[F_axis, D], b[F_axis].
+    """Returns the affine map y = x w^T + b, where each rank computes its own features: w[F_axis, D], b[F_axis].
 
     A weight may have several output dims, [*F, D], any one of them cut: [3, H, K, D] with `P(None, axis)` is a fused
     projection cut between heads, [2, F, D] the two halves of a gated layer.
@@ -142,7 +141,7 @@ def column_linear(
         w_FD: this rank's block of the weight.
         b_F: this rank's block of the bias, or None.
         features: the output dims of the whole layer, F; needed where the axis has several ranks.
-        axis: mesh axes; None is one device.
+        axis: mesh axes. None is one device.
         sequence: T where `x_D` is cut along the tokens.
 
     Returns:
@@ -169,24 +168,24 @@ def row_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """The affine map y = x w^T + b, where each rank has its own input features: x[F_axis], w[D, F_axis].
+    """Returns the affine map y = x w^T + b, where each rank has its own input features: x[F_axis], w[D, F_axis].
 
     The bias is whole on all ranks, and is added once, to the sum. That of an `ExactWeight` is by its tree, so that the
     result has the same bits on any number of ranks.
 
     Args:
         x_F: this rank's features, in one last dim.
-        w_DF: this rank's block of the weight; several input dims, as in [D, H, K], count as one.
+        w_DF: this rank's block of the weight. Several input dims, as in [D, H, K], count as one.
         b_D: bias, or None.
         features: the input dims of the whole layer, F; needed where the axis has several ranks.
-        axis: mesh axes; None is one device.
+        axis: mesh axes. None is one device.
         sequence: T where each rank is to have its rows of the tokens.
 
     Returns:
         All features, whole or as rows of the tokens.
 
     Raises:
-        ValueError: the weight is not this rank's block of a layer of `features`; or it is exact, and the rank's chunks
+        ValueError: the weight is not this rank's block of a layer of `features`, or it is exact, and the rank's chunks
             are not a node of the tree.
 
     Example:
@@ -209,7 +208,7 @@ def row_linear(
 
 
 def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:
-    """The affine map x w^T + b, with the weight's output dims."""
+    """Returns the affine map x w^T + b, with the weight's output dims."""
     if w_FD.ndim == 2:
         return linear_of(x_D, w_FD, b_F)
     y_F = linear_of(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
@@ -234,8 +233,8 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
     Args:
         name: the layer and its weight.
         block: the dims that the axis may cut, in this rank's sizes.
-        whole: the same dims of the whole layer; the axis cuts one of them. None is allowed on one rank alone.
-        axis: mesh axes; None is one device.
+        whole: the same dims of the whole layer. The axis cuts one of them. None is allowed on one rank alone.
+        axis: mesh axes. None is one device.
         option: the layer's name for `whole`.
 
     Raises:
@@ -274,7 +273,7 @@ def own_range(size: int, axis: Axes) -> tuple[int, int]:
         >>> own_range(7, "tp")
         (0, 7)
     """
-    return all_ranges(size, axis)[axis_index(axis)]
+    return all_ranges(size, axis)[int(axis_index(axis))]
 
 
 def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
@@ -292,7 +291,7 @@ def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
 
 
 def ranges_over(size: int, num_ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """As `all_ranges`, over axes of `num_ranks` ranks, major to minor; ranks without a row have empty blocks.
+    """As `all_ranges`, over axes of `num_ranks` ranks, major to minor. Ranks without a row have empty blocks.
 
     Example:
         >>> ranges_over(5, [4]), ranges_over(5, [2, 2])

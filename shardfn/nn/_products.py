@@ -26,7 +26,7 @@ class Product:
 
     Attributes:
         forward: `forward(a, b) -> Tensor`.
-        grads: of a and of b: `grad(dy, the other operand, own shape) -> Tensor`.
+        grads: gradients of a and of b: `grad(dy, the other operand, own shape) -> Tensor`.
 
     Example:
         >>> gram = Product(lambda a, b: a @ b.t(), (lambda dy, b, _: dy @ b, lambda dy, a, _: dy.t() @ a))
@@ -40,7 +40,7 @@ class Product:
     grads: tuple[OperandGrad, OperandGrad]
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product."""
+        """Returns the product."""
         if has_torch_function((a, b)):  # a lazy leaf, or `_Splitting` of backwards
             return handle_torch_function(self, (a, b), a, b)
         return _TwoOperands.apply(self, a, b)  # pyright: ignore[reportReturnType]
@@ -52,7 +52,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def source(self) -> Tensor | None:
-        """The weight itself; None where it has no derivative."""
+        """Returns the weight itself, or None where it has no derivative."""
 
     @property
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class _TwoOperands(torch.autograd.Function):
 
 
 def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Product | None, tuple[Any, ...]]:
-    """The product that a call of torch computes, and its operands; None if it is not a known product.
+    """Returns the product that a call of torch computes, and its operands, or None if it is not a known product.
 
     Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, `einsum` of two
     operands, `grouped_mm` of rows in groups, and the aten ops `mm`, `bmm` and `_grouped_mm`; with floating-point
@@ -121,7 +121,7 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
 
 
 def _matmul(input: Tensor, other: Any, **named: Any) -> Any:
-    """`matmul`, `mm`, `bmm`; the second operand has other names in some."""
+    """`matmul`, `mm`, `bmm`. The second operand has other names in some."""
     if named or not isinstance(other, Tensor) or min(input.ndim, other.ndim) < 2:
         return None
     return _MATMUL, input, other
@@ -144,7 +144,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
 def _grouped_mm(
     self: Tensor, mat2: Any = None, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None, **named: Any
 ) -> Any:
-    """Groups of rows, each times a matrix of its own; `mat_a` and `mat_b` are other names of the operands."""
+    """Groups of rows, each times a matrix of its own. `mat_a` and `mat_b` are other names of the operands."""
     other = named.pop("mat_b", mat2)
     if named or bias is not None or not isinstance(other, Tensor) or offs is None:
         return None
@@ -175,7 +175,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _einsum_product(equation: str) -> Product | None:
-    """The product of an equation, if the gradient of each operand is another such equation."""
+    """Returns the product of an equation, if the gradient of each operand is another such equation."""
     inputs, arrow, out = equation.partition("->")
     a, comma, b = inputs.partition(",")
     if not arrow or not comma or "," in b or "." in equation:
@@ -199,26 +199,26 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _left(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of a in a @ b."""
+    """Returns the gradient of a in a @ b."""
     if b.ndim == 2:
         return (_rows(dy) @ b.mT).reshape(shape)
     return (dy @ b.mT).sum_to_size(shape)
 
 
 def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of b in a @ b."""
+    """Returns the gradient of b in a @ b."""
     if len(shape) == 2:
         return _rows(a).mT @ _rows(dy)
     return (a.mT @ dy).sum_to_size(shape)
 
 
 def linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of the input of `linear`."""
+    """Returns the gradient of the input of `linear`."""
     return (_rows(dy) @ weight).reshape(shape)
 
 
 def linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of the weight of `linear`."""
+    """Returns the gradient of the weight of `linear`."""
     del shape
     return _rows(dy).mT @ _rows(x)
 

@@ -46,7 +46,7 @@ class Rectangle(NamedTuple):
 
 
 def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | None:
-    """The tile with which the kernel computes these scores best; None where torch's products are to do it.
+    """Returns the tile with which the kernel computes these scores best, or None where torch's products are to do it.
 
     They do it without the kernel's fast path, which needs a CPU with a compiler, and for masks that do not give the
     kernel their data.
@@ -64,7 +64,7 @@ def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Ten
 
 
 def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, how: OnlineScores, at: Rectangle) -> QKV:
-    """A rectangle's parts of the gradients of q, k and v; y and lse are those over all keys."""
+    """Returns a rectangle's parts of the gradients of q, k and v; y and lse are those over all keys."""
     if not at.kernel:
         return _gradients_in_tiles(dy_BTHK, qkv, y_BTHK, lse_BHT, how, at)
     found, scale = _tiles_and_given(qkv[0], how, at), factor(how, qkv[0])

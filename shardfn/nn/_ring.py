@@ -7,11 +7,11 @@ values go round once more, with their gradients one hop behind; from the last ra
 
     sent by a rank, of b samples, N tokens, h features of keys: forward 2 b N h (P - 1) / P, backward twice that
 
-With one rank this is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop; the products of
+With one rank this is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop. The products of
 torch, a tile at a time, compute unsupported masks, derivatives of the gradients, and forward mode.
 
-B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
-Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
+B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks. Liu et al., Ring Attention
+with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
 """
 
 import functools
@@ -39,12 +39,12 @@ def online(
     """Attention of this rank's queries to the keys of all ranks, [B, T, H, K].
 
     Args:
-        axis: mesh axes of the ring; None is one rank.
+        axis: mesh axes of the ring. None is one rank.
         rows: the positions of each rank's tokens.
         qkv: this rank's, [B, T, H or G, K].
         how: the scores.
-        block: of a tile.
-        kernel: of a tile of the kernel; default by `kernel_tile`.
+        block: block of a tile.
+        kernel: kernel of a tile of the kernel; default by `kernel_tile`.
 
     Raises:
         ValueError: data of a mask require a gradient.
@@ -99,7 +99,7 @@ def _values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | No
 
 
 def tangent(along: RingCourse, how: OnlineScores, saved: Saved, sinks_H: Tensor | None, given: Any) -> Tensor:
-    """The tangent of y, of those of q, k, v and sinks; None is 0."""
+    """Returns the tangent of y, of those of q, k, v and sinks. None is 0."""
     tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], given[:3], strict=True))
     dy = _pushed(along, how, saved, tuple(tangents))
     if sinks_H is None or given[3] is None:
@@ -149,7 +149,7 @@ class OnlineBackward(torch.autograd.Function):
 
 
 def _again(ctx: Any) -> Any:
-    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and the number of mask data."""
+    """dy, q, k, v and sinks; their gradients as differentiable operations of torch, and the number of mask data."""
     saved, sinks_H, slopes_H, data = _kept(ctx, 4)
     how = _with_data(ctx.along, slopes_H, data)
 
@@ -172,7 +172,7 @@ def _sunk(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[Tens
 
 
 def _of_sinks(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """The gradient of the scores of sinks: -p delta, as of a key whose value is 0."""
+    """Returns the gradient of the scores of sinks: -p delta, as of a key whose value is 0."""
     delta_BHT = (dy_BTHK.to(lse_BHT.dtype) * y_BTHK.to(lse_BHT.dtype)).sum(-1).transpose(1, 2)
     return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
@@ -187,7 +187,7 @@ def _keep(
 
 
 def _kept(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, list[Tensor]]:
-    """The tensors that `_keep` was given: `num` of them, sinks, slopes, and the data of the mask."""
+    """Returns the tensors that `_keep` was given: `num` of them, sinks, slopes, and the data of the mask."""
     saved = list(ctx.saved_tensors)
     tensors, rest = tuple(saved[:num]), saved[num:]
     sinks_H, slopes_H = (rest.pop(0) if there else None for there in ctx.there)
@@ -223,7 +223,7 @@ def _attend(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Ten
 
 
 def _backward(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
-    """The gradients of q, k and v by the kernel."""
+    """Returns the gradients of q, k and v by the kernel."""
     assert along.kernel is not None
     q, k, v, y, lse = saved
     kernel, alone = along.kernel, along.size == 1 and len(along.queries) <= 1
@@ -258,7 +258,7 @@ def _plus(x: Tensor, part: Tensor, at: tuple[int, int]) -> Tensor:
 
 
 def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
-    """The same, a tile of torch's products at a time; differentiable."""
+    """Returns the same, a tile of torch's products at a time; differentiable."""
     q, k, v = by_key_head(qkv)
     states: list[Any] = [None] * len(tiles(along.queries, along.block))
     for kv, keys, _ in _hops(along, 2, k, v):
@@ -268,7 +268,7 @@ def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Te
 
 
 def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
-    """The gradients of q, k and v, a tile of torch's products at a time; differentiable."""
+    """Returns the gradients of q, k and v, a tile of torch's products at a time; differentiable."""
     q, k, v = by_key_head(saved[:3])
     y, dy = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (saved[3], dy))
     lse = saved[4].unflatten(1, q.shape[1:3])
@@ -284,7 +284,7 @@ def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: T
 
 
 def _pushed(along: RingCourse, how: OnlineScores, saved: Saved, tangents: tuple[Tensor, ...]) -> Tensor:
-    """The tangent of y."""
+    """Returns the tangent of y."""
     q, k, v = by_key_head(saved[:3])
     dq, dk, dv = by_key_head(tangents)
     lse = saved[4].unflatten(1, q.shape[1:3])
@@ -323,7 +323,7 @@ def _hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tens
 def _round_and_home(
     along: RingCourse, dim: int, kv: tuple[Tensor, Tensor], hop_of: Callable[[Any, Rows], Tensor]
 ) -> Tensor:
-    """The gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
+    """Returns the gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
 
     A rank's sums travel while it computes with the next keys, and home while it computes with the later part of its own
     keys, which is left until then.
@@ -355,7 +355,7 @@ def _round_and_home(
 
 
 def _sent(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:
-    """Sends `x`; returns a function that waits for the received tensor."""
+    """Sends `x`, and returns a function that waits for the received tensor."""
     if torch.is_grad_enabled() or transforming():
         here = ppermute(x, along.axis, perm)
         return lambda: here

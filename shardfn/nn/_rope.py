@@ -12,13 +12,13 @@ from torch import Tensor
 def rope_table(
     positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
-    """The cos and sin of position * base^(-2i / K), i = 0 .. K/2 - 1, both halves alike.
+    """Returns the cos and sin of position * base^(-2i / K), i = 0 .. K/2 - 1, both halves alike.
 
     Args:
         positions_T: global positions of the tokens.
         head_dim: K, even.
         base: the longest wave is 2 pi base tokens.
-        dtype: of the result; angles are always formed in float32 or better.
+        dtype: dtype of the result; angles are always formed in float32 or better.
 
     Returns:
         cos_TK and sin_TK, for `rope`.
@@ -48,8 +48,8 @@ def rope(
 
     Args:
         x_BTHK: queries or keys.
-        cos_TK: from `rope_table`.
-        sin_TK: from `rope_table`.
+        cos_TK: cosines from `rope_table`.
+        sin_TK: sines from `rope_table`.
 
     Example:
         >>> x_BTHK = torch.ones(1, 1, 1, 2)

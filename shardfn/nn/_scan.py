@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.collectives import AxisTypeError, following_now
 from shardfn.core import (
     Ambient,
     PyTree,
@@ -21,7 +22,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-# `run(carry, x, first ys) -> (carry, y)`; and the loop that carries a value through all layers by it.
+# `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by it.
 Run = Callable[..., Any]
 Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
 _LOOP = Ambient[Loop]("loop of scans")
@@ -51,8 +52,11 @@ def scan(
         The last carry, and the ys, each leaf stacked along a new dim 0.
 
     Raises:
-        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes; lists all leaves.
-        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; lists all leaves.
+        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes. The message lists all
+            leaves.
+        AxisTypeError: `f` makes a leaf of the carry vary along an axis along which `init` is the same on all ranks, as
+            JAX refuses it. The message lists all leaves. Pass `sf.pvary` of the leaf in `init`.
+        ValueError: leaves of `xs` differ in length, or there is nothing to scan over. The message lists all leaves.
         CaptureError: (in a captured step) `f` does not do the same for all layers.
 
     Example:
@@ -74,13 +78,13 @@ def scan(
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
+    """Returns the loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
 
 
 def looping(loop: Loop) -> AbstractContextManager[Any]:
-    """Lets `loop` run the layers of scans; a capture has its own way."""
+    """Lets `loop` run the layers of scans. A capture has its own way."""
     return _LOOP.bound(loop)
 
 
@@ -108,7 +112,8 @@ class ScanBody:
         """One layer.
 
         Raises:
-            TypeError: the carry or y differs from these; lists every leaf with both values.
+            TypeError: the carry or y differs from these. The message lists every leaf with both values.
+            AxisTypeError: a leaf of the carry varies along an axis along which all ranks held the same value before.
         """
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -118,6 +123,7 @@ class ScanBody:
         if _looks(out[0]) != self._init_looks:
             _check_tensors("carry", out[0])
             _check_alike("carry", out[0], "init", self.init)
+        _check_axes(out[0], carry)
         if out[1] is not None or (first and first[0] is not None):
             _check_tensors("y", out[1])
             if first:
@@ -126,7 +132,7 @@ class ScanBody:
 
 
 def _looks(tree: PyTree) -> object:
-    """A key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
+    """Returns a key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
     leaves, treedef = tree_flatten(tree)
@@ -184,6 +190,28 @@ def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay; cast or reshape:", changed)
+
+
+def _check_axes(got: PyTree, given: PyTree) -> None:
+    """Refuses a carry that varies along more axes than the carry before.
+
+    Raises:
+        AxisTypeError: lists all leaves, with the axes and the remedy.
+    """
+    mode = following_now(begin=False)
+    if mode is None:
+        return
+    pairs = zip(tree_leaves(got), tree_leaves(given), strict=True)
+    more = [[a for a in mode.axes_of(x) if a not in mode.axes_of(before)] for x, before in pairs]
+    if not any(more):
+        return
+    wrong = [
+        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}; in init all ranks hold the same there:"
+        f" pass sf.pvary({path.replace('carry', 'init', 1)}, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
+        for path, x, axes in zip(tree_paths(got, "carry"), tree_leaves(got), more, strict=True)
+        if axes
+    ]
+    raise_all(AxisTypeError, "scan's f changes the axes along which the carry varies, which must stay:", wrong)
 
 
 def _shape_text(x: Any) -> str:

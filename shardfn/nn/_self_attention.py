@@ -1,9 +1,9 @@
 """Self-attention as a block of a model: projections, attention and output, with heads cut along a mesh axis.
 
-Query heads are cut as `torch.chunk` cuts them, and so are key heads; any numbers will do. Where each rank's own key
+Query heads are cut as `torch.chunk` cuts them, and so are key heads. Any numbers will do. Where each rank's own key
 heads are those that its query heads read, nothing more is sent. Elsewhere (fewer key heads than ranks, or borders that
-do not meet) the projections of keys and values are gathered, in one message, and each rank uses the heads it needs;
-the transpose sums their gradients.
+do not meet) the projections of keys and values are gathered, in one message, and each rank uses the heads it needs. The
+transpose sums their gradients.
 
 B batch, T tokens, D model, H query heads, G key and value heads, K head dim. A projection is [H * K, D] or [H, K, D]:
 the second is cut between heads by any axis, the first by those that divide H.
@@ -48,11 +48,11 @@ class AttentionWeights(NamedTuple):
     Attributes:
         wq: [H * K, D] or [H, K, D].
         wk: [G * K, D] or [G, K, D].
-        wv: as wk.
+        wv: weights as wk.
         wo: [D, H * K] or [D, H, K].
         bq: [H * K] or [H, K], or None.
         bk: [G * K] or [G, K], or None.
-        bv: as bk.
+        bv: biases as bk.
         bo: [D], or None.
     """
 
@@ -82,12 +82,12 @@ def self_attention(
     Args:
         x_BTD: whole, or with `sequence` this rank's rows of the tokens.
         w: this rank's blocks of the weights.
-        heads: of the whole layer.
-        table: cos and sin for `rope`, of all tokens; None = no rotation.
+        heads: heads of the whole layer.
+        table: cos and sin for `rope`, of all tokens. None: no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
         how: the mask and the body of attention; where `how.impl` cuts the tokens, x has this rank's, and so has the
             table.
-        axis: mesh axes that cut the heads; None is one device.
+        axis: mesh axes that cut the heads. None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
     Returns:
@@ -140,8 +140,8 @@ def fused_self_attention(
         b_GRK: this rank's groups of the bias, or None.
         b_D: bias of the output projection, or None.
         groups: G of the whole layer; needed where the axis has several ranks.
-        table: cos and sin for `rope`, of all tokens; None = no rotation.
-        axis: mesh axes that cut the groups; None is one device. `w_DHK` is cut in step with them where H = G, or the
+        table: cos and sin for `rope`, of all tokens. None: no rotation.
+        axis: mesh axes that cut the groups. None is one device. `w_DHK` is cut in step with them where H = G, or the
             axis divides G.
         sequence: T where x and the result are this rank's rows of the tokens.
 
@@ -172,7 +172,7 @@ def fused_self_attention(
 
 
 def _own_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
-    """The query heads of this rank.
+    """Returns the query heads of this rank.
 
     Raises:
         ValueError: the axis would cut a head in two, or the weight is not a block of these heads.
@@ -195,7 +195,7 @@ def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_
 
 
 def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
-    """The first key head that this rank needs; its queries, keys and values [B, T, heads, K]."""
+    """Returns the first key head that this rank needs; its queries, keys and values [B, T, heads, K]."""
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
@@ -207,9 +207,9 @@ def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> 
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        return held[axis_index(axis)][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
+        return held[int(axis_index(axis))][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
-    (start, stop), size = needed[axis_index(axis)], heads.keys * rows
+    (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)

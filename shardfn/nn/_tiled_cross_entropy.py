@@ -1,12 +1,11 @@
 """The loss of a language model without its logits in memory as a whole: a tile of tokens at a time.
 
-The gradients are computed beside the loss, in the forward, while a tile's logits are in memory; the backward multiplies
+The gradients are computed beside the loss, in the forward, while a tile's logits are in memory. The backward multiplies
 them by its cotangent. They are kept in float32 or better. So the memory beside x is two tensors like a tile of logits
 and, if a gradient is needed, one tensor like x and two like w (one while two of the logits are alive).
 
-N tokens, D model, V vocabulary.
-Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
-Hsu et al., Liger Kernel, 2024, https://arxiv.org/abs/2410.10989
+N tokens, D model, V vocabulary. Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996 Hsu et
+al., Liger Kernel, 2024, https://arxiv.org/abs/2410.10989
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +52,7 @@ def tiled_cross_entropy(
         targets_BT: classes in [0, V), or `ignore_index`.
         tile: tokens.
         ignore_index: the target that does not count.
-        axis: mesh axes that cut V; None is one device.
+        axis: mesh axes that cut V. None is one device.
         vocab_size: V; needed where the axis has several ranks.
         sequence: T where `x_BTD` is cut along the tokens.
 
@@ -83,7 +82,7 @@ def tiled_cross_entropy(
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """(x, w, targets) -> (total, dx, dw, empty); the backward uses the last as a function of x and w."""
+    """(x, w, targets) -> (total, dx, dw, empty). The backward uses the last as a function of x and w."""
 
     generate_vmap_rule = True
 
@@ -157,13 +156,13 @@ def _own(targets_N: Tensor, how: _How) -> _Targets:
 
 
 def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
-    """(p - one-hot targets) w; the targets' part is subtracted from the product, which is narrower than the logits."""
+    """(p - one-hot targets) w. The targets' part is subtracted from the product, which is narrower than the logits."""
     dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
     return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
 
 
 def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
-    """The sum over the tokens of a tile, and the probabilities of all classes.
+    """Returns the sum over the tokens of a tile, and the probabilities of all classes.
 
     No more than two tensors of the size of the logits are alive at once: each is freed when the next has been made of
     it.
@@ -183,7 +182,7 @@ def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Ten
 
 
 def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
-    """The log sum exp and the loss of tokens whose classes are cut over ranks."""
+    """Returns the log sum exp and the loss of tokens whose classes are cut over ranks."""
     start, stop, _ = how.classes
     if start == stop:
         hit_N = logits_NV.sum(-1)

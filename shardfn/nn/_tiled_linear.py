@@ -1,8 +1,8 @@
 """Linear maps whose weight is a grid of tiles, each a leaf of its own: memory-centric tiling.
 
 Where leaves are fetched when they are used (ZeRO's stage 3, host, disk), no more of the weight is in memory than the
-tile at work and those that are read ahead, in the forward and in the backward; so is the weight's gradient.
-Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+tile at work and those that are read ahead, in the forward and in the backward, so is the weight's gradient. Rajbhandari
+et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
 
 D features in, F features out. A grid is a list of rows of tiles: rows along F, and the tiles of a row along D.
 """
@@ -25,7 +25,7 @@ def tiled_linear(
 ) -> Float[Tensor, "*batch f"]:
     """Y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
 
-    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added; with one column of tiles
+    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added. With one column of tiles
     also bit for bit, where a matrix product's bits do not depend on its number of outputs F.
 
     Args:
@@ -67,7 +67,7 @@ def tiles(
         w_FD: the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: in place of both: the largest tile.
+        tile_bytes: tile bytes in place of both: the largest tile.
 
     Returns:
         Tiles of their own memory; together they are as large as the weight.
@@ -87,7 +87,7 @@ def tiles(
 
 
 def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
-    """The weight made of a grid of tiles.
+    """Returns the weight made of a grid of tiles.
 
     Example:
         >>> import torch
@@ -115,7 +115,7 @@ def init_tiles(
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: in place of both: the largest tile.
+        tile_bytes: tile bytes in place of both: the largest tile.
         stddev: standard deviation.
         dtype: a floating dtype.
 
@@ -146,13 +146,13 @@ def tile_shapes(
     tile_bytes: int | None = None,
     itemsize: int = 4,
 ) -> list[list[tuple[int, int]]]:
-    """The shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
+    """Returns the shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
 
     Args:
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: in place of both: the fewest tiles of at most this size. Whole rows where a row fits.
+        tile_bytes: tile bytes in place of both: the fewest tiles of at most this size. Whole rows where a row fits.
         itemsize: bytes of an element.
 
     Raises:
@@ -184,7 +184,7 @@ def _row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) ->
 
 
 def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
-    """The numbers of rows and columns of the tiles."""
+    """Returns the numbers of rows and columns of the tiles."""
     shapes = [[tuple(t.shape) for t in row] for row in grid]
     if not shapes or not shapes[0]:
         raise ValueError("tiled_linear: there are no tiles.")
@@ -204,7 +204,7 @@ def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
 
 
 def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
-    """The fewest tiles of at most `numel` elements, along D and along F."""
+    """Returns the fewest tiles of at most `numel` elements, along D and along F."""
     if numel < 1:
         raise ValueError("tiles: tile_bytes is less than one element.")
     rows = numel // max(shape[1], 1)

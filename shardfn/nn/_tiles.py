@@ -24,19 +24,19 @@ class HostTiles(NamedTuple):
     patterns: Array
 
     def on(self, device: torch.device) -> Tiles:
-        """The tiles as tensors of a device."""
+        """Returns the tiles as tensors of a device."""
         return Tiles(*(torch.from_numpy(x).to(device) for x in self))
 
 
 @functools.lru_cache(maxsize=256)
 def tiles_of(mask: Mask, queries: Span, keys: Span, block: int) -> HostTiles:
-    """The tiles of `block` queries and keys of a rectangle in which a pair counts.
+    """Returns the tiles of `block` queries and keys of a rectangle in which a pair counts.
 
     Args:
-        mask: of positions alone.
+        mask: mask of positions alone.
         queries: positions.
         keys: positions.
-        block: of a tile.
+        block: block of a tile.
 
     Example:
         >>> from shardfn.nn import Causal

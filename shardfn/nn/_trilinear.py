@@ -2,7 +2,7 @@
 
     t(a, b, c), linear in a, b and c      da(b, c), db(a, c), dc(a, b): its derivatives
 
-The gradient of dc with regard to a is da of b and the cotangent, and so on; the derivatives of gradients are the same
+The gradient of dc with regard to a is da of b and the cotangent, and so on. The derivatives of gradients are the same
 three functions again, to any order.
 """
 
@@ -18,7 +18,10 @@ Trilinear = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Te
 
 
 def derivative(form: Trilinear, at: int, a: Tensor, b: Tensor, *integers: Tensor) -> Tensor:
-    """The derivative of `form` with regard to its tensor `at`, of the other two tensors in order; differentiable."""
+    """Returns the derivative of `form` with regard to its tensor `at`, of the other two tensors in order.
+
+    Differentiable.
+    """
     return _Derivative.apply(form, at, a, b, *integers)  # pyright: ignore[reportReturnType]
 
 

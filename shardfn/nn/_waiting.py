@@ -17,7 +17,7 @@ class Waiting:
 
     Args:
         device: the device to which bundles return.
-        pool: of files; None is the host.
+        pool: pool of files. None is the host.
         kept: tensors and tokens that wait already.
         width: the number of tensors of a bundle in `kept`.
     """
@@ -48,7 +48,7 @@ class Waiting:
             self._kept.append(host)
 
     def come(self, order: Iterable[int]) -> Iterator[Bundle]:
-        """The bundles of these numbers; the next is on its way while one is in use."""
+        """Yields the bundles of these numbers. The next is on its way while one is in use."""
         before: list[Fetch] | None = None
         for i in order:
             coming = [self._fetch(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
@@ -78,6 +78,6 @@ class Sums:
         self._sums[i] = to_host(x if before is None else before + x)
 
     def take(self, i: int) -> Tensor | None:
-        """Removes and returns sum i, on the device; None if nothing was added."""
+        """Removes and returns sum i, on the device, or None if nothing was added."""
         found = self._sums.pop(i, None)
         return None if found is None else Fetch(found.result(), self._device).result()

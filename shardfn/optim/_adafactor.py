@@ -39,13 +39,13 @@ def adafactor(
     not multiplied by the learning rate; `p = p - u`. Root mean squares are those of whole leaves.
 
     Args:
-        learning_rate: a number >= 0, or a schedule; None = 1.
+        learning_rate: a number >= 0, or a schedule. None: 1.
         min_dim_size_to_factor: see `scale_by_factored_rms`, whose other options a `chain` of your own has.
         decay_rate: see there.
         multiply_by_parameter_scale: whether steps are relative to the root mean square of the leaf.
-        clipping_threshold: > 0; None = no clipping.
-        momentum: in [0, 1); None keeps no average.
-        weight_decay_rate: >= 0; None = no decay.
+        clipping_threshold: > 0. None: no clipping.
+        momentum: momentum in [0, 1). None keeps no average.
+        weight_decay_rate: >= 0. None: no decay.
         weight_decay_mask: which leaves decay, as for `add_decayed_weights`.
 
     Returns:

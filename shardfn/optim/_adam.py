@@ -57,15 +57,15 @@ def scale_by_adam(
     """Divides the mean gradient by its root mean square: `u = mu_hat / (sqrt(nu / (1 - b2^t) + eps_root) + eps)`.
 
     The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. They have the dtype of the parameters;
-    arithmetic is in float32 at least. The mean is `mu_hat = mu / (1 - b1^t)`; with Nesterov's momentum it is
-    `b1 mu / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)`.
+    arithmetic is in float32 at least. The mean is `mu_hat = mu / (1 - b1^t)`; with Nesterov's momentum it is `b1 mu /
+    (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)`.
 
     Args:
         b1: rate of the mean, in [0, 1); like all of them, a number or a 0-d tensor.
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0; needed to differentiate through an update whose gradient was always 0.
-        mu_dtype: the dtype in which `mu` is kept between steps; None = the parameters'.
+        mu_dtype: the dtype in which `mu` is kept between steps. None: the parameters'.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
@@ -107,7 +107,7 @@ def adam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """Adam: `p = p - lr * mu_hat / (sqrt(nu_hat) + eps)`; see `scale_by_adam`.
+    """Adam: `p = p - lr * mu_hat / (sqrt(nu_hat) + eps)`. See `scale_by_adam`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -115,11 +115,11 @@ def adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
+        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
         nesterov: whether the mean looks one step ahead (NAdam).
 
     Returns:
-        A rule; `apply` is one fused kernel per dtype, unless one of the last three arguments is given.
+        A rule. `apply` is one fused kernel per dtype, unless one of the last three arguments is given.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point.
@@ -164,14 +164,14 @@ def adamw(
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
-        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
-        nesterov: whether the mean looks one step ahead; see `nadamw`.
+        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
+        nesterov: whether the mean looks one step ahead. See `nadamw`.
 
     Returns:
-        A rule; `apply` is one fused kernel per dtype and mask value, unless one of the last three arguments is given.
+        A rule. `apply` is one fused kernel per dtype and mask value, unless one of the last three arguments is given.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point; (on use) the mask or the
@@ -222,9 +222,9 @@ def nadamw(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
-        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
+        weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
 
     Returns:
         A rule.
@@ -246,7 +246,7 @@ def nadamw(
 
 
 def _is_plain(eps_root: Number, mu_dtype: torch.dtype | None, nesterov: bool) -> bool:
-    """Whether torch's fused kernel computes the rule."""
+    """Returns whether torch's fused kernel computes the rule."""
     return is_zero(eps_root) and mu_dtype is None and not nesterov
 
 
@@ -254,7 +254,7 @@ def _direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The update of one leaf, and its next moments, in the dtypes that they are kept in."""
+    """Returns the update of one leaf, and its next moments, in the dtypes that they are kept in."""
     kept, dtype = mu.dtype, nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     u = corrected_mean(g, mu, b1, c1, ahead) / (corrected_root(nu, c2, eps_root) + eps)
@@ -262,7 +262,7 @@ def _direction(
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
-    """The next moments, in the dtype of the arithmetic."""
+    """Returns the next moments, in the dtype of the arithmetic."""
     dtype = wide(nu).dtype
     g = g.to(dtype)
     return b1 * mu.to(dtype) + (1 - b1) * g, b2 * nu.to(dtype) + (1 - b2) * g.square()
@@ -276,7 +276,7 @@ def corrected_mean(g: Tensor, mu: Tensor, b1: Number, c1: Tensor, ahead: Tensor 
 
 
 def corrected_root(nu: Tensor, c2: Tensor, eps_root: Number) -> Tensor:
-    """The root of `nu` without its bias."""
+    """Returns the root of `nu` without its bias."""
     return root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
 
 
@@ -288,7 +288,7 @@ def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Fl
 
 
 def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The leaves of `state.mu` and `state.nu`, which must match the tree of parameters or gradients."""
+    """Returns the leaves of `state.mu` and `state.nu`, which must match the tree of parameters or gradients."""
     mus = leaves_like(state.mu, treedef, "state.mu", like)
     nus = leaves_like(state.nu, treedef, "state.nu", like)
     check_shapes(treedef, leaves, mu=mus, nu=nus)
@@ -314,7 +314,7 @@ def _fused(
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
-        # The kernel wants rows of one dtype; `unstage` writes staged copies back.
+        # The kernel wants rows of one dtype. `unstage` writes staged copies back.
         columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
         on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
         # The rule's counter and the rate's: each rule of the chain has its own, advanced once a step.

@@ -43,16 +43,16 @@ class Apart:
     exact: Sequence[bool]
 
     def pick(self, column: Sequence[Any]) -> list[Any]:
-        """The entries of the compressed leaves."""
+        """Returns the entries of the compressed leaves."""
         return [x for x, exact in zip(column, self.exact, strict=True) if not exact]
 
     def merged(self, exact: Sequence[Any], compressed: Sequence[Any]) -> PyTree:
-        """The tree of entries for both kinds."""
+        """Returns the tree of entries for both kinds."""
         these, those = iter(exact), iter(compressed)
         return tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
 
     def alone(self, column: Sequence[Any]) -> PyTree:
-        """The tree of the exact leaves; None in place of the others."""
+        """Returns the tree of the exact leaves, or None in place of the others."""
         return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
 
     def exactly(
@@ -64,7 +64,7 @@ class Apart:
         *,
         averaged: bool = False,
     ) -> tuple[list[Tensor], OptState]:
-        """The step of the exact leaves by a chain that begins with moments; its counters serve all leaves."""
+        """Returns the step of the exact leaves by a chain that begins with moments. Its counters serve all leaves."""
         gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
         if not averaged:
             cuts = [x for x, on in zip(zip(self.specs, self.shares, strict=True), self.exact, strict=True) if on]
@@ -76,7 +76,7 @@ class Apart:
         return tree_leaves(out), own
 
     def joined(self, own: OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> OptState:
-        """The state of a chain for exact leaves, with the moments of the others put in."""
+        """Returns the state of a chain for exact leaves, with the moments of the others put in."""
         mu, nu = self.merged(tree_leaves(own[0].mu), mus), self.merged(tree_leaves(own[0].nu), nus)
         return (own[0]._replace(mu=mu, nu=nu), *own[1:])
 
@@ -90,7 +90,10 @@ class Apart:
         return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
 
     def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
-        """The wholes of the compressed leaves that are kept as rows: gathered, or decoded from the last codes."""
+        """Returns the wholes of the compressed leaves that are kept as rows.
+
+        Gathered, or decoded from the last codes.
+        """
         table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._columns())), strict=True)
         return [
             x
@@ -102,7 +105,7 @@ class Apart:
         ]
 
     def mean(self, xs: list[Tensor], residual: PyTree, *, donate: bool) -> tuple[list[Tensor], PyTree, PyTree]:
-        """The means of whole compressed leaves; the new errors and codes as trees."""
+        """Returns the means of whole compressed leaves; the new errors and codes as trees."""
         residuals = self.pick(self.treedef.flatten_up_to(residual))
         means, new, codes = self.averaging.mean(xs, residuals, self.pick(self.shares), donate=donate)
         none = [None] * (len(self.ps) - len(xs))
@@ -118,15 +121,15 @@ class Apart:
 
 
 def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask) -> Apart:
-    """A step's leaves.
+    """Returns a step's leaves.
 
     Args:
         averaging: how the compressed ones are averaged.
         grads: whole gradients.
         params: this rank's rows.
-        specs: how they are cut; None = they are whole.
-        whole: the whole blocks, by shapes; None = the shapes of `grads`.
-        exact: which leaves are not compressed; leaves without elements are not, either.
+        specs: how they are cut. None: they are whole.
+        whole: the whole blocks, by shapes. None: the shapes of `grads`.
+        exact: which leaves are not compressed. Leaves without elements are not, either.
     """
     ps, treedef = tree_flatten(params)
     gs = leaves_like(grads, treedef, "grads", "params")
@@ -138,7 +141,7 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
 
 
 def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
-    """`b1 mu + (1 - b1) g` in float32; with `donate` in the memory of `mu`, where it can be."""
+    """`b1 mu + (1 - b1) g` in float32. With `donate` in the memory of `mu`, where it can be."""
     if not donate or mu.dtype != torch.float32:
         return b1 * mu.float() + (1 - b1) * g.float()
     if g.dtype == torch.float32 and mu.is_contiguous():
@@ -150,7 +153,7 @@ def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
 
 
 def is_differentiated(tree: PyTree) -> bool:
-    """Whether results computed from the tensors may be differentiated, or transformed by torch.func otherwise."""
+    """Returns whether results computed from the tensors may be differentiated, or transformed by torch.func."""
     on = torch.is_grad_enabled()
     return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
 

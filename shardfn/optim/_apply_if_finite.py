@@ -42,7 +42,7 @@ def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors
 
     After `max_consecutive_errors` steps in a row that were left out, the next is made all the same, so that a run that
     has failed is seen to fail. All ranks decide alike: elements that are not finite are counted over all blocks. A clip
-    goes inside; before it, the norm would make every element NaN, which leaves out the same steps.
+    goes inside. Before it, the norm would make every element NaN, which leaves out the same steps.
 
     `sharded_step(skip_nonfinite=True)` also looks at the loss, leaves out any number of steps, and counts none.
 
@@ -73,13 +73,13 @@ def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors
 
 
 def count_not_finite(block: Tensor) -> Tensor:
-    """How many elements of a leaf's block are infinite or NaN."""
+    """Returns how many elements of a leaf's block are infinite or NaN."""
     return (~block.isfinite()).sum().float()
 
 
 @dataclass(frozen=True, eq=False)
 class _ApplyIfFinite:
-    """The rule, in a step in which `bad` elements of all gradients are not finite; None = that is still to be counted.
+    """The rule, in a step in which `bad` elements of all gradients are not finite. None: that is still to be counted.
 
     Compared by identity, as a tensor has no equality.
     """
@@ -132,7 +132,7 @@ class _ApplyIfFinite:
         return params, state._replace(inner_state=inner)
 
     def _chosen(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
-        """The pure update, written into the buffers that were given."""
+        """Returns the pure update, written into the buffers that were given."""
         us, new = self.update(grads, state, params, specs=specs)
         fresh = tree_leaves((apply_updates(params, us), new.inner_state))
         for x, y in zip(tree_leaves((params, state.inner_state)), fresh, strict=True):
@@ -140,7 +140,7 @@ class _ApplyIfFinite:
         return params, state.inner_state
 
     def _counted(self, grads: Updates, state: OptState, specs: Specs) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Whether the gradients are finite, whether the step is made, and the new counts."""
+        """Returns whether the gradients are finite, whether the step is made, and the new counts."""
         check_state("apply_if_finite", state, ApplyIfFiniteState)
         bad = self._bad(grads, specs) if self.bad is None else self.bad
         finite = (bad == 0).to(state.notfinite_count.device)

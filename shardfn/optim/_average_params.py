@@ -54,7 +54,7 @@ def average_params(
         inner: the rule.
         decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
             mean of the parameters after each step.
-        debias: whether the weight of the first parameters is taken out; `decay` is then a number.
+        debias: whether the weight of the first parameters is taken out. `decay` is then a number.
 
     Returns:
         A rule with an `AverageParamsState`.
@@ -85,7 +85,7 @@ def average_params(
 
 
 def _debiased(decay: Number) -> Decay:
-    """The rates of an average without its first value, which are 0 at first."""
+    """Returns the rates of an average without its first value, which are 0 at first."""
 
     def rate(count: Tensor) -> Tensor:
         before, after = (bias_corrections(t, decay, decay)[0] for t in (count, count + 1))
@@ -135,6 +135,6 @@ class _AverageParams:
         return leaves_like(state.average, treedef, "state.average", "params"), treedef
 
     def _rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
-        """The decay beside each leaf."""
+        """Returns the decay beside each leaf."""
         decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
         return beside(tree_flatten(params)[0], decay, params, specs)

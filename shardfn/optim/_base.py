@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Mesh, P, Stored, explains_attributes
+from shardfn.core import Mesh, P, StoredValue, explains_attributes
 
 from ._types import Grain, OptState, Params, Specs, Updates
 
@@ -34,11 +34,11 @@ class WholeLeaf(GlobalTensor):
 
     __slots__ = ("own",)
 
-    def __init__(self, local: Tensor | Stored, shape: torch.Size, spec: P, mesh: Mesh, own: tuple[str, ...]) -> None:
+    def __init__(self, local: StoredValue, shape: torch.Size, spec: P, mesh: Mesh, own: tuple[str, ...]) -> None:
         super().__init__(local, shape, spec, mesh)
         self.own = own
 
-    def with_block(self, block: Tensor | Stored) -> "WholeLeaf":
+    def with_block(self, block: StoredValue) -> "WholeLeaf":
         """The same leaf with another block."""
         return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own)
 

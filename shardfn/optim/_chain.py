@@ -20,10 +20,10 @@ Rule = Callable[..., tuple[Updates, OptState]]
 
 
 def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
-    """The composition `u = tx_n(... tx_2(tx_1(g)))`.
+    """Returns the composition `u = tx_n(... tx_2(tx_1(g)))`.
 
     In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The granularity
-    is the coarsest of the rules'; a rule that measures the tree must come first, else the granularity is "tree".
+    is the coarsest of the rules'. A rule that measures the tree must come first, else the granularity is "tree".
 
     Args:
         rules: first applied first; none at all is the identity.
@@ -117,7 +117,7 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
 
 
 def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
-    """A chain whose state has names."""
+    """Returns a chain whose state has names."""
 
     def of(state: OptState) -> tuple[OptState, ...]:
         if not isinstance(state, dict) or set(state) != set(names):
@@ -149,7 +149,10 @@ def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTra
 
 
 def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
-    """Whether all rules ascend, by leaf where they differ: a descending one turns updates around, or stops them."""
+    """Returns whether all rules ascend, by leaf where they differ.
+
+    A descending one turns updates around, or stops them.
+    """
     all_ascend = [tx.needs.ascends for tx in txs]
     if False in all_ascend:
         return False
@@ -167,8 +170,8 @@ def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
     """Which of the rules averages for itself.
 
     Raises:
-        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet, or might; or
-            one comes after a rule that has to be the last.
+        ValueError: several do, or one before it needs the norm of gradients that are not averaged yet, or might, or one
+            comes after a rule that has to be the last.
     """
     own = [(i, tx.needs.phases) for i, tx in enumerate(txs) if tx.needs.phases is not None]
     if not own:
@@ -232,7 +235,10 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
 
 
 def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
-    """Whether a rule uses more of parameters than their shape and dtype. Tried with zeros that take no memory."""
+    """Returns whether a rule uses more of parameters than their shape and dtype.
+
+    Tried with zeros that take no memory.
+    """
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
         tx.update(zeros, tx.init(zeros), tree_map(lambda x: _NotLookedAt.empty(x.shape, x.dtype, x.device), zeros))

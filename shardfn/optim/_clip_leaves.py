@@ -81,7 +81,7 @@ def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axi
     Args:
         clipping: the largest ratio of the norms, > 0.
         eps: the least norm of parameters that is reckoned with, > 0, so that leaves of zeros can begin to move.
-        axis: the dims of a unit, of every leaf; None = by its number of dims.
+        axis: the dims of a unit, of every leaf. None: by its number of dims.
 
     Returns:
         A rule without memory.

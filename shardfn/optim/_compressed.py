@@ -62,7 +62,7 @@ class Averaging:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The axes."""
+        """Returns the axes."""
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def of(self, share: Share) -> "Averaging":
@@ -76,11 +76,11 @@ class Averaging:
         return replace(self, axis=over, outer=left, compressor=self.compressor if over else identity())
 
     def share(self, param: Tensor, whole: Any) -> Share:
-        """The part of a leaf that is averaged.
+        """Returns the part of a leaf that is averaged.
 
         Args:
             param: the parameter, as the optimizer sees it.
-            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it also has its spec, and as a
+            whole: the leaf's whole block, whose shape alone counts. As a `GlobalTensor` it also has its spec, and as a
                 `WholeLeaf` the axes along which it has no mean.
         """
         if not isinstance(whole, GlobalTensor):
@@ -94,7 +94,7 @@ class Averaging:
         return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), bool(rows))
 
     def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
-        """The errors, and the codes of a zero where rows are kept: as blocks that all ranks have."""
+        """Returns the errors, and the codes of a zero where rows are kept: as blocks that all ranks have."""
         like, mean = torch.empty(share.n, device=device), self.of(share)
         local = compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
         own = P(share.own) if share.own else P()
@@ -110,7 +110,7 @@ class Averaging:
     def mean(
         self, xs: list[Tensor], residuals: list[Any], shares: list[Share], *, donate: bool
     ) -> tuple[list[Tensor], list[Any], list[Codes]]:
-        """The means of local tensors, the new errors, and the codes of the means that are kept as rows.
+        """Returns the means of local tensors, the new errors, and the codes of the means that are kept as rows.
 
         Args:
             xs: float32.
@@ -118,7 +118,7 @@ class Averaging:
             shares: one each.
             donate: whether all of these may be overwritten.
         """
-        # Ranks have blocks of unlike sizes, and messages of one; the padding of the smaller ones is cut off again.
+        # Ranks have blocks of unlike sizes, and messages of one. The padding of the smaller ones is cut off again.
         flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
         groups: dict[Averaging, list[int]] = {}
         for i, share in enumerate(shares):
@@ -134,7 +134,7 @@ class Averaging:
     def _means(
         self, flat: list[Tensor], residuals: list[Any], *, coded: bool, donate: bool
     ) -> tuple[list[Tensor], list[Any], list[Codes]]:
-        """The means of leaves over the same axes, the new errors, and the codes of the means."""
+        """Returns the means of leaves over the same axes, the new errors, and the codes of the means."""
         options: dict[str, Any] = {"outer": self.outer, "donate": donate}
         if not coded:
             means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
@@ -143,7 +143,7 @@ class Averaging:
         return decoded(codes, flat, self.axis, self.compressor, **options), residuals, codes
 
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
-        """The mean that codes are of, in the shape of `like`."""
+        """Returns the mean that codes are of, in the shape of `like`."""
         flat, by = torch.empty(share.n, device=like.device), self.of(share)
         mean = decoded(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
         return mean[: like.numel()].view(like.shape)
@@ -155,7 +155,7 @@ class Averaging:
         return x
 
     def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
-        """The leaf that has these rows, in the shape of `like`."""
+        """Returns the leaf that has these rows, in the shape of `like`."""
         for dim, axes in self.of(share)._cuts(x, spec):
             x = all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
@@ -165,12 +165,12 @@ class Averaging:
         return [(d, axes) for d, axes in cuts if axes]
 
     def exact(self, xs: list[Tensor], shares: list[Share]) -> list[Tensor]:
-        """The means as any optimizer gets them."""
+        """Returns the means as any optimizer gets them."""
         return [pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
 
 
 def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
-    """An `Averaging` from a user's arguments.
+    """Returns an `Averaging` from a user's arguments.
 
     Raises:
         TypeError: `compressor` is not a `Compressor`.
@@ -187,7 +187,7 @@ def written(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _copies(block: Tensor, own: P) -> GlobalTensor:
-    """A block that ranks along the axis of the mean have alike, and those along `own` for themselves."""
+    """Returns a block that ranks along the axis of the mean have alike, and those along `own` for themselves."""
     mesh = current_mesh()
     shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))
     return GlobalTensor(block, shape, own, mesh)

@@ -55,8 +55,8 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
     it treats every element alike. `masked(project_params(f), mask)` projects some leaves.
 
     Args:
-        projection: from a leaf to one of the same shape.
-        by_element: whether each element depends on itself alone; then the projection gets this rank's block.
+        projection: function from a leaf to one of the same shape.
+        by_element: whether each element depends on itself alone. Then the projection gets this rank's block.
 
     Returns:
         A rule without memory. Its updates are float64, in which `p' - p` is exact.

@@ -29,7 +29,7 @@ def piecewise_constant_schedule(
 
     Args:
         init_value: the value before the first boundary.
-        boundaries_and_scales: count, >= 1 -> factor, >= 0; None = there are no boundaries.
+        boundaries_and_scales: count, >= 1 -> factor, >= 0. None: there are no boundaries.
 
     Raises:
         ValueError: a boundary is not an int >= 1, a scale is negative, or a number is not finite.
@@ -59,10 +59,10 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """Cosine decay with warm restarts: a `warmup_cosine_decay_schedule` after another, each with its own arguments.
 
     Args:
-        cosine_kwargs: the arguments of each cycle, by name; `warmup_steps=0` begins a cycle at its `peak_value`.
+        cosine_kwargs: the arguments of each cycle, by name. `warmup_steps=0` begins a cycle at its `peak_value`.
 
     Raises:
-        ValueError: there is no cycle, or a cycle's arguments are out of range; see `warmup_cosine_decay_schedule`.
+        ValueError: there is no cycle, or a cycle's arguments are out of range. See `warmup_cosine_decay_schedule`.
         TypeError: a cycle lacks an argument, or has an unknown one.
 
     Example:
@@ -71,7 +71,8 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
         [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]
 
     References:
-        Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2016, https://arxiv.org/abs/1608.03983
+        Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2016,
+            https://arxiv.org/abs/1608.03983
     """
     cycles = [dict(cycle) for cycle in cosine_kwargs]
     if not cycles:
@@ -107,7 +108,7 @@ def linear_onecycle_schedule(
     Args:
         transition_steps: length of the whole, >= 1.
         peak_value: the largest value.
-        pct_start: the part of the steps before the peak, in [0, 1); the boundaries are rounded down to counts.
+        pct_start: the part of the steps before the peak, in [0, 1). The boundaries are rounded down to counts.
         pct_final: the part of the steps before the last line, in (pct_start, 1).
         div_factor: the peak over the first value, > 0.
         final_div_factor: the first value over the last, > 0.
@@ -147,7 +148,7 @@ def cosine_onecycle_schedule(
     Args:
         transition_steps: length of the whole, >= 1.
         peak_value: the largest value.
-        pct_start: the part of the steps before the peak, in [0, 1); the boundary is rounded down to a count.
+        pct_start: the part of the steps before the peak, in [0, 1). The boundary is rounded down to a count.
         div_factor: the peak over the first value, > 0.
         final_div_factor: > 0.
 

@@ -25,7 +25,7 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     Args:
         weight_decay: the factor, >= 0; may be a 0-d tensor.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one, of structure and shapes
-            only; None = all.
+            only. None: all.
 
     Returns:
         A rule without memory.

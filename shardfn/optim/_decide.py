@@ -20,7 +20,9 @@ from ._types import Specs
 
 
 def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[..., tuple[Any, ...]]:
-    """A function from a flattened tree to the value that `prefix` has for each leaf: `f(tree, leaves, treedef, specs)`.
+    """Returns a function from a flattened tree to the value that `prefix` has for each leaf.
+
+    `f(tree, leaves, treedef, specs)`.
 
     `prefix` is a prefix tree, or a function that makes one from the tree. The last answer is kept: a prefix is a
     function of structure, shapes and dtypes, not of values.
@@ -58,19 +60,19 @@ class Resolved:
     says: dict[str, Any]
 
     def of(self, part: PyTree) -> tuple[Any, ...]:
-        """The values of the leaves that are present."""
+        """Returns the values of the leaves that are present."""
         slots = tree_flatten(part, none_is_leaf=True)[0]
         return tuple(v for v, x in zip(self.says.values(), slots, strict=True) if x is not None)
 
 
 def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
-    """`prefix` as a `Resolved`; None stays None.
+    """`prefix` as a `Resolved`. None stays None.
 
     Args:
-        prefix: as for `per_leaf`.
-        params: the tree of whole leaves; only shapes and dtypes count.
+        prefix: see `per_leaf`.
+        params: the tree of whole leaves. Only shapes and dtypes count.
         kind: the type of its values.
-        name: of the prefix, for errors.
+        name: name of the prefix, for errors.
     """
     if prefix is None:
         return None
@@ -123,7 +125,7 @@ _SEEN = {
 
 
 def _shapes(name: str, tree: PyTree) -> PyTree:
-    """The tree as a function of it sees it."""
+    """Returns the tree as a function of it sees it."""
     leaves, treedef = tree_flatten(tree)
     pairs = zip(leaves, tree_paths(tree, "params"), strict=True)
     return tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
@@ -133,7 +135,7 @@ def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
     """Refuses blocks, where only whole leaves will do.
 
     Raises:
-        ValueError: `specs` cut leaves; lists them.
+        ValueError: `specs` cut leaves. The message lists them.
     """
     if specs is None:
         return

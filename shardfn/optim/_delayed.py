@@ -29,8 +29,8 @@ class DelayedState(NamedTuple):
         pending: tree like params: the gradients of the last step; zeros where no gradient waits.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
-        measured: 0-d: the sum of the measures of waiting gradients, where the rule takes any; else `()`. float32,
-            or float64 where a leaf is.
+        measured: 0-d: the sum of the measures of waiting gradients, where the rule takes any, else `()`. float32, or
+            float64 where a leaf is.
     """
 
     pending: PyTree
@@ -82,7 +82,7 @@ def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTrans
 
 @dataclass(frozen=True, eq=False)
 class _Delayed:
-    """The rule; for parts of the tree `whole`, if that is given, in a step whose measures are `stats`.
+    """The rule. For parts of the tree `whole`, if that is given, in a step whose measures are `stats`.
 
     Compared by identity: a tree of params has no equality.
     """
@@ -113,23 +113,23 @@ class _Delayed:
 
     @functools.cached_property
     def measure(self) -> Measure | None:
-        """The measure that the inner rule takes, if it needs only its sum over leaves."""
+        """Returns the measure that the inner rule takes, if it needs only its sum over leaves."""
         measure = self.tx.needs.measure
         return measure if measure is not None and measure.additive else None
 
     @functools.cached_property
     def own(self) -> GradientTransformation:
-        """The inner rule, without measures."""
+        """Returns the inner rule, without measures."""
         return self.tx if self.whole is None else given(self.tx, self.whole)
 
     def by(self, like: PyTree, total: Any) -> GradientTransformation:
-        """The inner rule for gradients whose measures add up to `total`."""
+        """Returns the inner rule for gradients whose measures add up to `total`."""
         if self.measure is None:
             return self.own
         return given(self.tx, like if self.whole is None else self.whole, total.view(1))
 
     def total(self, updates: Updates, specs: Specs) -> Tensor | None:
-        """The sum of the measures; None where it is not known yet, or not needed."""
+        """Returns the sum of the measures, or None where it is not known yet, or not needed."""
         if self.measure is None or (self.whole is not None and self.stats is None):
             return None
         return _sum_measures(self.measure, updates, specs) if self.stats is None else self.stats.sum()

@@ -22,7 +22,7 @@ def elementwise(
     numbers: Callable[[Any], dict[str, Any]],
     counts: bool = True,
 ) -> GradientTransformation:
-    """The rule `u, *new = step(g, **old, **numbers(count))` of each leaf, whose updates point along the gradient.
+    """Returns the rule `u, *new = step(g, **old, **numbers(count))`, whose updates point along the gradient.
 
     Args:
         who: the rule's name, for errors.

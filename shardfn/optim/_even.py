@@ -20,7 +20,7 @@ _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a v
 
 
 def even(columns: Columns) -> Iterator[Columns]:
-    """The columns as a fused kernel may take them, in one go or in several; writes ends back after each.
+    """Yields the columns as a fused kernel may take them, in one go or in several, and writes ends back after each.
 
     Args:
         columns: one list a role, gradients last; contiguous leaves of one device; of one dtype but for gradients, which
@@ -66,7 +66,7 @@ def _start_of_end(n: int) -> int:
 
 
 def _body(x: Tensor, n: int, start: int) -> Tensor:
-    """A leaf up to its end; `x` itself where it has only whole vectors."""
+    """Returns a leaf up to its end; `x` itself where it has only whole vectors."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 

@@ -52,7 +52,7 @@ def scale_by_factored_rms(
 
     Args:
         factored: whether to factor at all.
-        decay_rate: in [0, 1).
+        decay_rate: decay rate in [0, 1).
         step_offset: the step at which a fine-tuning begins.
         min_dim_size_to_factor: a leaf is factored if its two largest dims are at least this large, >= 1.
         epsilon: added to squares, >= 0.
@@ -82,7 +82,7 @@ def scale_by_factored_rms(
 
 @dataclass(frozen=True)
 class _Factored:
-    """The rule; `shapes` has those of the whole leaves of the tree that it was decided on."""
+    """The rule. `shapes` has those of the whole leaves of the tree that it was decided on."""
 
     factored: bool
     decay: float
@@ -112,7 +112,7 @@ class _Factored:
         return [_FactoredLeaf(shape, spec, self.dims(shape)) for shape, spec in zip(shapes, cuts, strict=True)]
 
     def dims(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The second largest dim and the largest; None = the leaf is not factored."""
+        """Returns the second largest dim and the largest. None: the leaf is not factored."""
         order = sorted(range(len(shape)), key=lambda d: shape[d])
         if not self.factored or len(shape) < 2 or shape[order[-2]] < self.least:
             return None
@@ -166,9 +166,9 @@ class _FactoredLeaf(NamedTuple):
     """A leaf.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the whole.
         spec: how it is cut.
-        dims: the second largest dim and the largest; None = it is not factored.
+        dims: the second largest dim and the largest. None: it is not factored.
     """
 
     shape: tuple[int, ...]
@@ -177,7 +177,7 @@ class _FactoredLeaf(NamedTuple):
 
     @property
     def vectors(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The shapes of the means over the largest dim and over the other."""
+        """Returns the shapes of the means over the largest dim and over the other."""
         if self.dims is None:
             return None
         row, column = ((*self.shape[:d], *self.shape[d + 1 :]) for d in (self.dims[1], self.dims[0]))
@@ -190,13 +190,13 @@ class _FactoredLeaf(NamedTuple):
         return (*box[:without], *box[without + 1 :])
 
     def placed(self, x: Tensor, without: int) -> Tensor:
-        """The sum of this rank's block over one dim, in zeros of the shape of the whole sum."""
+        """Returns the sum of this rank's block over one dim, in zeros of the shape of the whole sum."""
         room = [n for d, n in enumerate(self.shape) if d != without]
         pads = [(s.start, n - s.stop) for s, n in zip(self.box(without), room, strict=True)]
         return F.pad(x.sum(without), [n for pair in reversed(pads) for n in pair])
 
     def factor(self, row: Tensor, column: Tensor) -> Tensor:
-        """The factor of this rank's block of the gradient."""
+        """Returns the factor of this rank's block of the gradient."""
         assert self.dims is not None
         other, largest = self.dims
         mean = row.mean(other - 1 if other > largest else other, keepdim=True)
@@ -205,7 +205,10 @@ class _FactoredLeaf(NamedTuple):
 
 
 def _sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
-    """The sums over the largest dim of whole leaves, and over the other. One psum for leaves that are cut alike."""
+    """Returns the sums over the largest dim of whole leaves, and over the other.
+
+    One psum for leaves that are cut alike.
+    """
     mesh = current_mesh()
     groups: dict[Any, list[int]] = {}
     out: dict[int, Any] = {}

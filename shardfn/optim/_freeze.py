@@ -32,7 +32,7 @@ class VarianceStability(NamedTuple):
     seem to grow. They are taken at multiples of D, and at no other step.
 
     Attributes:
-        ratio: in (0, 1).
+        ratio: ratio in (0, 1).
         after: the first step at which it may freeze, for instance after the warm-up of the learning rate.
 
     References:
@@ -55,7 +55,7 @@ class FreezeState(NamedTuple):
         frozen: int32: the step after which the variance stays; 0 while it learns.
         begun: int32: whether compressed steps go on from the last one's codes: 0 before the first, and where the number
             of ranks has changed.
-        norm: float32: the norm of the variance when it was last taken; 0 before.
+        norm: float32: the norm of the variance when it was last taken, or 0 before.
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
@@ -82,7 +82,10 @@ class Freeze:
         return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
 
     def phase(self, state: FreezeState, *, switches: bool) -> Phase:
-        """The next step's phase; reads the state on the host. `switches`: the first compressed step is special."""
+        """Returns the next step's phase.
+
+        Reads the state on the host. `switches`: the first compressed step is special.
+        """
         count, frozen = int(state.count), int(state.frozen)
         # By the number asked for now, which may differ from the one of the steps before a resume.
         learned = count >= self.step if isinstance(self.step, int) else frozen > 0
@@ -96,7 +99,7 @@ class Freeze:
     ) -> FreezeState:
         """After a step with averaged gradients. A frozen variance learns again, if the number of steps is raised.
 
-        `learnt`: how many gradients `nu` has averaged; None = one a step.
+        `learnt`: how many gradients `nu` has averaged. None: one a step.
         """
         count, zero = state.count + 1, torch.zeros_like(state.frozen)
         if phase != PROBE:
@@ -115,7 +118,7 @@ class Freeze:
 
 
 def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
-    """The rule for a user's `freeze_step`.
+    """Returns the rule for a user's `freeze_step`.
 
     Raises:
         ValueError: `step` is not such a rule, or the variance would freeze before it has learnt anything.
@@ -136,7 +139,7 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
 
 
 def l1_norm(nu: Params, specs: Specs) -> Float[Tensor, ""]:
-    """The sum of a tree of nonnegative leaves, over all their blocks."""
+    """Returns the sum of a tree of nonnegative leaves, over all their blocks."""
     leaves, _ = tree_flatten(nu)
     if not leaves:
         return torch.zeros(())

@@ -24,10 +24,10 @@ def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list
         leaves: the leaves of `tree`, flattened.
         value: a number, or a tensor equal on all ranks.
         tree: tree of local blocks.
-        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
 
     Returns:
-        One entry a leaf; tensors are on the leaf's device.
+        One entry a leaf. Tensors are on the leaf's device.
     """
     if not isinstance(value, Tensor):
         return [value] * len(leaves)
@@ -53,15 +53,15 @@ def leafwise(
         f: the mathematics of one leaf.
         num: how many tensors `f` returns.
         updates: tree of gradients.
-        of: trees of a state, by name; each must match `updates`.
-        specs: how the blocks are cut; None = leaves are whole.
+        of: trees of a state, by name. Each must match `updates`.
+        specs: how the blocks are cut. None: leaves are whole.
         **numbers: hyperparameters, each given `beside` the leaf.
 
     Returns:
         A tree of each thing that `f` returns.
 
     Raises:
-        ValueError: a tree does not match; lists the leaves.
+        ValueError: a tree does not match. The message lists the leaves.
 
     Example:
         >>> g, mu = torch.ones(1), torch.full((1,), 2.0)
@@ -77,7 +77,7 @@ def leafwise(
 
 
 def number(value: Number) -> float:
-    """A hyperparameter as the kernels take it: on the host.
+    """Returns a hyperparameter as the kernels take it: on the host.
 
     Example:
         >>> number(2)
@@ -87,7 +87,7 @@ def number(value: Number) -> float:
 
 
 def is_zero(value: Number | None) -> bool:
-    """Whether a hyperparameter is known to be 0 (or None); a tensor's value is not looked at.
+    """Returns whether a hyperparameter is known to be 0 (or None). A tensor's value is not looked at.
 
     Example:
         >>> is_zero(0.0), is_zero(0.1)
@@ -97,7 +97,9 @@ def is_zero(value: Number | None) -> bool:
 
 
 def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The square root, whose derivative at 0 is taken as 0: a weight that never had a gradient has no infinite one.
+    """Returns the square root, whose derivative at 0 is taken as 0.
+
+    A weight that never had a gradient has no infinite one.
 
     Example:
         >>> root(torch.tensor([0.0, 4.0]))
@@ -110,7 +112,7 @@ def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def rounded_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The square root, of float32 the nearest number to it.
+    """Returns the square root, of float32 the nearest number to it.
 
     torch's own, on a CPU, is MKL's: on some processors it is off by the last bit for one number in six.
 

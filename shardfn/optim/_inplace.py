@@ -14,7 +14,7 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
-    """The stepped parameters `p + u`, in the dtypes of `params`. Pure.
+    """Returns the stepped parameters `p + u`, in the dtypes of `params`. Pure.
 
     Args:
         params: tree of tensors.
@@ -37,7 +37,9 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 
 def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, OptState]]:
-    """The in-place form of `tx`: its own `apply`, or `update` and then an addition into the parameters' buffers.
+    """Returns the in-place form of `tx`.
+
+    Its own `apply`, or `update` and then an addition into the parameters' buffers.
 
     Args:
         tx: any rule.

@@ -148,7 +148,7 @@ def lamb(
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
     The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias correction scales
-    the whole step, decay included, where the paper corrects the moments inside u; `bias_correction="moments"` does so.
+    the whole step, decay included, where the paper corrects the moments inside u. `bias_correction="moments"` does so.
     The rule of `optax.lamb(lr)` is `lamb(lr, eps=1e-6, bias_correction="moments", min_coeff=0.0, max_coeff=math.inf)`.
 
     Args:
@@ -157,7 +157,7 @@ def lamb(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
         eps_root: inside the root, >= 0; only with `bias_correction="moments"`.
         min_coeff: lower bound of the trust ratio.
         max_coeff: upper bound of the trust ratio; may be infinite.
@@ -254,14 +254,14 @@ def lamb_in_place(
 def bias_factor(
     count: Int[Tensor, ""], b1: Number, b2: Number, since: Int[Tensor, ""] | None = None
 ) -> Float[Tensor, ""]:
-    """`sqrt(1 - b2^t) / (1 - b1^t)`; the variance's t is `since`, where it stays since then."""
+    """`sqrt(1 - b2^t) / (1 - b1^t)`. The variance's t is `since`, where it stays since then."""
     c1, c2 = bias_corrections(count, b1, b2)
     c2 = c2 if since is None else bias_corrections(since, b1, b2)[1]
     return c2.sqrt() / c1
 
 
 def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number) -> tuple[Tensor, Tensor, Tensor]:
-    """The update of one leaf, and its next moments, in the dtype that they are kept in."""
+    """Returns the update of one leaf, and its next moments, in the dtype that they are kept in."""
     dtype = mu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     return (mu / (root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)

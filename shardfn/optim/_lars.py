@@ -40,15 +40,15 @@ def lars(
         trust_coefficient: factor of the ratio, >= 0.
         eps: added to the norm of u, >= 0.
         trust_ratio_mask: which leaves are scaled by their ratio, in the form of `weight_decay_mask`.
-        momentum: in [0, 1).
+        momentum: momentum in [0, 1).
         nesterov: whether the trace looks one step ahead; needs momentum.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range, or `nesterov` is given without momentum; (on use) a mask or the state
-            does not match the params.
+        ValueError: a number is out of range, or `nesterov` is given without momentum; (on use) a mask or the state does
+            not match the params.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Factors of updates: `scale_by_learning_rate`, the last rule of an optimizer, `u = -lr * g`; and of any sign."""
+"""Factors of updates: `scale_by_learning_rate`, the last rule of an optimizer, `u = -lr * g`, and of any sign."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def scale(step_size: Number) -> GradientTransformation:
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     """Scales updates by a schedule: `u = step_size_fn(count) * g`, where count is 0 at the first step.
 
-    The sign is kept, so a learning rate that comes in this way is negative, or `scale(-1.0)` follows it;
+    The sign is kept, so a learning rate that comes in this way is negative, or `scale(-1.0)` follows it.
     `scale_by_learning_rate` changes the sign itself.
 
     Args:
@@ -84,7 +84,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         learning_rate: a number >= 0, a 0-d tensor, or a schedule.
 
     Returns:
-        A rule; it keeps a count only if `learning_rate` is a schedule.
+        A rule. It keeps a count only if `learning_rate` is a schedule.
 
     Raises:
         ValueError: the number is negative or not finite.
@@ -139,7 +139,7 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
 
 
 def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
-    """The value of a schedule for a count.
+    """Returns the value of a schedule for a count.
 
     Raises:
         TypeError: it is neither a number nor a 0-d tensor.
@@ -154,7 +154,7 @@ def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
 
 
 def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
-    """The rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
+    """Returns the rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
     if not callable(learning_rate):
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)

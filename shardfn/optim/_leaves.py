@@ -33,10 +33,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def leaves_like(tree: PyTree, treedef: Any, name: str, like: str) -> list[Any]:
-    """The leaves of `tree`, which must have the structure `treedef`.
+    """Returns the leaves of `tree`, which must have the structure `treedef`.
 
     Raises:
-        ValueError: the structures differ; lists every path that only one of the two has.
+        ValueError: the structures differ. The message lists every path that only one of the two has.
     """
     leaves, own = tree_flatten(tree)
     if own != treedef:
@@ -87,7 +87,7 @@ def check_params(who: str, params: PyTree) -> None:
 
 
 def zeros_like(params: PyTree) -> PyTree:
-    """A zero for every leaf, of its shape, dtype and device.
+    """Returns a zero for every leaf, of its shape, dtype and device.
 
     Raises:
         ValueError: lists every leaf that is not of floating point.
@@ -101,7 +101,7 @@ def zeros_like(params: PyTree) -> PyTree:
 
 
 def zero_count(params: PyTree) -> Tensor:
-    """A counter: int32, 0-d, on the device of the params."""
+    """Returns a counter: int32, 0-d, on the device of the params."""
     leaves = tree_leaves(params)
     return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
 
@@ -112,7 +112,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
-    """The spec of each leaf of `tree`; `specs` may be a prefix."""
+    """Returns the spec of each leaf of `tree`. `specs` may be a prefix."""
     leaves, treedef = tree_flatten(specs)
     if len(leaves) > 1 and treedef == tree_flatten(tree)[1] and all(isinstance(s, P) for s in leaves):
         return leaves
@@ -126,8 +126,8 @@ def stage(
 
     Args:
         columns: one list per role, parameters first and gradients last.
-        widen: which parameters of half precision are staged in float32; None = none.
-        narrow: whether a gradient on a CPU may keep a half-precision dtype beside a wider parameter; see `even`.
+        widen: which parameters of half precision are staged in float32. None: none.
+        narrow: whether a gradient on a CPU may keep a half-precision dtype beside a wider parameter. See `even`.
     """
     dtypes = [x.dtype for x in columns[0]]
     even = widen is None and all([x.dtype for x in c] == dtypes for c in columns[1:])
@@ -162,7 +162,7 @@ def unstage(copies: Copies) -> None:
 
 
 def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Columns]:
-    """The columns cut by (flag, device, dtype); leaves without elements, or without memory, are left out."""
+    """Returns the columns cut by (flag, device, dtype), without leaves that lack elements or memory."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (flag, p) in enumerate(zip(flags, columns[0], strict=True)):
         if p.numel():
@@ -171,7 +171,7 @@ def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Col
 
 
 def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
-    """The columns cut in flat pieces that a CPU works through in its cache; on other devices all at once.
+    """Yields the columns cut in flat pieces that a CPU works through in its cache; on other devices all at once.
 
     For chains of elementwise kernels: their temporaries are as small as a piece. Leaves must be contiguous.
     """
@@ -194,7 +194,7 @@ def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
 
 
 def disjoint(leaves: Sequence[Tensor]) -> bool:
-    """No two leaves share memory, nor two elements of a leaf; gradients may be one tensor twice, or expanded."""
+    """No two leaves share memory, nor two elements of a leaf. Gradients may be one tensor twice, or expanded."""
     if not all(x.is_contiguous() for x in leaves):
         return False
     spans = sorted((x.untyped_storage()._cdata, x.storage_offset() * x.itemsize, x.nbytes) for x in leaves)

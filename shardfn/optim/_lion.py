@@ -42,7 +42,7 @@ class ScaleByLionState(NamedTuple):
 
 
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
-    """The sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
+    """Returns the sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
 
     The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN; with 0 a
     weight would silently stop moving.
@@ -98,8 +98,8 @@ def lion(
         learning_rate: a number >= 0, or a schedule.
         b1: rate inside the sign, in [0, 1).
         b2: rate of the momentum, in [0, 1).
-        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
 
     Returns:
         A rule.
@@ -160,7 +160,7 @@ def _step(
 
 
 def _direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
-    """The update of one leaf, and its next momentum."""
+    """Returns the update of one leaf, and its next momentum."""
     return _sign(_mix(g, mu, b1)).to(mu.dtype), _mix(g, mu, b2).to(mu.dtype)
 
 

@@ -42,7 +42,7 @@ def lookahead(
     """Steps by a fast rule; every `sync_period` steps `slow = slow + slow_step_size (p - slow)`, `p = slow`.
 
     The parameters of the step are the fast ones, at which gradients are taken. The slow ones are a part of the
-    optimizer's state, where optax has pairs of parameters; `sf.eval_state(state)` is the state to evaluate and export.
+    optimizer's state, where optax has pairs of parameters. `sf.eval_state(state)` is the state to evaluate and export.
     Put it outermost.
 
     Args:

@@ -3,8 +3,8 @@
     gradient of (scale * loss), in float16  ->  divided by scale, in float32  ->  norm, clipping, update
 
 A step whose gradients are not finite is skipped. The scale then follows `update(state, finite) -> state`, a pure
-function. Gradients are divided by the scale that they were multiplied by; the scale moves after the step.
-Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+function. Gradients are divided by the scale that they were multiplied by. The scale moves after the step. Micikevicius
+et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
 """
 
 import math
@@ -22,7 +22,7 @@ class LossScale(NamedTuple):
     """A rule for the scale of the loss.
 
     Attributes:
-        init: `init() -> state`; a state has a field `scale`, float32, 0-d, on the CPU.
+        init: `init() -> state`. A state has a field `scale`, float32, 0-d, on the CPU.
         update: `update(state, finite) -> state`: the state after a step whose gradients were finite, or were not. Pure.
         check: `check(state)` raises a `FloatingPointError` if training cannot go on; reads the state on the host.
     """
@@ -48,7 +48,7 @@ class DynamicScaleState(NamedTuple):
     Attributes:
         scale: the scale of the next step.
         count: int64, 0-d: steps taken, skipped ones included.
-        last_overflow: int64, 0-d: number of the last step that overflowed; -1 if none did.
+        last_overflow: int64, 0-d: number of the last step that overflowed, or -1 if none did.
         hysteresis: int64, 0-d: the scale falls at an overflow that finds this at 1.
         exhausted: whether the last step overflowed with the scale at its floor.
     """
@@ -95,7 +95,7 @@ def dynamic_loss_scale(
     factor: float | int = 2.0,
     raise_at_min: bool = True,
 ) -> LossScale:
-    """A scale that falls when gradients overflow and grows while they do not.
+    """Returns a scale that falls when gradients overflow and grows while they do not.
 
     With `i` the number of the step and `l` that of the last overflow (-1 at first):
 

@@ -1,6 +1,6 @@
 """Rules for some leaves: `masked`, `freeze`, `multi_transform`.
 
-A leaf that a rule is not to see is `None` to it, which is the tree's word for an absent leaf; so an inner rule keeps no
+A leaf that a rule is not to see is `None` to it, which is the tree's word for an absent leaf, so an inner rule keeps no
 state for it and needs no case of its own.
 """
 
@@ -43,7 +43,7 @@ class MultiTransformState(NamedTuple):
 
 
 def set_to_zero() -> GradientTransformation:
-    """The rule that goes nowhere: `u = 0` for any gradient, NaN included.
+    """Returns the rule that goes nowhere: `u = 0` for any gradient, NaN included.
 
     Example:
         >>> set_to_zero().update([torch.tensor([3.0])], ())[0]
@@ -79,7 +79,7 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
         mask: a tree (or prefix) of bools, or a function from params to one, of structure and shapes only.
 
     Returns:
-        A rule whose state is a `MultiTransformState`; `inner` sees `None` in place of the other leaves.
+        A rule whose state is a `MultiTransformState`. `inner` sees `None` in place of the other leaves.
 
     Raises:
         ValueError: (on use) the mask does not match the params.
@@ -96,7 +96,7 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
 def freeze(mask: Mask) -> GradientTransformation:
     """Holds the leaves still where the mask is True: `masked(set_to_zero(), mask)`. Put it last in a `chain`.
 
-    A frozen leaf costs nothing at all if it is `None` to the optimizer; see `multi_transform`.
+    A frozen leaf costs nothing at all if it is `None` to the optimizer. See `multi_transform`.
 
     Example:
         >>> from shardfn.optim import chain, sgd
@@ -116,7 +116,7 @@ def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], lab
         labels: a tree (or prefix) of labels, or a function from params to one, of structure and shapes only.
 
     Returns:
-        A rule whose state is a `MultiTransformState`; each inner rule sees `None` in place of the others' leaves.
+        A rule whose state is a `MultiTransformState`. Each inner rule sees `None` in place of the others' leaves.
 
     Raises:
         ValueError: (on use) a label has no rule, or the labels do not match the params.
@@ -156,7 +156,7 @@ def partition(transforms: Mapping[str, GradientTransformation | Pair], param_lab
 
 @dataclass(frozen=True, eq=False)
 class _ByLabel:
-    """Rules by label, each applied to the leaves that have it; leaves of a label without a rule take `u = g`.
+    """Rules by label, each applied to the leaves that have it, and leaves of a label without a rule take `u = g`.
 
     Compared by identity, as labels may be a tree.
     """
@@ -180,7 +180,7 @@ class _ByLabel:
 
     @property
     def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
-        """One value if all rules, and leaves without a rule, have the same; else by leaf."""
+        """One value if all rules, and leaves without a rule, have the same, else by leaf."""
         all_ascend = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
         alike = bool(all_ascend) and isinstance(all_ascend[0], bool) and all(x is all_ascend[0] for x in all_ascend)
         return all_ascend[0] if alike else self.ascending
@@ -205,7 +205,7 @@ class _ByLabel:
         return per_leaf(self.labels, self.kind, self.name)
 
     def labelled(self, tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        """The leaves, their structure, and their labels."""
+        """Returns the leaves, their structure, and their labels."""
         leaves, treedef = tree_flatten(tree)
         names = self.resolve(tree, leaves, treedef, specs)
         if self.kind is str:

@@ -1,6 +1,6 @@
 """Master weights: parameters kept in 16 bits, updated in 32.
 
-A bfloat16 number has 8 significant bits, so an update below 2^-9 of its parameter is rounded away; the copy in the
+A bfloat16 number has 8 significant bits, so an update below 2^-9 of its parameter is rounded away. The copy in the
 optimizer's state collects such updates until they show. Micikevicius et al., Mixed Precision Training, 2017,
 https://arxiv.org/abs/1710.03740
 """
@@ -30,7 +30,7 @@ class MasterState(NamedTuple):
     """The state of `master_weights`.
 
     Attributes:
-        master: tree like params: the wide copies; None at leaves without one.
+        master: tree like params: the wide copies, or None at leaves without one.
         inner: the state of the inner rule.
     """
 
@@ -46,14 +46,14 @@ def master_weights(
     A leaf that is as wide as `dtype` has no copy and is stepped as `inner` steps it.
 
     Args:
-        inner: the rule; its moments are in `dtype`, as it sees the copies only.
-        dtype: of the copies.
+        inner: the rule. Its moments are in `dtype`, as it sees the copies only.
+        dtype: dtype of the copies.
         param_dtypes: in which dtype `update` and `apply` will get each leaf: a dtype, a tree (or prefix) of dtypes, or
             a function from params to one. None = in that of the leaf that `init` is given. With it, `init` may be given
             wider leaves, so that the copies start from values that were never rounded.
 
     Returns:
-        A rule with a `MasterState`. Its updates are `p' - p` in float64, in which they are exact; `apply` writes p'.
+        A rule with a `MasterState`. Its updates are `p' - p` in float64, in which they are exact. `apply` writes p'.
 
     Raises:
         ValueError: (on use) trees do not match.
@@ -97,7 +97,7 @@ class _MasterWeights:
         return replace(self, kept=resolved(self.kept, params, torch.dtype, "param_dtypes")).rule()
 
     def sees(self, params: Params, stats: Tensor | None) -> Views:
-        """The tree as the inner rule sees it: wide."""
+        """Returns the tree as the inner rule sees it: wide."""
         ps, treedef = tree_flatten(params)
         own = [self.dtype if self._is_narrow(d) else d for d in self._dtypes(params, ps, treedef)]
         return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
@@ -122,7 +122,7 @@ class _MasterWeights:
         return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
 
     def _columns(self, state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
-        """By leaf, the copy or None; and the parameters of the inner rule."""
+        """Returns the copy or None, by leaf, and the parameters of the inner rule."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
         like = tree_structure(tree_unflatten(treedef, [0 if n else None for n in narrow]))
@@ -166,7 +166,7 @@ class _MasterWeights:
 
 
 def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
-    """A leaf without data, in another dtype."""
+    """Returns a leaf without data, in another dtype."""
     if isinstance(x, GlobalTensor):
         block = torch.empty(x.local.shape, dtype=dtype, device="meta")
         return x.with_block(block)

@@ -14,7 +14,7 @@ from ._whole_matrices import Matrices
 
 @dataclass(frozen=True)
 class MatrixDims:
-    """Which dims of a leaf make a matrix; all others count matrices.
+    """Which dims of a leaf make a matrix. All others count matrices.
 
     Attributes:
         outputs: the dims that make the rows, which count the features that the matrix returns.
@@ -35,13 +35,13 @@ _NOT_HIDDEN = re.compile(
 
 
 def hidden_matrices(params: Params) -> PyTree:
-    """The leaves that `muon` makes orthogonal by default: a tree like params of `MatrixDims`, or False.
+    """Returns the leaves that `muon` makes orthogonal by default: a tree like params of `MatrixDims`, or False.
 
     A leaf of at least two dims is one, unless its path has the name of an embedding, a head, a norm or a bias. A leaf
-    [out, in, height, width] is one matrix; one of three dims is a stack of matrices [out, in].
+    [out, in, height, width] is one matrix. One of three dims is a stack of matrices [out, in].
 
     Args:
-        params: tree of leaves; only paths and shapes count.
+        params: tree of leaves. Only paths and shapes count.
 
     Example:
         >>> import torch
@@ -56,17 +56,17 @@ def hidden_matrices(params: Params) -> PyTree:
 
 
 def default_dims(x: Tensor) -> MatrixDims:
-    """The dims of a leaf, by its shape."""
+    """Returns the dims of a leaf, by its shape."""
     return MatrixDims((0,), (1, 2, 3)) if x.ndim == 4 else MatrixDims()
 
 
 def all_matrices(params: Params) -> PyTree:
-    """The dims of every leaf, where all are matrices."""
+    """Returns the dims of every leaf, where all are matrices."""
     return tree_map(default_dims, params)
 
 
 def as_matrices(path: str, x: Any, dims: MatrixDims) -> Matrices:
-    """A leaf as matrices.
+    """Returns a leaf as matrices.
 
     Raises:
         ValueError: the dims are not those of matrices.

@@ -31,7 +31,7 @@ def ema(decay: Number, debias: bool = True) -> GradientTransformation:
     """Averages updates: `m = decay m + (1 - decay) u`, `u = m / (1 - decay^t)`. For parameters see `average_params`.
 
     Args:
-        decay: in [0, 1).
+        decay: decay in [0, 1).
         debias: whether to divide by `1 - decay^t`.
 
     Returns:

@@ -71,10 +71,10 @@ def scale_by_muon(
         nesterov: look ahead.
         bias_correction: whether the momentum is divided by `1 - beta^t`, as in optax. False gives the steps of
             `torch.optim.Muon`, whose first ones differ.
-        consistent_rms: None scales by `sqrt(max(1, rows / columns))`; a number by `sqrt(max(rows, columns))` times it,
+        consistent_rms: None scales by `sqrt(max(1, rows / columns))`. A number by `sqrt(max(rows, columns))` times it,
             so that updates have this root mean square. 0.2 is about that of AdamW.
         newton_schulz: the iterations.
-        matrices: which dims make a matrix: a tree (or prefix) of `MatrixDims`, or a function from params to one; None =
+        matrices: which dims make a matrix: a tree (or prefix) of `MatrixDims`, or a function from params to one. None:
             those of `hidden_matrices`, of every leaf.
 
     Returns:
@@ -117,16 +117,16 @@ def muon(
     """Muon for hidden matrices, and another rule for the rest: `p = p - lr * (scale_by_muon(g) + weight_decay * p)`.
 
     Args:
-        learning_rate: of the matrices: a number >= 0, or a schedule.
-        others: the rule for embeddings, heads, norms and biases; None = `adamw(learning_rate, weight_decay=0.0)`, as
+        learning_rate: learning rate of the matrices: a number >= 0, or a schedule.
+        others: the rule for embeddings, heads, norms and biases. None: `adamw(learning_rate, weight_decay=0.0)`, as
             optax has it. They often need a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
         matrices: which leaves are matrices: a tree (or prefix) of bools and `MatrixDims`, or a function from params to
-            one; None = `hidden_matrices`. A module whose head is not called one, such as the last layer of a
+            one. None: `hidden_matrices`. A module whose head is not called one, such as the last layer of a
             `Sequential`, needs this.
         beta: rate of the momentum, in [0, 1).
         nesterov: look ahead.
         bias_correction: see `scale_by_muon`.
-        weight_decay: factor of the decay of matrices, >= 0; it is multiplied by the learning rate.
+        weight_decay: factor of the decay of matrices, >= 0. It is multiplied by the learning rate.
         consistent_rms: see `scale_by_muon`.
         newton_schulz: the iterations.
 
@@ -191,7 +191,7 @@ class _Muon:
         return per_leaf(self.matrices, (bool, MatrixDims), "matrices")
 
     def on(self, tree: PyTree, specs: Specs = None) -> GradientTransformation:
-        """The rule for one tree."""
+        """Returns the rule for one tree."""
         leaves, treedef = tree_flatten(tree)
         found = self.resolve(tree, leaves, treedef, specs)
         dims = [default_dims(x) if found is True else found for x, found in zip(leaves, found, strict=True)]
@@ -219,7 +219,7 @@ class _Muon:
 
 @dataclass(frozen=True, eq=False)
 class _ScaleByMuon:
-    """The rule; `leaves` has the `Matrices` of each leaf of the tree that it was decided on."""
+    """The rule. `leaves` has the `Matrices` of each leaf of the tree that it was decided on."""
 
     beta: Number
     nesterov: bool
@@ -270,7 +270,7 @@ class _ScaleByMuon:
         return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
 
     def _momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
-        """The momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
+        """Returns the momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
         new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
         mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
         m = beta * mean + (1 - beta) * now if self.nesterov else mean

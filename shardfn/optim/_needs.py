@@ -26,7 +26,7 @@ Views = Sequence[tuple[Params, Tensor | None]]
 
 
 def coarsest(grains: Iterable[Grain]) -> Grain:
-    """The granularity of rules that work together.
+    """Returns the granularity of rules that work together.
 
     Example:
         >>> coarsest(["element", "leaf"])
@@ -43,7 +43,7 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
 
     Args:
         tx: any rule.
-        params: the tree of whole leaves; only shapes and dtypes count, so tensors on the meta device will do.
+        params: the tree of whole leaves. Only shapes and dtypes count, so tensors on the meta device will do.
 
     Returns:
         A rule whose masks and labels are fixed.
@@ -66,16 +66,16 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
 def given(
     tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
 ) -> GradientTransformation:
-    """`tx` for parts of the tree `params`, in a step with these measures and phase; see `Needs.specialize`."""
+    """`tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.specialize`."""
     return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
 
 
 def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
-    """Whether the updates of `tx` point along the gradient, for each leaf of `params`; see `Needs.ascends`.
+    """Returns whether the updates of `tx` point along the gradient, for each leaf of `params`. See `Needs.ascends`.
 
     Args:
         tx: the rule.
-        params: a tree; only structure, shapes and dtypes count.
+        params: a tree. Only structure, shapes and dtypes count.
 
     Example:
         >>> from shardfn.optim import masked, sgd
@@ -95,7 +95,7 @@ def join_needs(
     own: Callable[[Params], GradientTransformation] | None = None,
     in_turn: bool = True,
 ) -> Needs:
-    """The needs of a rule that is made of others.
+    """Returns the needs of a rule that is made of others.
 
     Args:
         rules: the others.
@@ -106,7 +106,7 @@ def join_needs(
             leaves; measures go to the first only.
         own: `own(params) -> rule`: the same rule, whose own functions of the tree have been called on whole leaves.
             None = it has no such functions.
-        in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
+        in_turn: whether each gets the updates of the one before it, else each has leaves of its own.
 
     Returns:
         Their needs, joined by the table of this file.
@@ -124,7 +124,7 @@ def join_needs(
     rules = tuple(rules)
 
     def views(params: Params, stats: Tensor | None) -> Views:
-        # Only the first sees the measured gradients; the next gets the updates of the first.
+        # Only the first sees the measured gradients. The next gets the updates of the first.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
     look = sees or views
@@ -147,7 +147,7 @@ def join_needs(
 def _in_turn(
     rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
 ) -> tuple[Measure | None, bool]:
-    """The first's measure, and whether no other has one: a later one would measure the updates of the first."""
+    """Returns the first's measure, and whether no other has one: a later one would measure the updates of the first."""
     measure, *late = (rule.needs.measure for rule in rules)
     if measure is not None and (ahead := measure.ahead) is not None:
         measure = measure._replace(ahead=lambda state: ahead(states(state)[0]))

@@ -14,14 +14,14 @@ from ._leaves import wide
 class NewtonSchulz:
     """Maps the singular values of a matrix to about 1: `X = X / |X|; X = a X + (b X X^T + c (X X^T)^2) X`, repeated.
 
-    After five iterations with the default coefficients, singular values of at least 0.01 of the norm are in
-    [0.68, 1.13].
+    After five iterations with the default coefficients, singular values of at least 0.01 of the norm are in [0.68,
+    1.13].
 
     Attributes:
         steps: number of iterations, >= 1.
         coefficients: (a, b, c).
         eps: added to the norm, so that a zero matrix stays zero.
-        dtype: of the products; None = float32, or float64 for float64 matrices.
+        dtype: dtype of the products. None: float32, or float64 for float64 matrices.
 
     Raises:
         ValueError: a number is out of range.
@@ -50,7 +50,7 @@ class NewtonSchulz:
             finite("NewtonSchulz", coefficients=x)
 
     def __call__(self, x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """The matrix with its singular values mapped; computed in `dtype`."""
+        """Returns the matrix with its singular values mapped; computed in `dtype`."""
         a, b, c = self.coefficients
         tall = x.shape[0] > x.shape[1]
         y = wide(x.mT if tall else x)

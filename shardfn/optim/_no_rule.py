@@ -28,12 +28,12 @@ MEANT = {
 
 
 def no_rule(tx: Any) -> str:
-    """The message for an argument that is not a rule."""
+    """Returns the message for an argument that is not a rule."""
     return f"an optimizer is a pair of functions (init, update), but this is {_shown(tx)}. {_remedy(tx)}"
 
 
 def no_rate(who: str, rate: Any) -> str | None:
-    """The message for a learning rate that is something else; None where it may be one."""
+    """Returns the message for a learning rate that is something else, or None where it may be one."""
     kind = rate if isinstance(rate, type) else type(rate)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         return (

@@ -26,11 +26,11 @@ _LARGE = 4 * _ROW
 
 
 def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
-    """The global sum of squares of each leaf: `sum_i x_i^2` over all blocks, 0 for a leaf without elements.
+    """Returns the global sum of squares of each leaf: `sum_i x_i^2` over all blocks, 0 for a leaf without elements.
 
     Args:
         tree: tree of tensors, each the local block of a leaf.
-        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
 
     Returns:
         One entry a leaf in flattening order; the same on every rank that shares the blocks. float32, and float64 where
@@ -49,7 +49,7 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
 def squares_of(
     leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, " num_leaves"]:
-    """`sum_squares` of a flattened tree, in a dtype; None is that of `sum_squares`."""
+    """`sum_squares` of a flattened tree, in a dtype. None is that of `sum_squares`."""
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
@@ -60,7 +60,7 @@ def squares_of(
 
 
 def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
-    """The sum of squares of one leaf's local block: its share of `sum_squares`.
+    """Returns the sum of squares of one leaf's local block: its share of `sum_squares`.
 
     Example:
         >>> block_squares(torch.tensor([3.0, 4.0]))
@@ -77,7 +77,7 @@ def summing_exactly() -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether `summing_exactly` is active."""
+    """Returns whether `summing_exactly` is active."""
     return bool(_EXACT.innermost())
 
 
@@ -94,12 +94,12 @@ def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor,
 
 
 def largest(x: Tensor) -> Float[Tensor, ""]:
-    """The largest absolute value, float64; NaN where there is one, 0 of no elements."""
+    """Returns the largest absolute value, float64; NaN where there is one, 0 of no elements."""
     return x.detach().abs().max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
 
 
 def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
-    """The sum of squares of at most 2^32 elements as two integers, in units of top^2 2^-30 and top^2 2^-60.
+    """Returns the sum of squares of at most 2^32 elements as two integers, in units of top^2 2^-30 and top^2 2^-60.
 
     `top` is rounded up to a power of two, so that only the squares of float64 elements are rounded, and parts below
     2^-60 of the largest square are dropped: each element by itself. The sum of integers has no order.
@@ -118,12 +118,12 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
 
 
 def exact_scale(top: Tensor) -> Tensor:
-    """The power of two by which elements are multiplied, so that the largest absolute value `top` is at most 1."""
+    """Returns the power of two that brings the largest absolute value `top` to at most 1."""
     return torch.ldexp(torch.ones_like(top), -_exponent(top))
 
 
 def of_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
-    """The sum that `exact_limbs` has taken, float64; not finite where `top` is not."""
+    """Returns the sum that `exact_limbs` has taken, float64, not finite where `top` is not."""
     high, low = limbs.double().unbind()
     exact = (high + low / float(1 << 30)) / float(1 << 30)
     return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _exponent(top)), top)
@@ -134,16 +134,16 @@ def _exponent(top: Tensor) -> Tensor:
 
 
 def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
-    """The dtype in which sums of squares are added up: float32, or float64 where a leaf is."""
+    """Returns the dtype in which sums of squares are added up: float32, or float64 where a leaf is."""
     return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
 def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
-    """The norm of a whole tree, as of one vector: Euclidean, the sum of absolute values, or the largest one.
+    """Returns the norm of a whole tree, as of one vector: Euclidean, the sum of absolute values, or the largest one.
 
     Args:
         tree: tree of tensors, each the local block of a leaf.
-        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
         ord: 2 or None: `sqrt(sum over leaves and blocks of x^2)`; 1: `sum |x|`; `math.inf` or "inf": `max |x|`, which
             cannot be differentiated over several ranks.
 
@@ -186,7 +186,7 @@ def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leav
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether the norm of `x` is taken together with others'."""
+    """Returns whether the norm of `x` is taken together with others'."""
     return x.device.type == "cuda" or x.numel() < _LARGE
 
 
@@ -195,7 +195,7 @@ def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
 
 
 def large_square(x: Tensor) -> Float[Tensor, ""]:
-    """The sum of squares of one tensor, row by row."""
+    """Returns the sum of squares of one tensor, row by row."""
     flat = wide(x).reshape(-1)
     cut = flat.numel() // _ROW * _ROW
     whole = flat if cut == flat.numel() else flat[:cut]
@@ -206,7 +206,10 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 def over_blocks(
     local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
-    """The sum (or another `reduce`) over blocks of one number a leaf, or a few: one call for each set of axes."""
+    """Returns the sum (or another `reduce`) over blocks of one number a leaf, or a few.
+
+    One call for each set of axes.
+    """
     mesh = current_mesh()
     # By axes in the mesh's order, so that specs which name them in another order share a call.
     groups: dict[tuple[str, ...], list[int]] = {}

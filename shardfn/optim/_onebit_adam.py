@@ -34,8 +34,8 @@ class OneBitAdamState(NamedTuple):
     Attributes:
         freeze: counters, and when the variance was frozen.
         adam: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
-        residual: tree like params: a `Residual` each, the errors of compression; None at exact leaves.
-        codes: tree like params: the codes of the averaged momentum, where ZeRO keeps rows of it; else `()`.
+        residual: tree like params: a `Residual` each, the errors of compression, or None at exact leaves.
+        codes: tree like params: the codes of the averaged momentum, where ZeRO keeps rows of it, else `()`.
     """
 
     freeze: FreezeState
@@ -61,7 +61,7 @@ def onebit_adam(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`adamw` for `freeze_step` steps; then its variance stays, and its momentum is averaged at one bit per element.
+    """`adamw` for `freeze_step` steps. Then its variance stays, and its momentum is averaged at one bit per element.
 
     With `g_i` the gradient of rank i along `axis`, and F the step of the freeze:
 
@@ -79,9 +79,9 @@ def onebit_adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
-        freeze_step: F: a number of steps, 15 to 25 percent of all as a rule; or "auto", a `VarianceStability()`.
-        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        freeze_step: F: a number of steps, 15 to 25 percent of all as a rule, or "auto", a `VarianceStability()`.
+        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
         feedback: whether errors are added to the next step. False is for experiments only: training then diverges.
@@ -147,9 +147,9 @@ def apmsqueeze(
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
-        freeze_step: F; see `onebit_adam`, as for the arguments below.
+        freeze_step: F. See `onebit_adam`, as for the arguments below.
         compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
-        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
+        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones.
         feedback: whether errors are fed back.
         exact: leaves that go on as in the warm-up.
@@ -231,7 +231,7 @@ class _OneBitAdam(Phased):
     def _local(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
     ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
-        """The operands of a step on local gradients. Counters are read here, before anything is written."""
+        """Returns the operands of a step on local gradients. Counters are read here, before anything is written."""
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         at = self.freeze.frozen(state.freeze)
@@ -270,7 +270,7 @@ class StepNumbers:
         return rounded_root(d) + self.eps
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
-        """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
+        """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`. The first term is 0 where nu is."""
         p, m, nu = wide(p), wide(m), wide(nu)
         if _are_float([p, m, nu]) and not is_differentiated((p, m, nu, self.lr)):
             return preconditioned_step(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
@@ -288,7 +288,7 @@ class StepNumbers:
 
     @functools.cached_property
     def _numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The rate and the corrections as the kernel takes them."""
+        """Returns the rate and the corrections as the kernel takes them."""
         return torch.as_tensor(self.lr).float(), self.c1, self.c2
 
     def _decay(self, decays: bool) -> float:

@@ -41,10 +41,10 @@ class OneBitLambState(NamedTuple):
         coeff: vector: the mean of the warm-up's trust ratios.
         weight: vector: the sum of that mean's weights.
         factor: vector: the factor of `coeff` in the last step.
-        scaling: vector: the factor of momentum on the wire; 0 before the first compressed step.
-        fresh: tree like params: the variance of the gradients that averaged momentum shows; None at exact leaves.
+        scaling: vector: the factor of momentum on the wire, or 0 before the first compressed step.
+        fresh: tree like params: the variance of the gradients that averaged momentum shows, or None at exact leaves.
         residual: a `Residual` for each message.
-        codes: the codes of each message, where ZeRO keeps rows of leaves in it; else `()`.
+        codes: the codes of each message, where ZeRO keeps rows of leaves in it, else `()`.
     """
 
     freeze: FreezeState
@@ -81,7 +81,7 @@ def onebit_lamb(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`lamb` for `freeze_step` steps; then its variance stays, and its momentum is averaged at one bit per element.
+    """`lamb` for `freeze_step` steps. Then its variance stays, and its momentum is averaged at one bit per element.
 
     In the warm-up, which has the bits of `lamb`, the trust ratios c of each leaf that are not 1 are averaged, to
     `coeff`. Afterwards, with `g_i` the gradient of rank i and `d = sqrt(nu) + eps`, leaf by leaf:
@@ -102,20 +102,20 @@ def onebit_lamb(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
-        freeze_step: F; see `onebit_adam`.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        freeze_step: F. See `onebit_adam`.
         min_coeff: lower bound of the warm-up's trust ratio.
         max_coeff: upper bound of it.
         coeff_beta: rate of the mean of trust ratios, in [0, 1).
         factor_max: upper bound of f.
         factor_min: lower bound of f.
         factor_threshold: by how much of itself f may change in a step.
-        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
+        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
         feedback: whether errors are fed back.
         bias_correction: whether steps are corrected as `lamb`'s are, and `coeff` for having started at zero.
-        exact: leaves that go on as in the warm-up; see `onebit_adam`.
+        exact: leaves that go on as in the warm-up. See `onebit_adam`.
 
     Returns:
         A rule with an `OneBitLambState` and the phases "warmup", "probe", "switch" (the first compressed step) and
@@ -168,19 +168,19 @@ class _OneBitLamb(Phased):
 
     @functools.cached_property
     def before(self) -> GradientTransformation:
-        """The warm-up's rules before the trust ratio."""
+        """Returns the warm-up's rules before the trust ratio."""
         return chain(
             scale_by_moment_ratio(self.b1, self.b2, self.eps), add_decayed_weights(self.weight_decay, self.mask)
         )
 
     @functools.cached_property
     def after(self) -> GradientTransformation:
-        """The warm-up's rules after the trust ratio."""
+        """Returns the warm-up's rules after the trust ratio."""
         rate = scale_by_learning_rate(self.learning_rate)
         return chain(scale_by_bias_correction(self.b1, self.b2), rate) if self.corrected else chain(rate)
 
     def in_place(self, *args: Any, **kwargs: Any) -> tuple[Params, OptState, Tensor]:
-        """The warm-up's step in place, and its trust ratios."""
+        """Returns the warm-up's step in place, and its trust ratios."""
         step = lamb_in_place(
             self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask, *self.bounds, self.corrected
         )
@@ -260,13 +260,13 @@ class _OneBitLamb(Phased):
         )
 
     def _corrected_rate(self, state: OneBitLambState) -> Any:
-        """The learning rate with its correction; counters are read here, before anything is written."""
+        """Returns the learning rate with its correction; counters are read here, before anything is written."""
         lr = self.rate(state.lamb)
         at = self.freeze.frozen(state.freeze)
         return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
 
     def _switched(self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState) -> OneBitLambState:
-        """The state at the first compressed step; unchanged where there was one before, with other ranks."""
+        """Returns the state at the first compressed step; unchanged where there was one before, with other ranks."""
         first, specs = (state.scaling == 0).all(), leaves.pick(leaves.specs)
         numel = torch.tensor([float(mu.numel()) for mu in mus], device=state.scaling.device)
         rms = (sum_squares(mus, specs) / over_blocks(numel, specs)).sqrt() if mus else numel
@@ -342,14 +342,14 @@ class _OneBitLamb(Phased):
         return self._vector(leaves, f, state.factor)
 
     def _coeff(self, state: OneBitLambState) -> Tensor:
-        """The mean trust ratio; 1, as LAMB has it, where there was none."""
+        """Returns the mean trust ratio; 1, as LAMB has it, where there was none."""
         if not self.corrected:
             return state.coeff
         some = state.weight > 0
         return torch.where(some, state.coeff / torch.where(some, state.weight, 1.0), 1.0)
 
     def _vector(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
-        """A vector over all leaves, of the values of the compressed ones."""
+        """Returns a vector over all leaves, of the values of the compressed ones."""
         if not any(leaves.exact):
             return values.to(others.device)
         these = iter(values.to(others.device).unbind())
@@ -357,7 +357,7 @@ class _OneBitLamb(Phased):
 
 
 def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
-    """The largest `d / fresh` where d is finite, 0 if it is nowhere."""
+    """Returns the largest `d / fresh` where d is finite, 0 if it is nowhere."""
     ratio = torch.where(d.isinf(), 0.0, d / fresh)
     return ratio.amax() if ratio.numel() else ratio.new_zeros(())
 

@@ -28,6 +28,6 @@ def messages_of(leaves: Apart) -> list[LeafGroup]:
 
 
 def split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The parts of a message that are of the leaves `like`, as views; a message may end in padding."""
+    """Returns the parts of a message that are of the leaves `like`, as views. A message may end in padding."""
     parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
     return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]

@@ -5,8 +5,8 @@ gets whole leaves, unless its `needs` state that every element steps for itself:
 
     A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
 
-Leaves of its state that belong to a parameter are kept as the parameter's rows are, and gathered with them; all others
-are kept whole, by every rank. The results are those of one device; the costs are a gather of gradients, parameters and
+Leaves of its state that belong to a parameter are kept as the parameter's rows are, and gathered with them. All others
+are kept whole, by every rank. The results are those of one device. The costs are a gather of gradients, parameters and
 state a step, and the memory of the wholes while it lasts.
 """
 
@@ -42,7 +42,7 @@ from ._types import OptState, Params, Specs, Updates
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
-    """A rule as everything here takes it, from one that may be just `(init, update)`.
+    """Returns a rule as everything here takes it, from one that may be just `(init, update)`.
 
     `sharded_step`, `chain`, `masked` and the others call it on their arguments.
 
@@ -79,7 +79,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
 
 
 def owners(state: PyTree, params: PyTree) -> list[int | None]:
-    """For each leaf of a state the parameter whose path ends its own, and whose shape it has; None without one."""
+    """For each leaf of a state the parameter whose path ends its own, and whose shape it has, or None without one."""
     at = {path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))}
     out: list[int | None] = []
     for path, x in zip(tree_entries(state), tree_leaves(state), strict=True):
@@ -111,11 +111,11 @@ class _WholeLeaf(NamedTuple):
     spec: P | None
 
     def join(self, block: Tensor, spec: P) -> Tensor:
-        """The leaf that has this block. Collective."""
+        """Returns the leaf that has this block. Collective."""
         return _carried(block, self.shape, spec, P())
 
     def first(self, block: Tensor) -> Tensor:
-        """The leaf that a state is made of. Collective, where blocks have values."""
+        """Returns the leaf that a state is made of. Collective, where blocks have values."""
         if isinstance(block, FakeTensor) or block.device.type == "meta":
             return block.new_empty(self.shape)
         return self.join(block, self.spec or P())
@@ -142,11 +142,11 @@ class _OnWholes:
     """A rule that is applied to whole leaves, though it is given blocks.
 
     It gets the shapes of whole leaves when it is decided, which a step does first: from `GlobalTensor`s with their
-    specs, from plain tensors without. `update` gets the specs anew; the wholes that it makes live while it runs.
+    specs, from plain tensors without. `update` gets the specs anew. The wholes that it makes live while it runs.
 
     Attributes:
         inner: the rule, whose `update` takes no `specs`.
-        leaves: a `_WholeLeaf` for each leaf of the tree it was decided on; None before.
+        leaves: a `_WholeLeaf` for each leaf of the tree it was decided on, or None before.
     """
 
     inner: GradientTransformation
@@ -218,7 +218,7 @@ class _OnWholes:
 
 
 def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
-    """A leaf of a first state in its stored form: cut as its parameter is, or whole on every rank."""
+    """Returns a leaf of a first state in its stored form: cut as its parameter is, or whole on every rank."""
     if spec is not None or not x.ndim:
         return _cut(x, spec or P())
     return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
@@ -246,7 +246,7 @@ def _check_tensors(state: OptState, leaves: list[Any]) -> None:
 
 
 def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]) -> None:
-    """Cut leaves are recognised by their shapes; the result must be the same on every rank."""
+    """Cut leaves are recognised by their shapes. The result must be the same on every rank."""
     rows = zip(tree_paths(state, "opt_state"), own, seen, strict=True)
     wrong = [path for path, i, j in rows if i != j]
     raise_all(

@@ -52,7 +52,7 @@ class _PerLeaf:
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def on(self, tree: PyTree) -> GradientTransformation:
-        """The rule for one tree, with a label for each leaf."""
+        """Returns the rule for one tree, with a label for each leaf."""
         paths, treedef = tree_paths(tree), tree_flatten(tree)[1]
         return multi_transform(dict.fromkeys(paths, self.tx), tree_unflatten(treedef, paths))
 

@@ -72,7 +72,7 @@ class Phased(abc.ABC):
 
     @abc.abstractmethod
     def next_phase(self, state: Any) -> Phase:
-        """The phase of the next step."""
+        """Returns the phase of the next step."""
 
     @functools.cached_property
     def adam(self) -> GradientTransformation:
@@ -110,7 +110,10 @@ class Phased(abc.ABC):
         return state, self.now or self.phase(state)
 
     def rate(self, chained: Any) -> float | int | Tensor:
-        """The learning rate, of a chain's state that ends in its counter; to be read before anything is written."""
+        """Returns the learning rate, of a chain's state that ends in its counter.
+
+        To be read before anything is written.
+        """
         rate = self.learning_rate
         return scheduled(rate, chained[-1].count.clone()) if callable(rate) else rate
 

@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
     """An optimizer that is applied part by part.
 
     A part is a tree like the whole params with `None` for absent leaves. A present leaf is whole, or where
-    `granularity` is "element" rows `leaf[a:b]` of it; a part of the state has the same leaves cut in the same places,
+    `granularity` is "element" rows `leaf[a:b]` of it. A part of the state has the same leaves cut in the same places,
     and the counters.
 
     Attributes:
@@ -51,11 +51,11 @@ class Pieces(NamedTuple):
             whole). None = it needs no number.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
             measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
-            `psum`. With `stats=None`, where the rule measures ahead, it does not; the token is good for `apply` only,
+            `psum`. With `stats=None`, where the rule measures ahead, it does not. The token is good for `apply` only,
             and `end` is for one of another `begin` of the same step, with the measures.
         apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
-            the buffers of the last three arguments, so parts must not share memory; the counters in `state` are
-            neither read nor advanced.
+            the buffers of the last three arguments, so parts must not share memory. The counters in `state` are neither
+            read nor advanced.
         end: `end(token, state) -> state`: the state, whole or a part, with the counters advanced.
     """
 
@@ -72,7 +72,7 @@ class Token(NamedTuple):
     Attributes:
         rule: the rule for parts of the tree, in this step.
         old: the counters before the step.
-        new: the counters after it; None where the measures are not known.
+        new: the counters after it, or None where the measures are not known.
     """
 
     rule: GradientTransformation
@@ -168,7 +168,7 @@ def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Piece
 
 
 def _together(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
-    """The measures of all leaves, over all their blocks."""
+    """Returns the measures of all leaves, over all their blocks."""
     if stats is None:
         return None
     num = len(tree_leaves(whole))
@@ -200,7 +200,7 @@ def _write(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> Opt
 
 
 def _checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
-    """A function that refuses parts that do not belong to `whole`, or are too fine for `granularity`."""
+    """Returns a function that refuses parts that do not belong to `whole`, or are too fine for `granularity`."""
     wants, treedef = tree_flatten(whole, none_is_leaf=True)
     paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
 

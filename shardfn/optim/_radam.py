@@ -28,16 +28,16 @@ def scale_by_radam(
 ) -> GradientTransformation:
     """Rectified Adam: `u = r * mu_hat / (sqrt(nu_hat + eps_root) + eps)`, and `u = mu_hat` at the first steps.
 
-    With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is
-    `r^2 = (rho - 4) (rho - 2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`; the first steps are those with
-    `rho < threshold`. The moments are those of `scale_by_adam`.
+    With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is `r^2 = (rho - 4) (rho -
+    2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`. The first steps are those with `rho < threshold`. The moments are
+    those of `scale_by_adam`.
 
     Args:
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0.
-        threshold: of rho, >= 0; RAdam needs more than 4.
+        threshold: threshold of rho, >= 0. RAdam needs more than 4.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
@@ -82,7 +82,7 @@ def radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """RAdam: `p = p - lr * u`; see `scale_by_radam`. It needs no warm-up of the learning rate.
+    """RAdam: `p = p - lr * u`. See `scale_by_radam`. It needs no warm-up of the learning rate.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -116,7 +116,7 @@ def _direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The update of one leaf, and its next moments."""
+    """Returns the update of one leaf, and its next moments."""
     dtype = nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     mean = corrected_mean(g, mu, b1, c1, ahead)

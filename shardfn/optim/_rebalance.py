@@ -17,30 +17,30 @@ _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 
 
 def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
-    """The state of a compressing optimizer for another number of ranks; no error is lost.
+    """Returns the state of a compressing optimizer for another number of ranks. No error is lost.
 
-    Every new rank's error is the mean of the old ranks'; the errors that ranks keep as servers are cut anew. So
+    Every new rank's error is the mean of the old ranks'. The errors that ranks keep as servers are cut anew. So
 
         mean_i e_i' + server' = mean_i e_i + server
 
-    at every element, and the mean of the next momentum does not change. Codes of the last momentum are of
-    the old ranks' chunks: the next step gathers the rows of it instead, once.
+    at every element, and the mean of the next momentum does not change. Codes of the last momentum are of the old
+    ranks' chunks: the next step gathers the rows of it instead, once.
 
     Only the number of ranks that errors are averaged over may change: how leaves are cut along other axes (those of a
     tensor parallelism, and those along which the mean is exact) must be the same.
 
     Args:
-        opt_state: the whole state, as `unshard` gives it or a checkpoint has it; `GlobalTensor`s are gathered, which is
+        opt_state: the whole state, as `unshard` gives it or a checkpoint has it. `GlobalTensor`s are gathered, which is
             collective. It may be within the states of a `chain` or of `master_weights`.
         like: a state of the new step (`step.init(params).opt_state`), with the placement of each leaf.
-        compressor: that of the optimizer.
+        compressor: compressor of the optimizer.
 
     Returns:
         A tree like `like`.
 
     Raises:
         ValueError: a leaf has another shape than in `like`, every one is listed; errors do not fit their leaves, or are
-            of leaves that were cut otherwise (seen where they are `GlobalTensor`s); or ranks of `zero_one_adam` are
+            of leaves that were cut otherwise (seen where they are `GlobalTensor`s), or ranks of `zero_one_adam` are
             between two rounds, where each has parameters of its own.
 
     Example:
@@ -99,7 +99,7 @@ def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
 def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
     if not isinstance(residual.worker, Tensor):
         return like
-    # Rows of the first dim are ranks; blocks lie along the second.
+    # Rows of the first dim are ranks. Blocks lie along the second.
     ranks, blocks = like.worker.shape[0], 1
     if isinstance(like.worker, GlobalTensor):
         blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
@@ -121,7 +121,7 @@ def _placed(state: PyTree, like: PyTree) -> PyTree:
 
 
 def compresses(x: Any) -> bool:
-    """Whether a part of a state is that of an optimizer that compresses, whose errors `rebalanced` cuts anew.
+    """Returns whether a part of a state is that of an optimizer that compresses, whose errors `rebalanced` cuts anew.
 
     Example:
         >>> from shardfn.optim import onebit_adam, sgd

@@ -26,7 +26,7 @@ class ScaleByRmsState(NamedTuple):
 
     Attributes:
         nu: tree like params: mean of the squares of the gradients.
-        mu: tree like params: mean of the gradients; `()` unless the rule is centered.
+        mu: tree like params: mean of the gradients. `()` unless the rule is centered.
         count: int32, 0-d: steps taken; `()` unless the rule corrects the bias of its moments.
     """
 
@@ -58,7 +58,7 @@ def scale_by_rms(
         decay: rate of the squares, in [0, 1).
         eps: >= 0.
         initial_scale: the first value of `nu`, >= 0.
-        eps_in_sqrt: whether `eps` is added inside the root; if not, `u = g / (sqrt(nu) + eps)`, as torch has it.
+        eps_in_sqrt: whether `eps` is added inside the root. If not, `u = g / (sqrt(nu) + eps)`, as torch has it.
         bias_correction: whether `nu` is divided by `1 - decay^t`.
 
     Returns:
@@ -88,14 +88,14 @@ def scale_by_stddev(
 ) -> GradientTransformation:
     """Divides the gradient by its standard deviation: `u = g / sqrt(nu - mu^2 + eps)`.
 
-    The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. Where rounding makes
-    `nu - mu^2` negative, it is taken as 0.
+    The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. Where rounding makes `nu -
+    mu^2` negative, it is taken as 0.
 
     Args:
         decay: rate of both moments, in [0, 1).
         eps: >= 0.
         initial_scale: the first value of `nu`, >= 0.
-        eps_in_sqrt: whether `eps` is added inside the root; if not, it is added to the root, as torch has it.
+        eps_in_sqrt: whether `eps` is added inside the root. If not, it is added to the root, as torch has it.
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
     Returns:
@@ -152,7 +152,7 @@ def rmsprop(
     nesterov: bool = False,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """RMSProp: `t = -lr * g / sqrt(nu + eps) + momentum * t; p = p + t`; see `scale_by_rms`.
+    """RMSProp: `t = -lr * g / sqrt(nu + eps) + momentum * t; p = p + t`. See `scale_by_rms`.
 
     The defaults are optax's. `rmsprop(lr, 0.99, eps_in_sqrt=False)` takes the steps of `torch.optim.RMSprop(lr=lr)`.
 
@@ -162,8 +162,8 @@ def rmsprop(
         eps: >= 0.
         initial_scale: the first value of `nu`, >= 0.
         eps_in_sqrt: whether `eps` is added inside the root.
-        centered: whether the gradient is divided by its standard deviation; see `scale_by_stddev`.
-        momentum: in [0, 1); None keeps no trace.
+        centered: whether the gradient is divided by its standard deviation. See `scale_by_stddev`.
+        momentum: momentum in [0, 1). None keeps no trace.
         nesterov: whether the trace looks one step ahead; needs momentum.
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
@@ -229,9 +229,9 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
 def adagrad(
     learning_rate: LearningRate, initial_accumulator_value: Number = 0.1, eps: Number = 1e-7
 ) -> GradientTransformation:
-    """Adagrad: `s = s + g^2; p = p - lr * g / sqrt(s + eps)`; see `scale_by_rss`.
+    """Adagrad: `s = s + g^2; p = p - lr * g / sqrt(s + eps)`. See `scale_by_rss`.
 
-    The defaults are optax's; torch's Adagrad begins with s = 0, and adds its eps outside the root.
+    The defaults are optax's. Torch's Adagrad begins with s = 0, and adds its eps outside the root.
 
     Args:
         learning_rate: a number >= 0, or a schedule.

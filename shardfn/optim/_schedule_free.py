@@ -50,12 +50,13 @@ def schedule_free(
     """Trains at `y = (1 - b1) z + b1 x`, where the rule steps `z` and `x` is the average of all `z`.
 
     The weight of a step in the average is the largest learning rate so far to the power `weight_lr_power`. The
-    parameters of the step are y; those to evaluate and export are x, which `sf.eval_state(state)` computes. Give the
+    parameters of the step are y. Those to evaluate and export are x, which `sf.eval_state(state)` computes. Give the
     rule no momentum (`adamw(lr, b1=0.0)`), and a learning rate that warms up and does not decay. Put it outermost.
 
     Args:
         base_optimizer: the rule that steps z.
-        learning_rate: that of the rule; a schedule is called with the number of this step, from 1 on, as in optax.
+        learning_rate: learning rate of the rule. A schedule is called with the number of this step, from 1 on, as in
+            optax.
         b1: in (0, 1).
         weight_lr_power: >= 0.
 
@@ -128,7 +129,7 @@ class _ScheduleFree:
         return tree_unflatten(treedef, out), new
 
     def _moved(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
-        """The update of y, in a dtype that holds it exactly."""
+        """Returns the update of y, in a dtype that holds it exactly."""
         y, old, new = (wide(x).double() for x in (y, old, new))
         x = _average(y, old, self.b1)
         x = x + part * (new - x)
@@ -136,9 +137,9 @@ class _ScheduleFree:
 
 
 def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Params:
-    """The average x, at which to evaluate: `x = (y - (1 - b1) z) / b1`, where y are the parameters.
+    """Returns the average x, at which to evaluate: `x = (y - (1 - b1) z) / b1`, where y are the parameters.
 
-    For trees of plain tensors, of one layout; `sf.eval_state` does it for the state of a step.
+    For trees of plain tensors, of one layout. `sf.eval_state` does it for the state of a step.
 
     Args:
         state: the state of `schedule_free`.

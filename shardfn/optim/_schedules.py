@@ -1,6 +1,6 @@
 """Schedules: a count of steps to a learning rate.
 
-A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor there; it computes in
+A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor there. It computes in
 float64 and never reads the count back to Python, so it can be captured in a graph. The names and arguments are optax's.
 """
 
@@ -47,7 +47,7 @@ def constant_schedule(value: Number) -> Schedule:
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """A straight line: `init + (end - init) * clamp((count - begin) / steps, 0, 1)`.
+    """Returns a straight line: `init + (end - init) * clamp((count - begin) / steps, 0, 1)`.
 
     Args:
         init_value: the value up to `transition_begin`.
@@ -77,7 +77,7 @@ def linear_schedule(
 def polynomial_schedule(
     init_value: Number, end_value: Number, power: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """A power of a line: `(init - end) * (1 - clamp((count - begin) / steps, 0, 1)) ** power + end`.
+    """Returns a power of a line: `(init - end) * (1 - clamp((count - begin) / steps, 0, 1)) ** power + end`.
 
     Args:
         init_value: the value up to `transition_begin`.
@@ -122,7 +122,7 @@ def exponential_decay(
         decay_rate: > 0; above 1 the value grows.
         transition_begin: where it starts, >= 0.
         staircase: whether the exponent is rounded down, so that the value changes every `transition_steps` only.
-        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one; None = unbounded.
+        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one. None: unbounded.
 
     Raises:
         ValueError: a length is 0, negative or None, the rate is not positive, or a value is not finite.
@@ -182,7 +182,7 @@ def cosine_decay_schedule(
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
-    """A line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
+    """Returns a line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
 
     Raises:
         ValueError: `warmup_steps` is 0, negative or None, or a value is not finite.
@@ -199,7 +199,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
 def warmup_linear_decay_schedule(
     init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0
 ) -> Schedule:
-    """A line up to `peak_value` at `warmup_steps`, then a line down to `end_value` at `decay_steps`.
+    """Returns a line up to `peak_value` at `warmup_steps`, then a line down to `end_value` at `decay_steps`.
 
     Args:
         init_value: the value at 0.
@@ -230,7 +230,7 @@ def warmup_cosine_decay_schedule(
     end_value: Number = 0.0,
     exponent: Number = 1.0,
 ) -> Schedule:
-    """A line up to `peak_value` at `warmup_steps`, then half a cosine down to `end_value` at `decay_steps`.
+    """Returns a line up to `peak_value` at `warmup_steps`, then half a cosine down to `end_value` at `decay_steps`.
 
     Args:
         init_value: the value at 0.
@@ -290,7 +290,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 
 def float_count(count: Count) -> Float[Tensor, ""]:
-    """A count in the dtype that schedules compute in."""
+    """Returns a count in the dtype that schedules compute in."""
     return torch.as_tensor(count).to(torch.float64)
 
 

@@ -34,7 +34,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """Heavy-ball momentum: `t = g + decay * t`; `u = t`, or `u = g + decay * t` with Nesterov's look-ahead.
 
     Args:
-        decay: in [0, 1); may be a 0-d tensor.
+        decay: decay in [0, 1); may be a 0-d tensor.
         nesterov: look ahead.
 
     Returns:
@@ -87,12 +87,12 @@ def sgd(
 
     Args:
         learning_rate: a number >= 0, or a schedule.
-        momentum: in [0, 1); None keeps no trace.
+        momentum: momentum in [0, 1). None keeps no trace.
         nesterov: step along `g + momentum * t`; needs momentum.
         weight_decay: factor of the L2 penalty, >= 0.
 
     Returns:
-        A rule; `apply` is one fused kernel per dtype.
+        A rule. `apply` is one fused kernel per dtype.
 
     Raises:
         ValueError: a number is out of range, or `nesterov` is True without momentum.

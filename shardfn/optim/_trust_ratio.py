@@ -24,7 +24,7 @@ def scale_by_trust_ratio(
     trust_coefficient: float | int = 1.0,
     eps: float | int = 0.0,
 ) -> GradientTransformation:
-    """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`; 1 where a norm is 0.
+    """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`, 1 if a norm is 0.
 
     The norms are of the whole leaf, over all its blocks: one psum for both. optax's rule has no bounds:
     `scale_by_trust_ratio(0.0, math.inf)`.
@@ -77,7 +77,10 @@ def trust_ratios(
     trust_coefficient: float | int = 1.0,
     eps: float | int = 0.0,
 ) -> Float[Tensor, " num_leaves"]:
-    """The ratio of `scale_by_trust_ratio` for each leaf; norms of float64 leaves are float64, others float32."""
+    """Returns the ratio of `scale_by_trust_ratio` for each leaf.
+
+    Norms of float64 leaves are float64, others float32.
+    """
 
     def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
         own = [column[i] for column in (ps, us) for i in index]
@@ -96,6 +99,6 @@ def trust_ratios(
 
 
 def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
-    """Each leaf by its ratio."""
+    """Returns each leaf by its ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
     return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]

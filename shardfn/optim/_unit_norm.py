@@ -18,14 +18,14 @@ Axes = tuple[str, ...]
 def unit_squares(
     leaves: Sequence[Tensor], dims: Sequence[Set[int]], specs: Sequence[P] | None
 ) -> list[Float[Tensor, "..."]]:
-    """The sum of squares of each leaf along its `dims`, over all its blocks; these dims have size 1 in it.
+    """Returns the sum of squares of each leaf along its `dims`, over all its blocks. These dims have size 1 in it.
 
     Along other dims it is a block, as the leaf is. Sums over the same mesh axes are one psum.
 
     Args:
         leaves: local blocks.
         dims: of each leaf, the dims that are summed over.
-        specs: how each leaf is cut; None = leaves are whole.
+        specs: how each leaf is cut. None: leaves are whole.
 
     Example:
         >>> unit_squares([torch.tensor([[3.0, 1.0], [4.0, 1.0]])], [{0}], None)
@@ -42,7 +42,7 @@ def unit_squares(
 
 
 def _cutting(spec: P, dims: Set[int]) -> Axes:
-    """The mesh axes that cut a leaf along some dims, in the mesh's order."""
+    """Returns the mesh axes that cut a leaf along some dims, in the mesh's order."""
     mesh = current_mesh()
     axes = mesh.axes(tuple(name for dim in sorted(dims) for name in spec.dim_axes(dim)))
     return tuple(name for name in mesh.axis_names if name in axes)

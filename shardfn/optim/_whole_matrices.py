@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
     """How a leaf is made of matrices.
 
     Attributes:
-        shape: of the whole leaf.
+        shape: shape of the whole leaf.
         rows: the dims that make the rows of a matrix.
         columns: those that make its columns. All other dims count matrices.
     """
@@ -37,12 +37,12 @@ class Matrices(NamedTuple):
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The dims of one matrix."""
+        """Returns the dims of one matrix."""
         return (*self.rows, *self.columns)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All dims, those that count first."""
+        """Returns all dims, those that count first."""
         return (*(d for d in range(len(self.shape)) if d not in self.inner), *self.inner)
 
     @property
@@ -57,7 +57,7 @@ def on_whole_matrices(
     """`f` of each matrix of each leaf. Collective over the axes that cut rows or columns.
 
     Args:
-        f: from a matrix [rows, columns] to one of the same shape.
+        f: function from a matrix [rows, columns] to one of the same shape.
         blocks: this rank's block of each leaf.
         leaves: how each leaf is made of matrices.
         specs: how each leaf is cut.
@@ -87,7 +87,7 @@ class _MatrixCut:
     Attributes:
         leaf: the leaf.
         spec: how the whole leaf is cut.
-        sizes: of the mesh axes.
+        sizes: sizes of the mesh axes.
     """
 
     leaf: Matrices
@@ -96,28 +96,28 @@ class _MatrixCut:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut rows or columns, in the order of the mesh."""
+        """Returns the axes that cut rows or columns, in the order of the mesh."""
         own = {a for d in self.leaf.inner for a in self.spec.dim_axes(d)}
         return tuple(a for a, n in self.sizes.items() if a in own and n > 1)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The place of a rank of the line."""
+        """Returns the place of a rank of the line."""
         out = {}
         for axis in reversed(self.axes):
             rank, out[axis] = divmod(rank, self.sizes[axis])
         return out
 
     def box(self, rank: int) -> tuple[slice, ...]:
-        """The block of a matrix that a rank of the line has."""
+        """Returns the block of a matrix that a rank of the line has."""
         cuts = block_slices(self.leaf.shape, self.spec, self.sizes, self.coords(rank))
         return tuple(cuts[d] for d in self.leaf.inner)
 
     def block_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of that block. The first rank's is the largest."""
+        """Returns the shape of that block. The first rank's is the largest."""
         return tuple(s.stop - s.start for s in self.box(rank))
 
     def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        """A matrix from its blocks, in the order of the line."""
+        """Returns a matrix from its blocks, in the order of the line."""
         axes = [[a for a in self.spec.dim_axes(d) if self.sizes.get(a, 1) > 1] for d in self.leaf.inner]
         at = [self.coords(k) for k in range(len(blocks))]
         order = sorted(range(len(blocks)), key=lambda k: [[at[k][a] for a in own] for own in axes])
@@ -133,14 +133,14 @@ class _MatrixCut:
 
 
 def _matrices(block: Tensor, leaf: Matrices) -> Sequence[Tensor]:
-    """The matrices of a leaf, or this rank's blocks of them, each with the dims of one matrix."""
+    """Returns the matrices of a leaf, or this rank's blocks of them, each with the dims of one matrix."""
     x = block.permute(leaf.order)
     num = x.ndim - len(leaf.inner)
     return x.reshape(math.prod(x.shape[:num]), *x.shape[num:]).unbind(0)
 
 
 def _leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
-    """The leaf from its matrices, which are the next of `found`."""
+    """Returns the leaf from its matrices, which are the next of `found`."""
     x = like.permute(leaf.order)
     num = math.prod(x.shape[: x.ndim - len(leaf.inner)])
     if not num:
@@ -181,7 +181,7 @@ def _exchanged(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], axes: tu
 
 
 def _owned(costs: Sequence[int], num: int) -> list[list[int]]:
-    """The matrices of each owner: the largest go first, each to the owner that has least."""
+    """Returns the matrices of each owner: the largest go first, each to the owner that has least."""
     owned, load = [list[int]() for _ in range(num)], [0] * num
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
         owner = load.index(min(load))

@@ -47,9 +47,9 @@ class ZeroOneAdamState(NamedTuple):
         rates: float32, 0-d: the sum of the rates since the last round, by which `drift` is a mean.
         decays: float32, 0-d: the sum of the learning rates since then.
         adam: the state of the warm-up's rule; after the freeze its `mu` is each rank's own between rounds.
-        start: tree like params: the parameters after the last round; None at exact leaves.
-        drift: tree like params, float32: `sum_t rate_t m_t` since then; None at exact leaves.
-        residual: tree like params: a `Residual` each; None at exact leaves.
+        start: tree like params: the parameters after the last round, or None at exact leaves.
+        drift: tree like params, float32: `sum_t rate_t m_t` since then, or None at exact leaves.
+        residual: tree like params: a `Residual` each, or None at exact leaves.
     """
 
     freeze: FreezeState
@@ -112,17 +112,17 @@ def zero_one_adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
-        var_freeze_step: steps after which (and one more) the variance stays; or "auto", a `VarianceStability()`.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        var_freeze_step: steps after which (and one more) the variance stays, or "auto", a `VarianceStability()`.
         var_update_scaler: steps with a full mean after which K doubles.
         local_step_scaler: steps after which H doubles.
         local_step_clipper: the largest H.
-        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
+        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others means are exact. See `compressed_pmean`.
         compressor: how gradients and sums travel.
         feedback: whether errors are fed back.
         bias_correction: whether moments are corrected, each by the steps that it has averaged.
-        exact: leaves that are averaged at each step without compression, as in `adamw`; see `onebit_adam`.
+        exact: leaves that are averaged at each step without compression, as in `adamw`. See `onebit_adam`.
 
     Returns:
         A rule with a `ZeroOneAdamState` and the phases "warmup", "full", "onebit" (these three also with ", probe"),
@@ -132,7 +132,7 @@ def zero_one_adam(
         ValueError: a number is out of range; (on use) trees do not match, or ZeRO cuts a leaf along `axis`.
         TypeError: `compressor` is not a `Compressor`.
 
-    Elements whose variance is zero do not move once K is 2; and a gradient that is not finite spoils the errors: see
+    Elements whose variance is zero do not move once K is 2, and a gradient that is not finite spoils the errors: see
     `onebit_adam`.
 
     Example:
@@ -161,7 +161,9 @@ def zero_one_adam(
 
 
 def in_round(opt_state: ZeroOneAdamState) -> bool:
-    """Whether the last step of `zero_one_adam` left all ranks with the same parameters. Reads the state on the host.
+    """Returns whether the last step of `zero_one_adam` left all ranks with the same parameters.
+
+    Reads the state on the host.
 
     Example:
         >>> in_round(zero_one_adam(0.1, var_freeze_step=1).init([torch.zeros(2)]))
@@ -246,7 +248,7 @@ class _ZeroOneAdam(Phased):
         return leaves
 
     def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
-        """The numbers of the step; counters are read here, before anything is written."""
+        """Returns the numbers of the step; counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
@@ -318,7 +320,7 @@ class _ZeroOneAdam(Phased):
         )
 
     def _fresh(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
-        """The state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
+        """Returns the state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)
         one = torch.ones_like(state.local_interval.steps)
@@ -342,7 +344,7 @@ class _LocalRows(NamedTuple):
 
 
 def _counted(interval: Interval, often: int, most: int | None) -> Interval:
-    """The interval, counted once more."""
+    """Returns the interval, counted once more."""
     counted = interval.counted + 1
     grown = 2 * interval.steps if most is None else (2 * interval.steps).clamp(max=most)
     full = counted == often

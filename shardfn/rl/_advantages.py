@@ -38,7 +38,7 @@ def group_advantages(
     | RLOO | mean of the "others" | False |
 
     A group of equal rewards has advantages 0. A reward that is NaN or infinite is missing: its answer has advantage 0,
-    and the others are a group without it; a group of one answer has advantage 0. If all rewards are missing, as where
+    and the others are a group without it. A group of one answer has advantage 0. If all rewards are missing, as where
     `score` was not called, there is a warning, except in a captured step.
 
     Args:
@@ -47,7 +47,7 @@ def group_advantages(
         baseline: see above.
         deviation: see above.
         eps: added to the deviation; above 0, as that of equal rewards is 0.
-        axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them. Only a loss, or
+        axis: mesh axes that cut the rows, also within groups. All ranks have equal numbers of them. Only a loss, or
             another function that a mesh runs, knows its axes: elsewhere the rows are this rank's own.
 
     Returns:
@@ -118,7 +118,7 @@ def gae(
     answer's end on.
 
     Args:
-        rewards_BT: of each token.
+        rewards_BT: rewards of each token.
         values_BT: the critic's, before each token.
         lengths_B: tokens of each answer.
         discount: gamma.

@@ -1,7 +1,7 @@
 """Answers as rows of one width: masks from lengths, and sums over tokens.
 
 Column j of a row is the answer's token j: where a tool wrote between them, the j-th token that the model drew. A token
-counts if j is below the row's length; its id is never looked at, so an end token that is also the padding counts.
+counts if j is below the row's length. Its id is never looked at, so an end token that is also the padding counts.
 
 B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
 """
@@ -19,7 +19,7 @@ from ._shapes import check_lengths, check_places, check_shapes
 
 
 def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
-    """The tokens that count: those before each row's length.
+    """Returns the tokens that count: those before each row's length.
 
     Args:
         lengths_B: tokens of each answer; 0 is an empty one.
@@ -33,12 +33,12 @@ def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]
 
 
 def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The values that count, and zeros, so that neither a value nor a gradient of padding is ever used."""
+    """Returns the values that count, and zeros, so that neither a value nor a gradient of padding is ever used."""
     return torch.where(mask_BT, x_BT, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
 
 
 def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> WeightedMean:
-    """The mean over all tokens that count, of all ranks and microbatches.
+    """Returns the mean over all tokens that count, of all ranks and microbatches.
 
     Args:
         x_BT: a value for each token.
@@ -63,7 +63,7 @@ def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
 
 
 def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
-    """The mean over all rows, of all ranks and microbatches.
+    """Returns the mean over all rows, of all ranks and microbatches.
 
     Args:
         x_B: a value for each row.
@@ -84,19 +84,19 @@ def answer_logprobs(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """The log probabilities of answers, by a forward of prompts and answers, with a derivative.
+    """Returns the log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
     Logits of an exact model, in float32 or float64, give the bits of `Rollout.logprobs` for the weights that drew the
     answers, so the first ratio is exactly 1. Logits of 16 bits are widened to float32.
 
     Args:
-        logits_BLV: of the next token at each position, as from `gpt.apply`; the last position may be left out.
+        logits_BLV: logits of the next token at each position, as from `gpt.apply`. The last position may be left out.
         ids_BL: prompts, each followed by its answer, and padding of any ids.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: of the answers' tokens in their rows, as of a `Rollout`; None where each answer is right behind its
-            prompt.
+        places_BT: places of the answers' tokens in their rows, as of a `Rollout`, or None where each answer is right
+            behind its prompt.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -121,19 +121,19 @@ def answer_positions(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Int[Tensor, "b t"]:
-    """The position before each token of the answers, whose logits draw that token: `at` of `gpt.apply`.
+    """Returns the position before each token of the answers, whose logits draw that token: `at` of `gpt.apply`.
 
     The head then multiplies no token of a prompt, and no logits of one are kept for the backward.
 
     Args:
-        ids_BL: as of `answer_logprobs`.
+        ids_BL: ids as of `answer_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: as of `answer_logprobs`.
+        places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]; any position of the row from each answer's end on.
+        [B, T]. Any position of the row from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -156,12 +156,12 @@ def logprobs_at(
     """`answer_logprobs` of logits at `answer_positions` only, with the same bits.
 
     Args:
-        logits_BTV: as from `gpt.apply(..., at=answer_positions(ids_BL, ...))`.
-        ids_BL: as of `answer_logprobs`.
+        logits_BTV: logits as from `gpt.apply(..., at=answer_positions(ids_BL, ...))`.
+        ids_BL: ids as of `answer_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: as of `answer_logprobs`.
+        places_BT: places as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -186,14 +186,14 @@ def answer_values(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """A critic's values before each token of the answers, for `gae` and `ppo_value`.
+    """Returns a critic's values before each token of the answers, for `gae` and `ppo_value`.
 
     Args:
-        values_BL: of each position of prompts and answers.
+        values_BL: values of each position of prompts and answers.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: as of `answer_logprobs`.
+        places_BT: places as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -217,14 +217,14 @@ def answer_entropies(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """The entropies of the distributions that answers are drawn from.
+    """Returns the entropies of the distributions that answers are drawn from.
 
     Args:
-        logits_BLV: as of `answer_logprobs`.
+        logits_BLV: logits as of `answer_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: as of `answer_logprobs`.
+        places_BT: places as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -257,12 +257,12 @@ def answer_divergences(
     mean over draws and no such tail, so take it to watch or to bound a divergence.
 
     Args:
-        logits_BLV: of the policy, as of `answer_logprobs`.
-        reference_BLV: of the reference.
+        logits_BLV: logits of the policy, as of `answer_logprobs`.
+        reference_BLV: reference of the reference.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: as of `answer_logprobs`.
+        places_BT: places as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -295,7 +295,7 @@ def _before(
     places_BT: Tensor | None,
     ids_BL: Tensor | None = None,
 ) -> Tensor:
-    """The position before each token of the answers, after the checks of `function`; that of padding is any."""
+    """Returns the position before each token of the answers, after the checks of `function`; that of padding is any."""
     check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
     check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
     [x] = given.values()
@@ -311,7 +311,7 @@ def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
 
 
 def _drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """The log probability of the token behind each position, by the logits there."""
+    """Returns the log probability of the token behind each position, by the logits there."""
     mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)

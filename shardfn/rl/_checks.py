@@ -20,12 +20,12 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
     drew the answers, or if the loss uses another temperature. Call it where the loop can wait for the values.
 
     Args:
-        logprobs_BT: of the actor, as by `step.apply`.
-        rollout: of the same weights.
+        logprobs_BT: logprobs of the actor, as by `step.apply`.
+        rollout: rollout of the same weights.
         tolerance: the largest difference; for a model that is not exact about 1e-4 in float32.
 
     Raises:
-        ValueError: names the first row and token that differ, with both values; or the tolerance is negative.
+        ValueError: names the first row and token that differ, with both values, or the tolerance is negative.
 
     Example:
         >>> from shardfn.rl import empty_rollout
@@ -57,7 +57,7 @@ def mismatch_metrics(
     they also have the updates. With an exact model all are 0.
 
     Args:
-        logprobs_BT: of the policy that learns.
+        logprobs_BT: logprobs of the policy that learns.
         drawn_BT: `Rollout.logprobs`.
         lengths_B: tokens of each answer.
 
@@ -87,7 +87,7 @@ def check_tokenizers(actor: Any, other: Any) -> None:
 
     Args:
         actor: a tokenizer with `get_vocab`, as those of transformers, or its mapping from tokens to ids.
-        other: of the model that reads the actor's ids.
+        other: other of the model that reads the actor's ids.
 
     Raises:
         ValueError: names the smallest id that differs, with both tokens.

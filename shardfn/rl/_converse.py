@@ -30,9 +30,9 @@ class Conversations(NamedTuple):
     Attributes:
         rollout: without rewards. `lengths`, `logprobs` and `versions` are of the tokens that the model drew, and
             `places` has where they are in `ids`.
-        calls: of the tool, in each answer.
+        calls: calls of the tool, in each answer.
         counts: "raised", "late", "invalid" (no list of ids) and "died" (its process ended), of all calls.
-        first: the first failure, with its error; empty if nothing failed.
+        first: the first failure, with its error, empty if nothing failed.
         failed: calls in each answer that failed, by kind in the order of `FAILURES`.
     """
 
@@ -84,7 +84,7 @@ def converse(
     """Answers to prompts, `sampling.n` to each, in which the model may call a tool; without rewards.
 
     Where the model draws one of `call_tokens`, the tool gets the ids of the prompt and of the answer so far, and its
-    result is put behind them. The answer ends by a stop token; or where `sampling.max_tokens` are drawn, `calls` are
+    result is put behind them. The answer ends by a stop token, or where `sampling.max_tokens` are drawn, `calls` are
     used up, or the row has no room for a result and one more token. An answer is the same beside any other ones if the
     tool is a function of its arguments.
 
@@ -93,23 +93,22 @@ def converse(
     conversation has the bits of the rollout's log probabilities.
 
     Args:
-        engine: as for `sample`. Several ranks divide the calls of the tool, and have the same results.
+        engine: see `sample`. Several ranks divide the calls of the tool, and have the same results.
         prompts: ids of each.
-        sampling: as for `sample`; `max_tokens` is T, the most tokens that the model draws in an answer.
+        sampling: see `sample`. `max_tokens` is T, the most tokens that the model draws in an answer.
         tool: `tool(prompt, answer) -> ids`. It runs in a fork of this process, as the function of `score`.
         call_tokens: ids that call the tool; none of them is a stop token.
-        key: of this iteration.
+        key: key of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
-        length: L, the same on all ranks; default the engine's context.
-        since: as for `sample`.
+        length: L, the same on all ranks. Default: the engine's context.
+        since: see `sample`.
         calls: the most calls in an answer.
         failed: ids that take the place of a result where the tool fails.
         seconds: the limit of a call.
         workers: processes.
 
     Raises:
-        ValueError: as `sample`; or no token calls the tool, one of them is a stop token, or a number is out
-            of range.
+        ValueError: as `sample`, or no token calls the tool, one of them is a stop token, or a number is out of range.
         RuntimeError: as `sample`.
         NotImplementedError: this system has no fork.
 
@@ -246,7 +245,7 @@ def _arguments(talk: _Talk) -> tuple[list[int], list[int]]:
 
 
 def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
-    """Puts a result behind the call; returns whether the model goes on."""
+    """Puts a result behind the call, and returns whether the model goes on."""
     _, kind, value = outcome
     result: Sequence[int] = failed if kind else value
     talk.calls += 1

@@ -33,8 +33,8 @@ class Called(NamedTuple):
 
     Attributes:
         who: the function of this room that calls it, for errors.
-        function: of a row's arguments.
-        accept: from its result to the outcome's value, by an error where it is invalid.
+        function: function of a row's arguments.
+        accept: function from its result to the outcome's value, by an error where it is invalid.
         wanted: a result that is accepted, for texts: "a finite number".
     """
 
@@ -44,7 +44,7 @@ class Called(NamedTuple):
     wanted: str
 
     def text(self, outcome: Outcome) -> str:
-        """A failure in words."""
+        """Returns a failure in words."""
         row, kind, value = outcome
         words = {
             "raised": "raised {}",
@@ -64,7 +64,7 @@ def outcomes_of(
     mesh: Mesh | None = None,
     axis: Axes = None,
 ) -> list[Outcome]:
-    """The outcomes of all calls, in order. The ranks along `axis`, which make the same calls, divide them.
+    """Returns the outcomes of all calls, in order. The ranks along `axis`, which make the same calls, divide them.
 
     Raises:
         ValueError: a number is out of range.
@@ -85,7 +85,7 @@ def outcomes_of(
 
 
 def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """The number of failures of each kind."""
+    """Returns the number of failures of each kind."""
     found = collections.Counter(kind for _, kind, _ in outcomes)
     return {kind: found[kind] for kind in FAILURES}
 
@@ -110,7 +110,7 @@ class _Worker:
 
 
 def _joined(who: str, outcomes: list[Outcome], mesh: Mesh, axis: Axes) -> list[Outcome]:
-    """The outcomes of all ranks along the axes."""
+    """Returns the outcomes of all ranks along the axes."""
     if mesh.axis_size(axis) == 1:
         return outcomes
     comms = comms_of(mesh)

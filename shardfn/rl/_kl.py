@@ -19,7 +19,7 @@ Estimator = Literal["k1", "k2", "k3"]
 def kl(
     logprobs: Float[Tensor, "*b"], reference: Float[Tensor, "*b"], *, estimator: Estimator = "k3"
 ) -> Float[Tensor, "*b"]:
-    """An estimate of KL(pi, ref) for each token.
+    """Returns an estimate of KL(pi, ref) for each token.
 
     | | value | mean of the value | mean of the gradient |
     |---|---|---|---|
@@ -27,13 +27,13 @@ def kl(
     | k2 | x^2 / 2 | neither divergence | that of KL(pi, ref) |
     | k3 | e^x - 1 - x | KL(pi, ref) | that of KL(ref, pi) |
 
-    The means are over tokens that pi draws itself. Tokens of an older policy need the ratio to it as a weight: with
-    its gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a reward, where
-    only the value counts, take k1 or k3; in a loss without ratios k2 or k3.
+    The means are over tokens that pi draws itself. Tokens of an older policy need the ratio to it as a weight: with its
+    gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a reward, where only
+    the value counts, take k1 or k3; in a loss without ratios k2 or k3.
 
     Args:
-        logprobs: of the policy.
-        reference: of the reference, for the same tokens; a constant.
+        logprobs: logprobs of the policy.
+        reference: reference of the reference, for the same tokens; a constant.
         estimator: see above.
 
     Raises:
@@ -56,16 +56,18 @@ def kl(
 
 
 def follow_divergence(beta: float, divergence: float, target: float, *, rate: float = 0.1, most: float = 0.2) -> float:
-    """The weight of the divergence in the next iteration: beta (1 + rate clip(divergence / target - 1, -most, most)).
+    """Returns the weight of the divergence in the next iteration.
+
+    Beta (1 + rate clip(divergence / target - 1, -most, most)).
 
     A fixed beta bounds no divergence: it is too weak for one seed and too strong for the next. With this rule beta
     grows while the divergence is above its target, by up to `rate * most` an iteration, and shrinks below it. It is a
     part of the state of a run: save it with the checkpoint.
 
     Args:
-        beta: of this iteration, above 0.
+        beta: beta of this iteration, above 0.
         divergence: of this iteration, the same on all ranks, such as the mean of `answer_divergences`.
-        target: of the divergence, above 0.
+        target: target of the divergence, above 0.
         rate: the paper's suits thousands of iterations; runs of a hundred take more.
         most: of the relative error.
 

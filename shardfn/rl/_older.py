@@ -27,12 +27,12 @@ def truncated_weights(
     Args:
         who: the function, for the error.
         old_BT: log probabilities by the weights before the first update by these answers.
-        behaviour_BT: by the weights that drew them; None if these are the same.
+        behaviour_BT: by the weights that drew them, or None if these are the same.
         lengths_B: tokens of each answer.
         truncate: the largest weight.
 
     Returns:
-        [B, T], 0 from each answer's end on; or 1.
+        [B, T], 0 from each answer's end on, or 1.
 
     Raises:
         ValueError: `truncate` is not positive, or without effect.
@@ -56,6 +56,6 @@ def drawn_ratios(
     behaviour_BT: Float[Tensor, "b t"] | None,
     lengths_B: Int[Tensor, " b"],
 ) -> Float[Tensor, "b t"]:
-    """The ratios pi / pi_behaviour, with a gradient and without a bound; 1 from each answer's end on."""
+    """Returns the ratios pi / pi_behaviour, with a gradient and without a bound; 1 from each answer's end on."""
     drawn_BT = old_BT if behaviour_BT is None else behaviour_BT
     return masked(logprobs_BT - drawn_BT, answer_mask(lengths_B, old_BT.shape[1])).exp()

@@ -37,20 +37,20 @@ def ppo_policy(
     """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
     Args:
-        logprobs_BT: of the policy that learns.
+        logprobs_BT: logprobs of the policy that learns.
         old_BT: of the policy before the first update by these answers.
-        advantages_BT: of each token, as from `gae`.
+        advantages_BT: advantages of each token, as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; at least that of
             `clip`. None is any, and a loss of inf where the ratio overflows.
-        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss
-            then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
+        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`: each
+            token's loss then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
         truncate: the largest such factor.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
-            `behaviour_BT`; or a clip is out of range.
+        ValueError: shapes do not fit, or a length is not from 0 to T. `truncate` is not positive, or without
+            `behaviour_BT`, or a clip is out of range.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -79,12 +79,12 @@ def ppo_value(
     *,
     clip: float = 0.2,
 ) -> WeightedMean:
-    """A critic's loss: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, a mean over all tokens.
+    """Returns a critic's loss: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, a mean over all tokens.
 
     Args:
-        values_BT: of the critic that learns.
-        old_BT: its values when the answers were drawn.
-        returns_BT: as from `gae`.
+        values_BT: values of the critic that learns.
+        old_BT: values when the answers were drawn.
+        returns_BT: returns as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a value may go.
 
@@ -125,7 +125,7 @@ def grpo(
     behaviour_BT: Float[Tensor, "b t"] | None = None,
     truncate: float = TRUNCATE,
 ) -> WeightedMean:
-    """The loss of answers whose tokens share an advantage.
+    """Returns the loss of answers whose tokens share an advantage.
 
     | | normalise | ratio | objective | clip |
     |---|---|---|---|---|
@@ -135,12 +135,12 @@ def grpo(
     | GSPO | "sequence" | "sequence" | "clip" | (0.0003, 0.0004) |
     | CISPO | "batch" | "token" | "weight" | (1.0, 4.0) |
 
-    Means are over the rows and tokens of all ranks and microbatches; an empty answer counts as a row of loss 0.
+    Means are over the rows and tokens of all ranks and microbatches. An empty answer counts as a row of loss 0.
 
     Args:
-        logprobs_BT: of the policy that learns.
+        logprobs_BT: logprobs of the policy that learns.
         old_BT: of the policy before the first update by these answers.
-        advantages_B: as from `group_advantages`.
+        advantages_B: advantages as from `group_advantages`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of answers whose advantage is negative, which the objective "clip" leaves unbounded; at
@@ -153,23 +153,23 @@ def grpo(
             weight.
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
-        estimator: of the divergence.
+        estimator: estimator of the divergence.
         corrected: whether the divergence of a token has the weight pi / pi_behaviour, with the ratio's gradient, as in
             DeepSeek-V3.2 and by default in TRL (`use_bias_correction_kl`). Then k1 and k3 have the mean and the mean
             gradient of KL(pi, ref) in every epoch. Without it k3 has the gradient of KL(ref, pi), and a token that has
-            become improbable since its draw has a k3 of ref / pi. The weight has no bound: one of 2 made the
-            divergence of a run up to 15% smaller than it was. Clip the norm of gradients, as rare weights are large.
-        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss,
-            without its divergence, then counts min(pi_old / pi_behaviour, truncate) times: truncated importance
-            sampling. The clip bounds the updates by these answers alone, and not those since they were drawn. None is
-            the policy of `old_BT`; where both have the same bits, so has the loss.
-        truncate: the largest such factor. It bounds the variance; without it, the mean of a token's gradient, given the
+            become improbable since its draw has a k3 of ref / pi. The weight has no bound: one of 2 made the divergence
+            of a run up to 15% smaller than it was. Clip the norm of gradients, as rare weights are large.
+        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`: each
+            token's loss, without its divergence, then counts min(pi_old / pi_behaviour, truncate) times: truncated
+            importance sampling. The clip bounds the updates by these answers alone, and not those since they were
+            drawn. None is the policy of `old_BT`. Where both have the same bits, so has the loss.
+        truncate: the largest such factor. It bounds the variance. Without it, the mean of a token's gradient, given the
             tokens before it, would be that over draws of `old_BT`.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
-            without effect; `beta` without a reference, or a reference without `beta`; `truncate` is not positive, or
-            without `behaviour_BT`; a clip is out of range, `beta` negative, or `most` without effect.
+        ValueError: shapes do not fit, or a length is not from 0 to T. A choice is unknown. `constant` is missing, or
+            without effect; `beta` without a reference, or a reference without `beta`. `truncate` is not positive, or
+            without `behaviour_BT`. A clip is out of range, `beta` negative, or `most` without effect.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -225,14 +225,16 @@ def rloo(
     *,
     clip: Clip = 0.2,
 ) -> WeightedMean:
-    """The loss of whole answers as single actions: the ratio is that of their probabilities; a mean over answers.
+    """Returns the loss of whole answers as single actions.
+
+    The ratio is that of their probabilities. A mean over answers.
 
     On the first epoch its gradient is REINFORCE's, of -A log pi(answer).
 
     Args:
-        logprobs_BT: of the policy that learns.
+        logprobs_BT: logprobs of the policy that learns.
         old_BT: of the policy that drew the answers.
-        advantages_B: as from `group_advantages(baseline="others", deviation=False)`.
+        advantages_B: advantages as from `group_advantages(baseline="others", deviation=False)`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
 
@@ -268,23 +270,23 @@ def policy_metrics(
     """Metrics for a loss's aux: means over all tokens, without gradients.
 
     Args:
-        logprobs_BT: of the policy that learns.
+        logprobs_BT: logprobs of the policy that learns.
         old_BT: of the policy before the first update by these answers.
         lengths_B: tokens of each answer.
-        clip: of the loss.
+        clip: clip of the loss.
         reference_BT: log probabilities of the reference.
-        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`, or None.
-        truncate: of the loss.
+        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`, or None.
+        truncate: truncate of the loss.
 
     Returns:
         "ratio", pi / pi_old; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the
-        clip; "length", the mean over answers; with a reference "kl", by k3 with the weights pi / pi_behaviour: the
+        clip; "length", the mean over answers. With a reference "kl", by k3 with the weights pi / pi_behaviour: the
         divergence of the policy that learns, though an older one has drawn the tokens; with `behaviour_BT` "weight",
         min(pi_old / pi_behaviour, truncate).
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
-            `behaviour_BT`; or the clip is out of range.
+        ValueError: shapes do not fit, or a length is not from 0 to T. `truncate` is not positive, or without
+            `behaviour_BT`, or the clip is out of range.
 
     Example:
         >>> one = torch.ones(1, 1)

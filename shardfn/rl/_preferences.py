@@ -39,7 +39,7 @@ def dpo(
         smoothing: s, the part of pairs that is expected to be the wrong way round.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
             above 0, or the smoothing not from 0 to 1.
 
     Example:
@@ -73,14 +73,14 @@ def robust_dpo(
 
     Args:
         chosen_B: as of `dpo`.
-        rejected_B: as of `dpo`.
-        chosen_reference_B: as of `dpo`.
-        rejected_reference_B: as of `dpo`.
+        rejected_B: rejected as of `dpo`.
+        chosen_reference_B: chosen reference as of `dpo`.
+        rejected_reference_B: rejected reference as of `dpo`.
         smoothing: s, the part of pairs that is the wrong way round.
         beta: strength with which the policy is held to the reference.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
             above 0, or the smoothing is negative, or not below a half.
 
     Example:
@@ -110,20 +110,20 @@ def ipo(
 ) -> WeightedMean:
     """Computes identity preference optimisation: (h - 1 / (2 beta))^2, where h is of means over an answer's tokens.
 
-    The optimum is finite for pairs without noise. Means over tokens are those of the paper's experiments and of TRL;
-    for example, lengths of ones give the loss of sums.
+    The optimum is finite for pairs without noise. Means over tokens are those of the paper's experiments and of TRL.
+    For example, lengths of ones give the loss of sums.
 
     Args:
         chosen_B: as of `dpo`: sums over an answer's tokens.
-        rejected_B: as of `dpo`.
-        chosen_reference_B: as of `dpo`.
-        rejected_reference_B: as of `dpo`.
+        rejected_B: rejected as of `dpo`.
+        chosen_reference_B: chosen reference as of `dpo`.
+        rejected_reference_B: rejected reference as of `dpo`.
         chosen_lengths_B: number of tokens of each better answer.
         rejected_lengths_B: number of tokens of each other answer.
         beta: strength with which the policy is held to the reference.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
             above 0.
 
     Example:
@@ -157,13 +157,13 @@ def hinge(
 
     Args:
         chosen_B: as of `dpo`.
-        rejected_B: as of `dpo`.
-        chosen_reference_B: as of `dpo`.
-        rejected_reference_B: as of `dpo`.
+        rejected_B: rejected as of `dpo`.
+        chosen_reference_B: chosen reference as of `dpo`.
+        rejected_reference_B: rejected reference as of `dpo`.
         beta: the margin is 1 / beta.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
             above 0.
 
     Example:
@@ -202,7 +202,7 @@ def kto(
         weights: w of wanted answers, and w of the others.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
             above 0, or a weight negative.
 
     Example:
@@ -211,7 +211,8 @@ def kto(
         tensor(0.5000)
 
     References:
-        Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, https://arxiv.org/abs/2402.01306
+        Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024,
+            https://arxiv.org/abs/2402.01306
     """
     check_numbers("kto", beta=beta)
     check_numbers("kto", "0 or more", **{"weights[0]": weights[0], "weights[1]": weights[1]})
@@ -223,17 +224,17 @@ def kto(
 
 @explains_keywords(**PREFERENCES)
 def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
-    """The term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
+    """Returns the term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
 
     The whole loss is this one and the cross entropy of the chosen answers: two losses of a step, or a sum.
 
     Args:
         chosen_B: log probabilities of the better answers: means over their tokens, below 0.
-        rejected_B: those of the others.
+        rejected_B: rejected of the others.
         beta: weight of the term.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; beta is not above 0; or a mean is not below 0, such as
+        ValueError: a tensor has not one number for each answer; beta is not above 0, or a mean is not below 0, such as
             that of an empty answer.
 
     Example:
@@ -241,7 +242,8 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
         tensor(0.0693)
 
     References:
-        Hong et al., ORPO: Monolithic Preference Optimization without Reference Model, 2024, https://arxiv.org/abs/2403.07691
+        Hong et al., ORPO: Monolithic Preference Optimization without Reference Model, 2024,
+            https://arxiv.org/abs/2403.07691
     """
     check_numbers("orpo", beta=beta)
     check_shapes("orpo", chosen_B=chosen_B, rejected_B=rejected_B)

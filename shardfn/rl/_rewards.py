@@ -27,24 +27,24 @@ def kl_rewards(
     clip: float | None = 5.0,
     after_end: bool = False,
 ) -> Float[Tensor, "b t"]:
-    """The reward of each token: -beta times k1, and at the last token the answer's clipped score.
+    """Returns the reward of each token: -beta times k1, and at the last token the answer's clipped score.
 
-    A score that is NaN, of a reward function that failed, or infinite counts as 0; an empty answer has no token that
+    A score that is NaN, of a reward function that failed, or infinite counts as 0. An empty answer has no token that
     its score could go to.
 
     Args:
-        logprobs_BT: of the policy that drew the answers.
-        reference_BT: of the reference.
-        scores_B: of the answers.
+        logprobs_BT: logprobs of the policy that drew the answers.
+        reference_BT: reference of the reference.
+        scores_B: scores of the answers.
         lengths_B: tokens of each answer.
         beta: weight of the divergence.
-        clip: scores are clipped to [-clip, clip]; None leaves them.
+        clip: scores are clipped to [-clip, clip]. None leaves them.
         after_end: the score goes to the place after the last token where the row has one, as in DeepSpeed-Chat. Pass
-            `gae` lengths of one more token where the row has one, too, `(lengths + 1).clamp(max=T)`, and the losses
-            the lengths themselves.
+            `gae` lengths of one more token where the row has one, too, `(lengths + 1).clamp(max=T)`, and the losses the
+            lengths themselves.
 
     Raises:
-        ValueError: shapes do not fit; a length is not from 0 to T; `beta` is negative, or `clip` not above 0.
+        ValueError: shapes do not fit. A length is not from 0 to T. `beta` is negative, or `clip` not above 0.
 
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
@@ -71,10 +71,10 @@ def kl_rewards(
 
 
 def last_values(values_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """A reward model's score of each row: its value at the last token; 0 for an empty row.
+    """Returns a reward model's score of each row: its value at the last token, or 0 for an empty row.
 
     Args:
-        values_BT: of each token.
+        values_BT: values of each token.
         lengths_B: tokens of each row.
 
     Raises:
@@ -97,7 +97,7 @@ def pairwise(
     chosen_lengths_B: Int[Tensor, " b"],
     rejected_lengths_B: Int[Tensor, " b"],
 ) -> WeightedMean:
-    """The loss of a reward model: -log sigmoid(chosen - rejected), a mean over tokens, and over pairs.
+    """Returns the loss of a reward model: -log sigmoid(chosen - rejected), a mean over tokens, and over pairs.
 
     The tokens are those from the first difference of a pair to the longer one's end. Beyond the shorter one's end its
     values are those of its padding, so pad with one id. A pair without a difference counts its last token.
@@ -105,8 +105,8 @@ def pairwise(
     Args:
         chosen_BT: values of the better rows, prompt and answer.
         rejected_BT: values of the others.
-        chosen_ids_BT: their tokens.
-        rejected_ids_BT: their tokens.
+        chosen_ids_BT: tokens.
+        rejected_ids_BT: tokens.
         chosen_lengths_B: tokens of each row.
         rejected_lengths_B: tokens of each row.
 

@@ -29,7 +29,7 @@ class Rollout(NamedTuple):
         lengths: tokens of each answer, those that the model drew.
         logprobs: [B, T], of each token when it was drawn; 0 from the end on.
         versions: [B, T], of the weights that drew it; -1 from the end on.
-        rewards: of each answer; NaN where it has not got one. An infinite one, as of a model, is as NaN.
+        rewards: rewards of each answer; NaN where it has not got one. An infinite one, as of a model, is as NaN.
         ended: whether the answer ended by a stop token, and not by its length.
         places: [B, T], of each token in `ids`; 0 from the end on. Those of `sample` follow their prompts; between those
             of `converse` are the tokens of a tool, which no loss learns from.
@@ -65,7 +65,7 @@ class Rollout(NamedTuple):
         return self.prompts, self.lengths, self.width, self.places
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
-        """The ids of a row's prompt and answer, with those of a tool in it."""
+        """Returns the ids of a row's prompt and answer, with those of a tool in it."""
         start, num = int(self.prompts[row]), int(self.lengths[row])
         # An answer without places is right behind its prompt.
         end = max(start + num, int(self.places[row, num - 1]) + 1 if num else 0)
@@ -82,7 +82,7 @@ def empty_rollout(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Rollout:
-    """A rollout of empty answers to empty prompts, without rewards: the form to restore one into.
+    """Returns a rollout of empty answers to empty prompts, without rewards: the form to restore one into.
 
     Args:
         rows: B.
@@ -112,12 +112,12 @@ def empty_rollout(
 
 
 def as_global(rows: PyTree, mesh: Mesh, axis: Axes) -> PyTree:
-    """Each rank's rows as leaves of all ranks' rows, to be saved; `collectives.local` is the way back.
+    """Returns each rank's rows as leaves of all ranks' rows, to be saved. `collectives.local` is the way back.
 
     Args:
         rows: a tree of tensors, such as a `Rollout`, with equally many rows on each rank.
-        mesh: of the step.
-        axis: the axes that cut the rows; None where all ranks hold the same ones.
+        mesh: mesh of the step.
+        axis: the axes that cut the rows, or None where all ranks hold the same ones.
 
     Example:
         >>> from shardfn import core
@@ -132,12 +132,12 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
     """Refuses answers that weights older than expected have drawn, also in part.
 
     Args:
-        rollout: to be learnt from.
+        rollout: rollout to be learnt from.
         newest: the engine's version, as `update_weights` returns it, and `since` of `sample` added.
         behind: versions that an answer may be older.
 
     Raises:
-        ValueError: names the first row, its versions, and those that are expected; or `behind` is negative.
+        ValueError: names the first row, its versions, and those that are expected, or `behind` is negative.
 
     Example:
         >>> check_versions(empty_rollout(2, 8, 4), 3)

@@ -30,16 +30,16 @@ def sample(
     the training state.
 
     The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `answer_logprobs` of
-    the training forward has the same bits; otherwise both differ by rounding.
+    the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
-        engine: of one rank, or of several that all pass the same prompts.
+        engine: engine of one rank, or of several that all pass the same prompts.
         prompts: ids of each.
         sampling: with temperature 1 and without filters, penalties and a grammar, so that answers are drawn from the
             distribution of their log probabilities. Its seed is not used.
-        key: of this iteration.
+        key: key of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
-        length: L, the same on all ranks; default the engine's context.
+        length: L, the same on all ranks. Default: the engine's context.
         since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
             `check_versions` then takes `since + engine.update_weights(...)`.
 
@@ -47,7 +47,7 @@ def sample(
         `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
 
     Raises:
-        ValueError: answers would be drawn from another distribution; a prompt is empty, or too long, with its tokens
+        ValueError: answers would be drawn from another distribution. A prompt is empty, or too long, with its tokens
             and the limit.
         RuntimeError: an answer did not come to its end, such as for logits that are not finite.
 
@@ -76,12 +76,12 @@ def sample(
 
 
 def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
-    """The empty rollout for answers of an engine."""
+    """Returns the empty rollout for answers of an engine."""
     return empty_rollout(rows, length, width, routes=engine.routes, dtype=engine.dtype)
 
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
-    """The seeds of draws with consecutive numbers."""
+    """Returns the seeds of draws with consecutive numbers."""
     words = fold_in(key, torch.arange(start, start + num, device=key.device)).tolist()
     return [high << 32 | low for high, low in words]
 

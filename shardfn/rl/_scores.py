@@ -18,10 +18,10 @@ class Scores(NamedTuple):
     """A rollout with rewards, and the failures.
 
     Attributes:
-        rollout: its rewards are NaN where the function failed.
+        rollout: rewards are NaN where the function failed.
         counts: "raised", "late", "invalid" (NaN, infinite, or no number) and "died" (its process ended), of this rank's
-            rows; `rollout_metrics` has their parts of all ranks' answers.
-        first: the first failure by row, with its error; empty if nothing failed.
+            rows. `rollout_metrics` has their parts of all ranks' answers.
+        first: the first failure by row, with its error, empty if nothing failed.
     """
 
     rollout: Rollout
@@ -48,7 +48,7 @@ def score(
     Args:
         reward: `reward(prompt, answer) -> float`, of lists of ids; with `given` also that row's entry. It runs in a
             fork of this process: changes that it makes to variables are lost, and it must not use a GPU.
-        rollout: of this rank.
+        rollout: rollout of this rank.
         given: a value for each row, such as a solution.
         seconds: the limit of a call.
         workers: processes; at most `rows / workers` calls wait for each other.

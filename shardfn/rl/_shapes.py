@@ -42,7 +42,7 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
         **named: lengths by the names of the arguments.
 
     Raises:
-        ValueError: names the argument, the first such length and T; in a captured step, where a message is a constant,
+        ValueError: names the argument, the first such length and T. In a captured step, where a message is a constant,
             the argument and T.
 
     Example:
@@ -93,7 +93,7 @@ def check_negative(who: str, **named: Tensor) -> None:
         **named: means by the names of the arguments.
 
     Raises:
-        ValueError: names the argument, and the first row with its value; in a captured step, where a message is a
+        ValueError: names the argument, and the first row with its value. In a captured step, where a message is a
             constant, the argument.
     """
     for name, x_B in named.items():
@@ -124,8 +124,8 @@ def check_places(
         lengths_B: tokens of each answer.
         width: T.
         positions: L of the logits or values, which may leave the last one out.
-        ids: L of the tokens; None without any.
-        places_BT: of the answers' tokens in their rows; None where each answer is right behind its prompt.
+        ids: L of the tokens, or None without any.
+        places_BT: places of the answers' tokens in their rows, or None where each answer is right behind its prompt.
 
     Raises:
         ValueError: names the limits.

@@ -9,10 +9,10 @@ from shardfn.inference import Decoder, Outputs, widened
 
 
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
-    """The model whose logits are those of another, divided by a temperature.
+    """Returns the model whose logits are those of another, divided by a temperature.
 
     An engine of it draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities are those of the
-    sampled distribution, softmax(logits / temperature); those of the full distribution, softmax(logits), it does not
+    sampled distribution, softmax(logits / temperature). Those of the full distribution, softmax(logits), it does not
     have. With an exact model both have the bits of a training forward:
 
     | distribution | in training |
@@ -21,7 +21,7 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
     | full | `answer_logprobs(logits, ...)` |
 
     Args:
-        decoder: of the model.
+        decoder: decoder of the model.
         temperature: positive; below 1 draws fewer tokens.
 
     Raises:

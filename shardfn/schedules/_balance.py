@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """The number of layers of each stage, in order, such that the most expensive stage costs least.
+    """Returns the number of layers of each stage, in order, such that the most expensive stage costs least.
 
     Ties are broken by the least sum of squares of the stages' costs, the most even cut, and then by fewer layers in
     earlier stages. Every stage has a layer.
@@ -44,7 +44,7 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
 
 
 def _least(num: int, num_stages: int, cost, join, limit: float) -> tuple[float, tuple[int, ...]]:  # pyright: ignore
-    """The least cost, joined stage by stage, and its cut, among cuts whose stages each cost at most `limit`.
+    """Returns the least cost, joined stage by stage, and its cut, among cuts whose stages each cost at most `limit`.
 
     Dynamic programming over stages: `best` maps the number of layers used so far to the least cost and its cut.
     """

@@ -80,7 +80,10 @@ def dual_pipe_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
 
 def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
-    """The i-th forward, or backward, of a rank: p microbatches through a chunk, then the same through the next."""
+    """Returns the i-th forward, or backward, of a rank.
+
+    P microbatches through a chunk, then the same through the next.
+    """
     rounds, within = divmod(i, p * v)
     chunk, k = divmod(within, p)
     return Action(kind, rounds * p + k, chunk if kind == "forward" else v - 1 - chunk)

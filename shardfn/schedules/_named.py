@@ -20,7 +20,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
 
 
 def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], PipelineSchedule]:
-    """The schedule with this name and number of chunks, as a function of the numbers of ranks and microbatches.
+    """Returns the schedule with this name and number of chunks, as a function of the numbers of ranks and microbatches.
 
     Raises:
         ValueError: the name is unknown, or the schedule has another number of chunks.

@@ -4,7 +4,7 @@ import math
 
 from ._timeline import Span, Timeline
 
-# Forward, backward and weights; the second chunk of a rank is darker.
+# Forward, backward and weights. The second chunk of a rank is darker.
 _COLORS = {
     "forward": ("#a8c8ec", "#5b93d3"),
     "backward": ("#f7c59f", "#e58a3c"),
@@ -14,11 +14,11 @@ _ROW, _TOP, _LEFT = 24, 30, 58
 
 
 def as_picture(run: Timeline, unit: float | None = None) -> str:
-    """A picture in text, a line per rank: time runs to the right, dots are idle, dashes continue an action.
+    """Returns a picture in text, a line per rank: time runs to the right, dots are idle, dashes continue an action.
 
     Args:
         run: the timeline.
-        unit: the time of a column; by default the duration of the shortest action.
+        unit: the time of a column. Default: the duration of the shortest action.
 
     Example:
         >>> from shardfn.schedules import one_f_one_b, timeline

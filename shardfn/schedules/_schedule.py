@@ -1,6 +1,6 @@
 """A pipeline schedule as data: for each rank a list of forwards and backwards of microbatches.
 
-F is a forward. B is a backward; where the list has a W of the same microbatch and chunk, B gives the gradient of the
+F is a forward. B is a backward. Where the list has a W of the same microbatch and chunk, B gives the gradient of the
 activations alone, and W that of the weights. A chunk is one of several pieces of the model that a rank has.
 """
 
@@ -51,9 +51,9 @@ class Neighbours(NamedTuple):
     """The actions with which an action exchanges activations or their gradients.
 
     Attributes:
-        place: its kind, microbatch and stage.
-        before: the action that sends its input; None if no rank does.
-        after: the action that receives its output; None if no rank does.
+        place: kind, microbatch and stage.
+        before: the action that sends its input, or None if no rank does.
+        after: the action that receives its output, or None if no rank does.
     """
 
     place: StageAction
@@ -68,8 +68,8 @@ class PipelineSchedule:
     Attributes:
         name: the name of the schedule.
         num_microbatches: the number of microbatches.
-        stages: by rank and chunk, the stage; stages are counted along the model.
-        ranks: by rank, its actions, in their order.
+        stages: the stage by rank and chunk; stages are counted along the model.
+        ranks: actions by rank, in their order.
 
     Example:
         >>> PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0"))).num_stages
@@ -83,22 +83,22 @@ class PipelineSchedule:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return len(self.ranks)
 
     @property
     def num_chunks(self) -> int:
-        """The number of pieces of the model on each rank."""
+        """Returns the number of pieces of the model on each rank."""
         return len(self.stages[0])
 
     @property
     def turns(self) -> bool:
-        """Whether the stages go down the ranks and up again."""
+        """Returns whether the stages go down the ranks and up again."""
         return self.num_chunks > 1 and self.num_ranks > 1 and self.stages[0][1] > self.stages[1][1]
 
     @functools.cached_property
     def num_stages(self) -> int:
-        """The number of pieces of the model."""
+        """Returns the number of pieces of the model."""
         return self.num_ranks * self.num_chunks
 
     @functools.cached_property
@@ -108,20 +108,20 @@ class PipelineSchedule:
 
     @functools.cached_property
     def splits(self) -> bool:
-        """Whether any backward is split."""
+        """Returns whether any backward is split."""
         return any(split_backwards(row) for row in self.ranks)
 
     def place(self, rank: int, action: Action) -> StageAction:
-        """The place of a rank's action in the model."""
+        """Returns the place of a rank's action in the model."""
         return StageAction(action.kind, action.microbatch, self.stages[rank][action.chunk])
 
     def at(self, place: StageAction) -> tuple[int, Action]:
-        """The rank and the action of a place in the model."""
+        """Returns the rank and the action of a place in the model."""
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 
     def position(self, rank: int, action: Action) -> int:
-        """The place of an action in a rank's list."""
+        """Returns the place of an action in a rank's list."""
         return self._positions[rank][action]
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class PipelineSchedule:
         return [{action: i for i, action in enumerate(row)} for row in self.ranks]
 
     def neighbours(self, rank: int) -> dict[Action, Neighbours]:
-        """The neighbours of each action of a rank; computed once per rank.
+        """Returns the neighbours of each action of a rank; computed once per rank.
 
         Example:
             >>> by_hand = PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0")))
@@ -142,7 +142,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def _known(self) -> dict[int, dict[Action, Neighbours]]:
-        """The cache of `neighbours`, by rank."""
+        """Returns the cache of `neighbours`, by rank."""
         return {}
 
     def _neighbours(self, rank: int, action: Action) -> Neighbours:
@@ -157,7 +157,7 @@ class PipelineSchedule:
         return Neighbours(place, entry(place.stage - step), entry(place.stage + step))
 
     def needs(self, place: StageAction) -> Iterator[StageAction]:
-        """The actions that must run before: the rank's own, and that of the neighbour that sends to it."""
+        """Yields the actions that must run before: the rank's own, and that of the neighbour that sends to it."""
         kind, k, stage = place
         if kind == "forward":
             if stage:
@@ -175,7 +175,7 @@ class PipelineSchedule:
 
 
 def split_backwards(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """The (microbatch, chunk) pairs of one rank's list whose weight gradient (W) is a separate action.
+    """Returns the (microbatch, chunk) pairs of one rank's list whose weight gradient (W) is a separate action.
 
     Example:
         >>> split_backwards(parse("F0 F1 B0 B1 W1"))
@@ -185,7 +185,7 @@ def split_backwards(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def as_text(actions: Sequence[Action]) -> str:
-    """A list in letters.
+    """Returns a list in letters.
 
     Example:
         >>> as_text((Action("forward", 0), Action("backward", 0)))
@@ -195,7 +195,7 @@ def as_text(actions: Sequence[Action]) -> str:
 
 
 def parse(text: str) -> Actions:
-    """The list that `as_text` has written.
+    """Returns the list that `as_text` has written.
 
     Example:
         >>> parse("F0 W1.1")[1]

@@ -4,7 +4,7 @@ from ._schedule import Action, Actions, PipelineSchedule, loop_stages
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """All forwards, then all backwards: (p - 1) / (m + p - 1) of the time is idle, and m microbatches are held.
+    """Returns all forwards, then all backwards: (p - 1) / (m + p - 1) of the time is idle, and m microbatches are held.
 
     Example:
         >>> print(gpipe(2, 2).as_text())

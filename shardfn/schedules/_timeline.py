@@ -1,4 +1,4 @@
-"""The cost of a schedule: the times of its actions, idle time and held microbatches; and whether it can run at all.
+"""The cost of a schedule: the times of its actions, idle time and held microbatches, and whether it can run at all.
 
 An action starts when its rank has finished the previous one and its inputs have arrived; sends never wait. One pass
 over the actions, which visits each at most twice.
@@ -17,13 +17,13 @@ class ScheduleError(ValueError):
 
 
 class Costs(NamedTuple):
-    """The time that a rank spends on a microbatch, in all its chunks; a backward that is not split takes both parts.
+    """The time that a rank spends on a microbatch, in all its chunks. A backward that is not split takes both parts.
 
     Attributes:
-        forward: of the forward.
-        backward: of the gradient of the activations.
-        weights: of the gradient of the weights.
-        transfer: of a transfer from one rank to another.
+        forward: forward of the forward.
+        backward: backward of the gradient of the activations.
+        weights: weights of the gradient of the weights.
+        transfer: transfer of a transfer from one rank to another.
     """
 
     forward: float = 1.0
@@ -46,8 +46,8 @@ class Timeline:
 
     Attributes:
         schedule: the schedule.
-        ranks: by rank, its spans.
-        peaks: by rank, the most activations it holds: a microbatch through one chunk each, from its forward to the end
+        ranks: spans by rank.
+        peaks: the most activations it holds by rank: a microbatch through one chunk each, from its forward to the end
             of its backward, W included.
     """
 
@@ -62,7 +62,7 @@ class Timeline:
 
     @functools.cached_property
     def bubble(self) -> float:
-        """The idle part of all ranks' time."""
+        """Returns the idle part of all ranks' time."""
         busy = sum(span.end - span.start for row in self.ranks for span in row)
         return 1 - busy / (self.makespan * len(self.ranks))
 
@@ -75,7 +75,7 @@ def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline
         costs: by default each of F, B and W takes a unit of time, and a transfer none.
 
     Raises:
-        ScheduleError: it cannot run; the message lists actions that are missing or doubled, or ranks that wait in a
+        ScheduleError: it cannot run. The message lists actions that are missing or doubled, or ranks that wait in a
             circle.
 
     Example:
@@ -125,14 +125,14 @@ class _PaperRun:
         # schedule can run, it is a neighbour's action, and no other rank waits for it.
         self._done: dict[StageAction, float] = {}
         self._waiting: dict[StageAction, int] = {}
-        # `at[rank]` actions of a rank have run and have spans; `held` counts its held microbatches before the first
-        # and after each.
+        # `at[rank]` actions of a rank have run and have spans. `held` counts its held microbatches before the first and
+        # after each.
         self.at = [0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         self.held: list[list[int]] = [[0] for _ in schedule.ranks]
 
     def advance(self, rank: int) -> list[int]:
-        """Advances a rank as far as it can; returns the ranks that waited for the actions it has run."""
+        """Advances a rank as far as it can, and returns the ranks that waited for the actions it has run."""
         woken, row = [], self._schedule.ranks[rank]
         while self.at[rank] < len(row):
             place = self._schedule.place(rank, row[self.at[rank]])
@@ -146,7 +146,7 @@ class _PaperRun:
         return woken
 
     def missing(self, place: StageAction) -> StageAction | None:
-        """The first action that this one waits for; None if it can run."""
+        """Returns the first action that this one waits for, or None if it can run."""
         return next((x for x in self._schedule.needs(place) if x not in self._done), None)
 
     def _perform(self, rank: int, action: Action, place: StageAction) -> None:
@@ -165,7 +165,7 @@ class _PaperRun:
 
 
 def _circle(schedule: PipelineSchedule, run: _PaperRun) -> str:
-    """The ranks that wait for one another, one line each."""
+    """Returns the ranks that wait for one another, one line each."""
     rank = next(r for r, row in enumerate(schedule.ranks) if run.at[r] < len(row))
     lines: dict[int, str] = {}
     while rank not in lines:

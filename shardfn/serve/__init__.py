@@ -3,7 +3,7 @@
 from ._settings import POOLINGS as POOLINGS, Settings as Settings
 from ._keys import Keys as Keys, read_keys as read_keys
 from ._errors import ApiError as ApiError
-from ._asked import Text as Text
+from ._model import Text as Text
 from ._link import Ready as Ready
 from ._rank import run_rank as run_rank
 from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace

@@ -8,23 +8,24 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Grammar
 
-from ._asked import Asked, Model
+from ._asked import Asked
 from ._calls import Call, Piece
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, newer, older
+from ._model import Model
 
 
 class Form(NamedTuple):
     """The words in which two routes answer differently.
 
     Attributes:
-        prefix: of the answer's id.
+        prefix: prefix of the answer's id.
         whole: the name of an answer's object.
         chunk: the name of a piece's object.
         opens: whether each choice begins with a piece that has its role.
         text: a choice's fields for its whole text.
         delta: a choice's fields for a further text.
-        logprobs: from tokens with their log probabilities, and the number of most probable ones beside each.
+        logprobs: logprobs from tokens with their log probabilities, and the number of most probable ones beside each.
     """
 
     prefix: str
@@ -57,25 +58,29 @@ class Answer:
     """The answer to one call.
 
     Args:
-        form: of its route.
-        model: that answers.
+        form: form of its route.
+        model: model that answers.
         asked: the body's meaning.
-        call: its tokens.
+        call: tokens.
     """
 
     def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
         self._form, self._model, self._asked, self._call = form, model, asked, call
         self._spellers = dict[int, Speller]()  # by choice
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
+        seeds = [request.sampling.seed for request in asked.requests]
+        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn their own
+        self._head |= {} if self._seeds else {"seed": seeds[0]}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, once all tokens are there.
+        """Returns the answer, once all tokens are there.
 
         Raises:
             ApiError: a choice has failed.
         """
         num = self._call.starts[-1]
-        texts, tokens, ends = [""] * num, [list[Spelled]() for _ in range(num)], [""] * num
+        begins = [self._echo(i) for i in range(num)]
+        texts, tokens, ends = [text for text, _ in begins], [found for _, found in begins], [""] * num
         while pieces := await self._pieces():
             for piece in pieces:
                 texts[piece.choice] += piece.token.text
@@ -86,10 +91,15 @@ class Answer:
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream; those that are due at one time come as one."""
+        """Yields the events of a stream. Those that are due at one time come as one."""
         if self._form.opens:
             first = {"delta": {"role": "assistant", "content": ""}}
             yield b"".join(self._event(i, first, [], None) for i in range(self._call.starts[-1]))
+        if self._asked.echo:
+            begins = [self._echo(i) for i in range(self._call.starts[-1])]
+            yield b"".join(
+                self._event(i, self._form.delta(text), found, None) for i, (text, found) in enumerate(begins)
+            )
         try:
             while pieces := await self._pieces():
                 if due := b"".join(self._due(pieces)):
@@ -103,14 +113,37 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """The numbers of tokens; tokens that end a completion are among those drawn."""
-        prompt, drawn = self._call.prompt_tokens, self._call.drawn
+        """Returns the numbers of tokens. Tokens that end a completion are among those drawn."""
+        prompt, drawn = self._call.prompt_tokens, 0 if self._asked.scores else self._call.drawn
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     async def _pieces(self) -> list[Piece]:
         pieces = await self._call.take()
         raise_failures(pieces, self._asked.requests[0].sampling.grammar)
-        return pieces
+        return [self._without_drawn(piece) for piece in pieces] if self._asked.scores else pieces
+
+    def _without_drawn(self, piece: Piece) -> Piece:
+        """Returns a piece of an answer that has only its prompt: the drawn token is left out."""
+        if piece.token.position < len(self._prompt(piece.choice)):
+            return piece
+        return piece._replace(token=piece.token._replace(token=None, logprob=None, text="", top=()))
+
+    def _prompt(self, choice: int) -> tuple[int, ...]:
+        return self._asked.requests[self._call.request_of(choice)].prompt
+
+    def _echo(self, choice: int) -> tuple[str, list[Spelled]]:
+        """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
+        if not self._asked.echo:
+            return "", []
+        prompt = self._prompt(choice)
+        found = [] if self._asked.logprobs is None else [self._speller(choice).spell(prompt[0], None)]
+        return self._model.texts.decode(prompt), found
+
+    def _speller(self, choice: int) -> Speller:
+        if choice not in self._spellers:
+            before = () if self._asked.echo else self._prompt(choice)
+            self._spellers[choice] = Speller(self._model.spelling, self._model.texts, before)
+        return self._spellers[choice]
 
     def _due(self, pieces: list[Piece]) -> list[bytes]:
         """One event for each choice that has something new."""
@@ -130,24 +163,22 @@ class Answer:
 
     def _choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
         found = self._form.logprobs(tokens, self._asked.logprobs or 0) if tokens else None
-        return {"index": i, **fields, "logprobs": found, "finish_reason": finish}
+        seed = {"seed": self._seeds[self._call.request_of(i)]} if self._seeds else {}
+        return {"index": i, **fields, "logprobs": found, "finish_reason": finish, **seed}
 
     def _logprob(self, piece: Piece) -> list[Spelled]:
         token = piece.token
         if self._asked.logprobs is None or token.token is None or token.logprob is None:
             return []
-        if (speller := self._spellers.get(piece.choice)) is None:
-            prompt = self._asked.requests[self._call.request_of(piece.choice)].prompt
-            speller = self._spellers[piece.choice] = Speller(self._model.spelling, self._model.texts, prompt)
-        return [speller.spell(token)]
+        return [self._speller(piece.choice).spell(token.token, token.logprob, token.top)]
 
 
 def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> None:
     """Raises the error of a choice that has failed.
 
     Args:
-        pieces: of a call.
-        grammar: of its requests.
+        pieces: pieces of a call.
+        grammar: grammar of its requests.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.

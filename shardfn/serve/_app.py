@@ -10,16 +10,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form, raise_failures
-from ._asked import Asked, Model, asked_chat, asked_completions, check_model
+from ._asked import Asked, asked_chat, asked_completions
 from ._calls import Call, Calls
 from ._embeddings import asked_embeddings, embeddings_answer
 from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._keys import Keys
 from ._metrics import Metrics
+from ._model import Model, check_model
 from ._page import page
 from ._settings import Settings
-from ._streaming import Disconnected, EventStream, while_connected
+from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _T = TypeVar("_T")
+_SHORT = 1 << 16  # bytes of a body that is read at once
 
 
 class App:
     """The answers of a server to HTTP.
 
     Args:
-        settings: of the server.
-        calls: in progress.
-        metrics: of the server.
+        settings: settings of the server.
+        calls: calls in progress.
+        metrics: metrics of the server.
 
     Attributes:
         model: None until the ranks are ready.
@@ -48,11 +50,13 @@ class App:
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()
-        # One thread: tokenizers need not be safe among several.
-        self._reading = concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text")
+        # Short bodies do not wait for the tokens of long ones.
+        self._reading, self._reading_long = (
+            concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text") for _ in "ab"
+        )
 
     def asgi(self) -> "ASGIApp":
-        """The application."""
+        """Returns the application."""
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
         from starlette.routing import Route
@@ -73,15 +77,23 @@ class App:
         return functools.partial(self._gate, inner)
 
     async def _gate(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Counts answers, and refuses clients before anything of a body is read."""
+        """Counts answers, paces them, and refuses clients before anything of a body is read."""
         if scope["type"] != "http":
             return
+        send = pace_answer(send, scope, self._settings.stall_seconds)
 
         async def counted(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 self._metrics.add("shardfn:answers", label=str(message["status"]))
             await send(message)
 
+        try:
+            await self._admitted(inner, scope, receive, counted)
+        except Stalled:
+            self._metrics.add("shardfn:stalled")
+
+    async def _admitted(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answers a client that has a key and means this server; refuses others."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
@@ -90,9 +102,9 @@ class App:
                 text = "The key is missing or wrong; send the header Authorization: Bearer KEY."
                 raise ApiError(401, text, headers={"WWW-Authenticate": "Bearer"})
         except ApiError as error:
-            await error.response()(scope, receive, counted)
+            await error.response()(scope, receive, send)
             return
-        await inner(scope, receive, counted)
+        await inner(scope, receive, send)
 
     # Without the engine.
 
@@ -145,8 +157,8 @@ class App:
             call = self._calls.open(asked.requests)
             made = Answer(form, model, asked, call)
             if asked.stream:
-                return EventStream(made.events(), self._settings.stall_seconds, functools.partial(self._end, call))
-            return await self._whole(call, made.whole(), request)
+                return EventStream(made.events(), functools.partial(self._end, call))
+            return json_response(await self._whole(call, made.whole(), request))
 
         return answer
 
@@ -154,39 +166,42 @@ class App:
         _, inputs = await self._asked(request, asked_embeddings)
         call = self._calls.open(inputs.requests, self._settings.pooling)
 
-        async def whole() -> dict[str, Any]:
+        async def whole() -> "Response":
             while pieces := await call.take():
                 raise_failures(pieces)
             vectors = [call.vectors[i] for i in range(len(inputs.requests))]
-            return embeddings_answer(inputs, vectors, call.prompt_tokens)
+            # Megabytes of numbers, which others do not wait for.
+            return await asyncio.to_thread(
+                lambda: json_response(embeddings_answer(inputs, vectors, call.prompt_tokens))
+            )
 
         return await self._whole(call, whole(), request)
 
     async def _asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
-        """The meaning of a body."""
+        """Returns the meaning of a body."""
         self._open_model()
         _check_address(request)
         data = await _body(request, self._settings)
         model = self._open_model()  # the server may end meanwhile
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(self._reading, lambda: read(read_json(data), model))
+        loop, thread = asyncio.get_running_loop(), self._reading if len(data) <= _SHORT else self._reading_long
+        asked = await loop.run_in_executor(thread, lambda: read(read_json(data), model))
         self._open_model()
         return model, asked
 
-    async def _whole(self, call: Call, work: Coroutine[Any, Any, Any], request: "Request") -> "Response":
-        """An answer that is sent once it is whole."""
-        how = "disconnected"
+    async def _whole(self, call: Call, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
+        """Returns an answer that is sent once it is whole.
+
+        Raises:
+            ApiError: the call has failed, or its client has left.
+        """
+        how = ""
         try:
-            whole = await while_connected(work, request.receive)
-            how = ""
-        except Disconnected:
-            return ApiError(499, "The client has left.").response()
-        except ApiError:
-            how = ""
-            raise
+            return await while_connected(work, request.receive)
+        except Disconnected as error:
+            how = "disconnected"
+            raise ApiError(499, "The client has left.") from error
         finally:
             self._end(call, how)
-        return json_response(whole)
 
     def _end(self, call: Call, how: str) -> None:
         if how:
@@ -194,7 +209,7 @@ class App:
         self._calls.close(call)
 
     def _open_model(self) -> Model:
-        """The model, if requests are taken."""
+        """Returns the model, if requests are taken."""
         if self.closed:
             raise ApiError(503, self.closed, headers={"Retry-After": "5"})
         if self.model is None:
@@ -203,7 +218,7 @@ class App:
 
 
 def _row(name: str, model: Model) -> dict[str, Any]:
-    """A model or an adapter, as clients list it."""
+    """Returns a model or an adapter, as clients list it."""
     row = {"id": name, "object": "model", "created": 0, "owned_by": "shardfn", "max_model_len": model.limits.context}
     return row if name == model.name else row | {"parent": model.name}
 
@@ -215,7 +230,7 @@ def _check_address(request: "Request") -> None:
 
 
 async def _body(request: "Request", settings: Settings) -> bytes:
-    """The bytes of a body within the limits of size and time."""
+    """Returns the bytes of a body within the limits of size and time."""
     from starlette.requests import ClientDisconnect
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -248,7 +263,7 @@ async def _answer(request: "Request", error: Exception) -> "Response":
 
 
 async def _other(request: "Request", error: Exception) -> "Response":
-    """A path or a method that is not served."""
+    """Returns a path or a method that is not served."""
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)

@@ -29,8 +29,8 @@ class Piece(NamedTuple):
     """A token of a call.
 
     Attributes:
-        choice: its number among all choices of the call.
-        token: of the engine.
+        choice: number among all choices of the call.
+        token: token of the engine.
     """
 
     choice: int
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 class Call:
-    """A client's request in progress; `Calls.open` makes it.
+    """A client's request in progress. `Calls.open` makes it.
 
     Attributes:
-        prompt_tokens: of all prompts.
+        prompt_tokens: prompt tokens of all prompts.
         drawn: tokens so far.
         embeds: whether prompts are embedded, in place of being continued.
         vectors: embeddings so far, by the number of the request.
         began: the time of its arrival.
-        ran: the beginning of its first step; None before that.
-        first: the time of its first token; None before that, and for embeddings.
+        ran: the beginning of its first step, or None before that.
+        first: the time of its first token, or None before that, and for embeddings.
     """
 
     def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
@@ -55,10 +55,11 @@ class Call:
         self.vectors = dict[int, bytes]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
-        self.prompt_tokens, self.drawn = sum(len(request.prompt) for request in requests), 0
+        self.lengths = [len(request.prompt) for request in requests]
+        self.prompt_tokens, self.drawn = sum(self.lengths), 0
         self.starts = [0, *itertools.accumulate(self.choices)]  # the first choice of each request
         self.left = self.starts[-1]  # choices without an end
-        self.waiting = dict(zip(self.names, (len(request.prompt) for request in requests), strict=True))
+        self.waiting = dict(zip(self.names, self.lengths, strict=True))
         self.began, self.last = time.monotonic(), dict[int, float]()
         self.ran: float | None = None
         self.first: float | None = None
@@ -66,16 +67,16 @@ class Call:
         self._error: ApiError | None = None
 
     def request_of(self, choice: int) -> int:
-        """The number of the request that has a choice."""
+        """Returns the number of the request that has a choice."""
         return bisect_right(self.starts, choice) - 1
 
     @property
     def done(self) -> bool:
-        """Whether all its choices have ended, or it has failed."""
+        """Returns whether all its choices have ended, or it has failed."""
         return not self.left or self._error is not None
 
     async def take(self) -> list[Piece]:
-        """The pieces that no call has returned, as soon as there is one; none after the last.
+        """Returns the pieces that no call has returned, as soon as there is one; none after the last.
 
         Raises:
             ApiError: the call has failed. Pieces before that are returned first.
@@ -107,11 +108,11 @@ class Calls:
     Args:
         send: takes each event.
         metrics: are kept up to date.
-        max_waiting: tokens of prompts that wait for their first token.
+        max_waiting: most tokens of prompts that wait for their first token.
     """
 
     def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
-        self._send, self._metrics, self._max_waiting = send, metrics, max_waiting
+        self._send, self._metrics, self.max_waiting = send, metrics, max_waiting
         self._numbers, self._events = itertools.count(), 0
         self._of: dict[str, Call] = {}  # by names of the engine's requests
         self._open: dict[int, Call] = {}
@@ -133,18 +134,27 @@ class Calls:
         """Begins a call.
 
         Args:
-            requests: of the engine.
+            requests: requests of the engine.
             pooling: embeds their prompts; None continues them.
 
         Raises:
-            ApiError: too many tokens wait already; 429, with the seconds after which to try again.
+            ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
+                the seconds after which to try again.
         """
         call = Call(requests, next(self._numbers), embeds=pooling is not None)
-        if self.waiting and self.waiting + call.prompt_tokens > self._max_waiting:
+        if call.prompt_tokens > self.max_waiting:
+            raise ApiError(
+                413,
+                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts; the line of this server takes"
+                f" at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a larger"
+                " --max-waiting-tokens.",
+                code="too_many_tokens",
+            )
+        if self.waiting + call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 429,
                 f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more; together they"
-                f" must be at most {self._max_waiting}. Try again later.",
+                f" must be at most {self.max_waiting}. Try again later.",
                 headers={"Retry-After": str(self.retry_after)},
             )
         self.progress = self.progress if self._of else time.monotonic()
@@ -162,7 +172,7 @@ class Calls:
         return min(60, max(1, math.ceil(self.waiting / 2 / self._rate))) if self._rate else 1
 
     def close(self, call: Call) -> None:
-        """Ends a call; its requests that are in progress are cancelled, which frees their blocks."""
+        """Ends a call. Its requests that are in progress are cancelled, which frees their blocks."""
         if self._open.pop(id(call), None) is None:
             return
         for name in call.names:
@@ -219,8 +229,9 @@ class Calls:
         self._send(event)
 
     def _record(self, call: Call, token: Token, now: float) -> None:
-        choice = call.starts[call.names[token.name]] + token.choice
-        if token.token is not None:
+        at = call.names[token.name]
+        choice = call.starts[at] + token.choice
+        if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
             if token.name in call.waiting:
                 waited = now - call.began
                 if call.first is None and not call.embeds:
@@ -255,7 +266,7 @@ class Calls:
         call.last[choice] = now
 
     def _started(self, call: Call, name: str) -> int:
-        """Takes a prompt out of those that wait; returns the number of its tokens."""
+        """Takes a prompt out of those that wait, and returns the number of its tokens."""
         num = call.waiting.pop(name, 0)
         self.waiting -= num
         return num

@@ -1,7 +1,13 @@
-"""Connections of HTTP, with limits that uvicorn leaves to a proxy: their number, and the time for the headers."""
+"""Connections of HTTP, with limits that uvicorn leaves to a proxy: their number, and the time for the headers.
+
+A client may close its writing half after a request, and still read the answer. A client that has left looks the same
+until something is written: so a connection without a writing half is written to every few seconds, a note that has no
+meaning: an interim response 100, or a comment in a stream of events.
+"""
 
 import asyncio
 import json
+import select
 import socket
 from typing import Any
 
@@ -9,10 +15,11 @@ from ._errors import ApiError
 from ._settings import Settings
 
 _UNREAD = 1 << 18  # bytes that a connection keeps for a client that does not read, in the kernel
+_NOTE_SECONDS = 2.0  # between notes to a client that may have left
 
 
 def protocol(settings: Settings) -> type[asyncio.Protocol]:
-    """The class of a server's connections."""
+    """Returns the class of a server's connections."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,11 +27,13 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
         """One connection."""
 
         _deadline: asyncio.TimerHandle | None = None
+        _half = False  # whether the client has closed its writing half
 
         def connection_made(self, transport: Any) -> None:
-            """Refuses it above the limit; else the headers of its first request are due."""
+            """Refuses the connection above the limit, else the headers of its first request are due."""
             super().connection_made(transport)
-            self.app_state = {**self.app_state, "transport": transport}
+            transport.set_write_buffer_limits(high=0)  # `flow.drain` waits until nothing is left
+            self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
             if len(self.connections) > settings.max_connections:
                 transport.write(_refusal(settings.max_connections))
                 transport.close()
@@ -36,6 +45,35 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
             """Headers that have begun are due."""
             super().data_received(data)
             self._await_headers(self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+        def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] # as asyncio has it
+            """Keeps the connection for the answer to a request that has arrived."""
+            self._half = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
+            if self._half:
+                self.loop.call_later(_NOTE_SECONDS, self._note)
+            return self._half
+
+        def on_response_complete(self) -> None:
+            """Closes a connection from which no request can come any more."""
+            super().on_response_complete()  # begins the next request, if it has arrived
+            if self._half and self.cycle.response_complete:
+                self.timeout_keep_alive_handler()
+
+        def _note(self) -> None:
+            """Finds out whether a client without a writing half has left: it answers a note by a reset."""
+            if self.transport.is_closing():
+                return
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket"), 0)  # a reset is reported unasked
+            if poll.poll(0):
+                self.transport.abort()
+                return
+            if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+                note = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+                self.transport.write(self.conn.send(note) or b"")
+            elif self.conn.our_state is h11.SEND_BODY and self.scope.get("state", {}).get("events"):
+                self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+            self.loop.call_later(_NOTE_SECONDS, self._note)
 
         def connection_lost(self, exc: Exception | None) -> None:
             """No headers are due any more."""

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Request, Sampling
 
-from ._asked import Model, adapter_of, check_fields, prompts_of
+from ._asked import check_fields
 from ._errors import ApiError
 from ._fields import EMBEDDINGS, read_fields
+from ._model import Model, adapter_of
+from ._prompts import read_prompts
 
 _MOST = 2048  # inputs of one body, as OpenAI has it
 _FORMATS = ("float", "base64")
@@ -19,7 +21,7 @@ class Inputs(NamedTuple):
     """A body of `/v1/embeddings`, checked.
 
     Attributes:
-        model: as the client has named it.
+        model: model as the client has named it.
         requests: one for each input.
         encoded: whether vectors are written as base64.
     """
@@ -30,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
-    """The meaning of a body of `/v1/embeddings`.
+    """Returns the meaning of a body of `/v1/embeddings`.
 
     Raises:
         ApiError: names the field that is wrong, or the model has no embeddings.
@@ -47,21 +49,19 @@ def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
     if given.get("dimensions", model.width) != model.width:
         text = f"dimensions is {given['dimensions']}; it must be {model.width}, as embeddings of this model have."
         raise ApiError(400, text, "dimensions")
-    inputs = prompts_of(given, model, "input")
-    if len(inputs) > _MOST:
-        raise ApiError(400, f"input has {len(inputs)} entries; it must have at most {_MOST}.", "input")
+    inputs = read_prompts(given, model, "input", _check_number)
     requests = [Request(tuple(x), Sampling(max_tokens=1, temperature=0.0), adapter=adapter) for x in inputs]
     check_fields(requests, model.limits, given)
     return Inputs(given["model"], requests, kind == "base64")
 
 
 def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> dict[str, Any]:
-    """The answer.
+    """Returns the answer.
 
     Args:
-        inputs: of the body.
-        vectors: of each input, float32 in the order of bytes of this machine.
-        tokens: of all inputs.
+        inputs: inputs of the body.
+        vectors: vectors of each input, float32 in the order of bytes of this machine.
+        tokens: tokens of all inputs.
     """
     rows = [
         {"object": "embedding", "index": i, "embedding": _written(vector, inputs.encoded)}
@@ -69,6 +69,11 @@ def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> 
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": rows, "model": inputs.model, "usage": usage}
+
+
+def _check_number(num: int) -> None:
+    if num > _MOST:
+        raise ApiError(400, f"input has {num} entries; it must have at most {_MOST}.", "input")
 
 
 def _written(vector: bytes, encoded: bool) -> Any:

@@ -21,14 +21,14 @@ _FIELDS = {name: name for name in _NAMED} | {
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> "Response":
-    """An answer of JSON."""
+    """Returns an answer of JSON."""
     from starlette.responses import JSONResponse
 
     return JSONResponse(value, status, headers=headers)
 
 
 def refusal(reason: str) -> "ApiError":
-    """The answer to a request that the engine refuses: the same request will be refused again.
+    """Returns the answer to a request that the engine refuses: the same request will be refused again.
 
     Args:
         reason: the engine's, which begins with a name.
@@ -46,11 +46,11 @@ class ApiError(Exception):
     """An answer other than success.
 
     Args:
-        status: of HTTP.
-        message: for the client's user.
+        status: status of HTTP.
+        message: message for the client's user.
         param: the field of the body that is wrong.
-        code: a word for programs; by default that of the status, if it has one.
-        headers: of the answer, such as `Retry-After`.
+        code: a word for programs. Default: that of the status, if it has one.
+        headers: headers of the answer, such as `Retry-After`.
 
     Example:
         >>> ApiError(400, "n is 0; it must be at least 1.", "n").body["error"]["param"]
@@ -72,14 +72,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that a client receives."""
+        """Returns the object that a client receives."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> "Response":
-        """The whole answer."""
+        """Returns the whole answer."""
         return json_response(self.body, self.status, self.headers)
 
     def event(self) -> bytes:
-        """The event that ends a stream."""
+        """Returns the event that ends a stream."""
         return f"data: {json.dumps(self.body)}\n\n".encode()

@@ -1,7 +1,8 @@
 """Bodies of requests: JSON, read strictly, and one table of the fields that are served or refused.
 
-A field that is not served is refused by its name, and so is one that is unknown, doubled or of another type. Ranges
-are those of `check_request`, the same for Python and HTTP.
+A field that is not served is refused by its name, and so is one that is unknown, doubled or of another type. Clients
+send many fields of OpenAI's and vLLM's interfaces with values that ask for nothing, for example `tools: []`: the tables
+list these values, which have no effect. Ranges are those of `check_request`, the same for Python and HTTP.
 """
 
 import json
@@ -17,12 +18,14 @@ class Kind(NamedTuple):
     """A type of a field.
 
     Attributes:
-        name: in words.
-        has: whether a value is of it.
+        name: type in words.
+        has: whether a value is of the type.
+        served: False for a field that is read and has no effect.
     """
 
     name: str
     has: Callable[[Any], bool]
+    served: bool = True
 
 
 def _is_integer(value: Any) -> bool:
@@ -47,6 +50,23 @@ INTEGERS = Kind("a list of integers", _each(_is_integer))
 TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _each(_is_text)(value))
 ANY = Kind("a value", lambda value: True)
 
+
+def neutral_kind(*values: Any) -> Kind:
+    """Returns the type of a field that is not served, whose values are those that ask for nothing.
+
+    Example:
+        >>> neutral_kind(False).has(False), neutral_kind(False).has(True), neutral_kind(False).has(0)
+        (True, False, False)
+    """
+    texts = [json.dumps(value) for value in values]
+    return Kind(" or ".join(texts), lambda value: json.dumps(value) in texts, served=False)
+
+
+def ignored_kind(kind: Kind) -> Kind:
+    """Returns the type of a field that has no effect on an answer."""
+    return kind._replace(served=False)
+
+
 # Fields of both routes.
 SAMPLING: Mapping[str, Kind] = {
     "temperature": NUMBER,
@@ -67,35 +87,102 @@ COMMON: Mapping[str, Kind] = {
     "stream_options": OBJECT,
     "stop": TEXTS,
     "stop_token_ids": INTEGERS,
+    "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
     "cache_salt": TEXT,
     "logit_bias": OBJECT,
     "regex": TEXT,
     "response_format": OBJECT,
-    "user": TEXT,
 }
-COMPLETIONS: Mapping[str, Kind] = {**COMMON, "prompt": ANY, "logprobs": INTEGER}
+# Fields of other servers, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, Kind] = {
+    # OpenAI's.
+    "tools": neutral_kind([]),
+    "tool_choice": neutral_kind("none", "auto"),  # among no tools
+    "parallel_tool_calls": ignored_kind(FLAG),
+    "functions": neutral_kind([]),
+    "function_call": neutral_kind("none", "auto"),
+    "store": neutral_kind(False),
+    "metadata": ignored_kind(OBJECT),  # of stored answers
+    "service_tier": neutral_kind("auto", "default"),
+    "modalities": neutral_kind(["text"]),
+    "verbosity": neutral_kind("medium"),
+    "reasoning_effort": neutral_kind("none"),
+    "prompt_cache_key": ignored_kind(TEXT),
+    "prompt_cache_retention": ignored_kind(TEXT),
+    "safety_identifier": ignored_kind(TEXT),
+    "user": ignored_kind(TEXT),
+    # vLLM's.
+    "use_beam_search": neutral_kind(False),
+    "length_penalty": neutral_kind(1, 1.0),  # of beams
+    "min_tokens": neutral_kind(0),
+    "bad_words": neutral_kind([]),
+    "logits_processors": neutral_kind([]),
+    "skip_special_tokens": neutral_kind(True),
+    "spaces_between_special_tokens": neutral_kind(True),
+    "return_tokens_as_token_ids": neutral_kind(False),
+    "return_token_ids": neutral_kind(False),
+    "priority": neutral_kind(0),
+    "request_id": ignored_kind(TEXT),
+    "kv_transfer_params": neutral_kind({}),
+    "vllm_xargs": neutral_kind({}),
+}
+COMPLETIONS: Mapping[str, Kind] = {
+    **_NEUTRAL,
+    **COMMON,
+    "prompt": ANY,
+    "logprobs": INTEGER,
+    "echo": FLAG,
+    "best_of": INTEGER,
+    "suffix": neutral_kind(""),
+    "add_special_tokens": neutral_kind(True),
+}
 CHAT: Mapping[str, Kind] = {
+    **_NEUTRAL,
     **COMMON,
     "messages": LIST,
     "max_completion_tokens": INTEGER,
     "logprobs": FLAG,
     "top_logprobs": INTEGER,
+    "echo": neutral_kind(False),
+    "add_special_tokens": neutral_kind(False),
+    "add_generation_prompt": neutral_kind(True),
+    "continue_final_message": neutral_kind(False),
+    "chat_template_kwargs": neutral_kind({}),
+    "mm_processor_kwargs": neutral_kind({}),
+    "documents": neutral_kind([]),
+    "include_reasoning": ignored_kind(FLAG),  # answers have no part of this kind
 }
 EMBEDDINGS: Mapping[str, Kind] = {
     "model": TEXT,
     "input": ANY,
     "encoding_format": TEXT,
     "dimensions": INTEGER,
-    "user": TEXT,
+    "user": ignored_kind(TEXT),
+    "add_special_tokens": neutral_kind(True),
+    "priority": neutral_kind(0),
+    "request_id": ignored_kind(TEXT),
 }
-OPTIONS: Mapping[str, Kind] = {"include_usage": FLAG}
+OPTIONS: Mapping[str, Kind] = {
+    "include_usage": FLAG,
+    "include_obfuscation": neutral_kind(False),
+    "continuous_usage_stats": neutral_kind(False),
+}
 FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
 SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
-MESSAGE: Mapping[str, Kind] = {"role": TEXT, "content": ANY}
+MESSAGE: Mapping[str, Kind] = {
+    "role": TEXT,
+    "content": ANY,
+    "name": TEXT,
+    "reasoning": TEXT,
+    "reasoning_content": TEXT,
+    "refusal": neutral_kind(""),
+    "tool_calls": neutral_kind([]),
+    "annotations": neutral_kind([]),
+}
 PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
 
-# Fields of OpenAI's interface that are not served.
+# Fields of OpenAI's interface that are not served, except with the values of the tables.
 REFUSED = frozenset(
     "audio best_of echo function_call functions metadata modalities moderation parallel_tool_calls"
     " prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
@@ -105,10 +192,11 @@ REFUSED = frozenset(
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """The object of a body.
+    """Returns the object of a body.
 
     Raises:
-        ApiError: it is not JSON as RFC 8259 has it, not an object, or an object in it has a field twice.
+        ApiError: the body is not JSON as RFC 8259 has it, or not an object. Or an object in the body has a field twice,
+            or a name that is no Unicode.
 
     Example:
         >>> read_json(b'{"n": 1}')
@@ -126,12 +214,12 @@ def read_json(data: bytes) -> dict[str, Any]:
 
 
 def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind], at: str = "") -> dict[str, Any]:
-    """The fields of an object that are given and not null.
+    """Returns the fields of an object that are served, given and not null.
 
     Args:
-        body: the object.
-        known: the fields that are served.
-        at: the object's place in the body; empty for the body itself.
+        body: object.
+        known: fields that may be given.
+        at: place of the object in the body, which is empty for the body itself.
 
     Raises:
         ApiError: a field is not served, unknown, or of another type.
@@ -144,19 +232,38 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind], at: str = ""
     for name, value in given.items():
         full = f"{at}.{name}" if at else name
         if name in known:
-            if not known[name].has(value):
-                raise ApiError(400, f"{full} is {_named(value)}; it must be {known[name].name}.", full)
-            check_text(value, full)
+            _check_value(value, known[name], full)
         elif name in REFUSED:
             raise ApiError(400, f"{full} is not served; leave it out.", full, "unsupported_parameter")
         else:
             near = did_you_mean(name, known)
             raise ApiError(400, f"{_shown(full)} is not known.{near}", _shown(full), "unknown_parameter")
-    return given
+    return {name: value for name, value in given.items() if known[name].served}
+
+
+def get_required(given: Mapping[str, Any], name: str, at: str = "") -> Any:
+    """Returns the value of a field that must be there.
+
+    Raises:
+        ApiError: the field is missing or null.
+    """
+    full = f"{at}.{name}" if at else name
+    if given.get(name) is None:
+        raise ApiError(400, f"{full} is missing.", full, "missing_parameter")
+    return given[name]
+
+
+def _check_value(value: Any, kind: Kind, at: str) -> None:
+    if not kind.has(value) and kind.served:
+        raise ApiError(400, f"{at} is {_named(value)}; it must be {kind.name}.", at)
+    if not kind.has(value):
+        text = f"{at} is {_named(value)}, which is not served; leave it out, or give {kind.name}."
+        raise ApiError(400, text, at, "unsupported_parameter")
+    check_text(value, at)
 
 
 def check_text(value: Any, at: str) -> None:
-    """Refuses a text that is no Unicode: half of a surrogate pair, which JSON can write.
+    """Checks that a text is Unicode: JSON can write half of a surrogate pair.
 
     Raises:
         ApiError: names the field.
@@ -171,7 +278,7 @@ def check_text(value: Any, at: str) -> None:
 
 
 def _named(value: Any) -> str:
-    """The type of a value as JSON has it, and the value if it is short."""
+    """Returns the type of a value as JSON has it, and the value if it is short."""
     if isinstance(value, bool | int | float | str):
         return _shown(json.dumps(value))
     return "null" if value is None else "a list" if isinstance(value, list) else "an object"
@@ -183,6 +290,8 @@ def _shown(text: str) -> str:
 
 def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
+    for name in made:
+        check_text(name, ascii(_shown(name)))
     if len(made) < len(pairs):
         seen = set[str]()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))

@@ -14,18 +14,20 @@ from typing import Any, Protocol
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
-from ._asked import Model, Text
 from ._calls import Calls
 from ._connection import protocol
 from ._errors import ApiError
 from ._link import Message, Ready, Report
+from ._log import Log, reporting_records
 from ._metrics import Metrics
+from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
 from ._processes import Processes
 from ._settings import Settings
 
 ENDING = "The server ends."
 _LAST_WORDS = 3.0  # seconds in which clients read their error events
+_WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
@@ -39,14 +41,14 @@ class Ranks(Protocol):
         """Sends a message to all."""
 
     async def next(self) -> Any:
-        """The next message of the first."""
+        """Returns the next message of the first."""
 
     async def first_end(self) -> tuple[int, int]:
-        """The first that ends, and its status."""
+        """Returns the first that ends, and its status."""
         ...
 
     async def all_end(self, seconds: float) -> bool:
-        """Whether all end within some seconds."""
+        """Returns whether all end within some seconds."""
         ...
 
     async def end(self) -> None:
@@ -54,7 +56,7 @@ class Ranks(Protocol):
 
 
 def _server(app: Any, settings: Settings) -> Any:
-    """A server of uvicorn whose signals the front takes."""
+    """Returns a server of uvicorn whose signals the front takes."""
     import uvicorn
 
     class Quiet(uvicorn.Server):
@@ -81,7 +83,7 @@ class Front:
     """A server without its ranks.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         text: the tokenizer.
         ranks: not started yet.
         report: takes lines for the user.
@@ -90,9 +92,10 @@ class Front:
     def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
         self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
         self.metrics = Metrics(settings.name)
-        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
+        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting or _WAITING)
         self.app = App(settings, self.calls, self.metrics)
         self._spelling, self._texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
+        self._longest = find_longest(self._spelling)
         self.signals = 0
         self._signal = asyncio.Event()
 
@@ -103,7 +106,7 @@ class Front:
             listener: bound; clients are answered from the start, before the model is loaded.
 
         Returns:
-            The exit status: 0 after a signal; 1 if a rank has ended, or its own status if that came before the model
+            The exit status: 0 after a signal, or 1 if a rank has ended, or its own status if that came before the model
             was ready.
         """
         server = _server(self.app.asgi(), self.settings)
@@ -150,15 +153,17 @@ class Front:
         settings = self.settings
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
-        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width}
+        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width, "longest": self._longest}
+        more |= {"defaults": settings.defaults}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
+        self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
 
     async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
-        # A process closes its sockets before its status is known; one that has not begun has no clients that wait.
+        # A process closes its sockets before its status is known. One that has not begun has no clients that wait.
         patience = 1.0 if self.app.model is not None else _LAST_STEPS
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ended), patience)
@@ -204,7 +209,7 @@ class Front:
 
 
 def bound(settings: Settings) -> socket.socket:
-    """A socket that listens at a server's address; port 0 becomes a free one.
+    """Returns a socket that listens at a server's address; port 0 becomes a free one.
 
     Raises:
         OSError: the address is in use, or is not of this machine.
@@ -233,12 +238,13 @@ def serve(
     """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         text: the tokenizer of the model.
-        command: from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
-        ranks: their number.
-        threads: of each rank's computation; None does not set them.
-        report: takes lines for the user.
+        command: function from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
+        ranks: number.
+        threads: threads of each rank's computation. None does not set them.
+        report: takes lines for the user, also those that the ranks write to stderr. It is called in a thread: it may
+            wait or fail, and the server goes on.
 
     Returns:
         The exit status.
@@ -251,10 +257,16 @@ def serve(
     listener = bound(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 
+    log = Log(report)
+
     async def main() -> int:
-        front = Front(settings, text, Processes(command, ranks, threads), report)
+        front = Front(settings, text, Processes(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)
 
-    return asyncio.run(main())
+    try:
+        with reporting_records(log):
+            return asyncio.run(main())
+    finally:
+        log.close()

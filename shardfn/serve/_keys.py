@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def read_keys(path: pathlib.Path) -> tuple[str, ...]:
-    """The keys of a file, one in each line; empty lines and those that begin with # are left out.
+    """Returns the keys of a file, one in each line, empty lines and those that begin with # are left out.
 
     Raises:
         ValueError: the file has no key, or one with a space or other than ASCII characters.
@@ -41,7 +41,7 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     def admit(self, header: str | None) -> bool:
-        """Whether an `Authorization` header has one of the keys."""
+        """Returns whether an `Authorization` header has one of the keys."""
         if not self._digests:
             return True
         kind, _, given = (header or "").partition(" ")

@@ -34,10 +34,10 @@ class Embed:
     """A request whose prompt is embedded, in place of being continued.
 
     Attributes:
-        number: of the event.
-        name: of the request.
+        number: number of the event.
+        name: name of the request.
         request: the prompt.
-        pooling: as for `Engine.embed`.
+        pooling: see `Engine.embed`.
     """
 
     number: int
@@ -53,12 +53,12 @@ class Ready(NamedTuple):
     """The engine of the ranks is warm.
 
     Attributes:
-        limits: its sizes.
+        limits: sizes.
         ends: tokens that end a completion.
         size: the number of the tokenizer's tokens.
         grammars: whether graphs of steps with grammars are captured, too.
         about: the model and its memory, in words.
-        width: of embeddings; 0 for a model without them.
+        width: width of embeddings, or 0 for a model without them.
     """
 
     limits: Limits
@@ -73,11 +73,11 @@ class Report(NamedTuple):
     """The result of a step.
 
     Attributes:
-        tokens: that it has returned, and ends of requests.
-        counts: of sequences and blocks, as `Engine.counts`.
+        tokens: tokens that it has returned, and ends of requests.
+        counts: counts of sequences and blocks, as `Engine.counts`.
         taken: the number of events that the engine has taken so far.
         refused: by name of a request that the engine has refused, its reason.
-        vectors: by name of a request whose prompt is embedded, float32 numbers.
+        vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
         guesses: counts of drafts so far, as `Engine.guesses`.
         use: counts of the cache's use so far, as `Engine.cache_use`.
         begun: names of requests that have blocks since this step, and had none before it.
@@ -94,13 +94,13 @@ class Report(NamedTuple):
 
 
 def packed(value: object) -> bytes:
-    """A message."""
+    """Returns a message."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(_LENGTH, "little") + data
 
 
 async def received(reader: asyncio.StreamReader) -> Any:
-    """The next message.
+    """Returns the next message.
 
     Raises:
         EOFError: the other end has closed.
@@ -116,14 +116,14 @@ class Inbox:
     """The messages that have arrived at a rank.
 
     Args:
-        end: of the pair of sockets.
+        end: end of the pair of sockets.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._data = end, bytearray()
 
     def take(self, *, wait: bool) -> list[Message]:
-        """The messages that are there.
+        """Returns the messages that are there.
 
         Args:
             wait: whether to sleep until there is one.

@@ -18,7 +18,7 @@ class Arrival(NamedTuple):
     Attributes:
         seconds: after the beginning.
         prompt: token ids.
-        max_tokens: that are drawn, all of them.
+        max_tokens: max tokens that are drawn, all of them.
     """
 
     seconds: float
@@ -33,8 +33,8 @@ class Delays(NamedTuple):
         first: seconds until its first piece.
         gaps: seconds between its pieces.
         whole: seconds until its end.
-        tokens: that were drawn.
-        text: of all pieces.
+        tokens: tokens that were drawn.
+        text: text of all pieces.
         error: empty if it succeeded.
     """
 
@@ -52,7 +52,7 @@ def trace(
     """Requests whose arrivals are independent of one another, with lengths that vary as those of chats do.
 
     Args:
-        num: of requests.
+        num: number of requests.
         rate: arrivals a second; None lets all arrive at once.
         prompt: the median length of a prompt.
         drawn: the median number of drawn tokens.
@@ -76,10 +76,10 @@ async def measure(url: str, model: str, arrivals: Sequence[Arrival], key: str = 
     """Sends a trace to a server; the delays of each request, in order.
 
     Args:
-        url: of the interface, such as `http://127.0.0.1:8000/v1`.
-        model: its name there.
-        arrivals: from `trace`.
-        key: of the client.
+        url: url of the interface, such as `http://127.0.0.1:8000/v1`.
+        model: name there.
+        arrivals: arrivals from `trace`.
+        key: key of the client.
     """
     began = time.monotonic()
 
@@ -118,7 +118,7 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
 
 
 async def _answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
-    """The pieces of an answer's body, by a connection of its own."""
+    """Returns the pieces of an answer's body, by a connection of its own."""
     import h11
 
     parts = urllib.parse.urlsplit(url)

@@ -3,23 +3,23 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.inference import Detokenizer, Token
+from shardfn.inference import Detokenizer
 
 
 class Spelled(NamedTuple):
     """A token with its log probability.
 
     Attributes:
-        text: of the token alone.
-        data: its bytes; None for a token without bytes of its own.
-        logprob: under the raw logits.
-        offset: the place in the choice's text at which it begins.
-        top: the most probable tokens at its position.
+        text: text of the token alone.
+        data: bytes of the token, or None for a token without bytes of its own.
+        logprob: log probability under the raw logits, or None for the first token of a prompt.
+        offset: place in the choice's text at which the token begins.
+        top: most probable tokens at its position.
     """
 
     text: str
     data: bytes | None
-    logprob: float
+    logprob: float | None
     offset: int = 0
     top: "Sequence[Spelled]" = ()
 
@@ -28,26 +28,25 @@ class Speller:
     """Spells the tokens of one choice.
 
     Args:
-        spelling: the texts of tokens one by one, also of special ones.
-        texts: the texts of choices.
-        prompt: of the choice.
+        spelling: texts of tokens one by one, also of special ones.
+        texts: texts of choices.
+        prompt: tokens before the first one that is spelled.
     """
 
     def __init__(self, spelling: Detokenizer, texts: Detokenizer, prompt: Sequence[int]) -> None:
         self._spelling, self._growing, self._offset = spelling, texts.start(prompt), 0
         self._holds = False  # whether bytes wait for the rest of their character
 
-    def spell(self, token: Token) -> Spelled:
-        """The next drawn token."""
-        assert token.token is not None and token.logprob is not None
-        made, text, begin = self._one(token.token, token.logprob), self._growing.add(token.token), self._offset
+    def spell(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Spelled:
+        """Returns the next token."""
+        made, text, begin = self._one(token, logprob), self._growing.add(token), self._offset
         self._offset += len(text)
         if self._holds:  # bytes that turn out to be no character are a text of their own before it
             begin = max(begin, self._offset - len(made.text))
         self._holds = not text
-        return made._replace(offset=begin, top=[self._one(*x) for x in token.top])
+        return made._replace(offset=begin, top=[self._one(*x) for x in top])
 
-    def _one(self, token: int, logprob: float) -> Spelled:
+    def _one(self, token: int, logprob: float | None) -> Spelled:
         data = None if self._spelling.bytes_of is None else self._spelling.bytes_of(token)
         return Spelled(self._spelling.decode([token]), data, logprob)
 
@@ -56,7 +55,7 @@ Shape = Callable[[list[Spelled], int], dict[str, Any]]
 
 
 def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
-    """Those of `/v1/completions`, with `num` most probable tokens and the drawn one, by their texts.
+    """Returns the form of `/v1/completions`, with `num` most probable tokens and the token itself, by their texts.
 
     Example:
         >>> older([Spelled("b", b"b", -1.5, 3, [Spelled("a", b"a", -0.5)])], 1)["top_logprobs"]
@@ -87,16 +86,17 @@ def _row(token: Spelled) -> dict[str, Any]:
 
 
 def _named(token: Spelled) -> str:
-    """The text of a token, or its bytes as OpenAI writes them where they are no text."""
+    """Returns the text of a token, or its bytes as OpenAI writes them where they are no text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data or b"")
 
 
-def _by_text(tokens: Sequence[Spelled]) -> dict[str, float]:
-    """Log probabilities by text; of tokens with the same text, that of the most probable one."""
+def _by_text(tokens: Sequence[Spelled]) -> dict[str, float] | None:
+    """Returns log probabilities by text: of tokens with the same text the most probable one. None without a value."""
     found: dict[str, float] = {}
     for token in tokens:
-        found.setdefault(_named(token), token.logprob)
-    return found
+        if token.logprob is not None:
+            found.setdefault(_named(token), token.logprob)
+    return found or None

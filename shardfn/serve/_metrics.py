@@ -73,7 +73,7 @@ class Metrics:
         self._sums[name] += seconds
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """The page, with the present values of the gauges."""
+        """Returns the page, with the present values of the gauges."""
         return "\n".join([*self._gauges(gauges), *self._counters(), *self._histograms(), ""])
 
     def _gauges(self, values: Mapping[str, float]) -> Iterator[str]:

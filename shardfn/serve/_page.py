@@ -9,7 +9,7 @@ _PATH = pathlib.Path(__file__).with_name("page.html")
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """The page, and the headers of the answer.
+    """Returns the page, and the headers of the answer.
 
     Example:
         >>> html, headers = page()
@@ -38,6 +38,6 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _digest(html: str, tag: str) -> str:
-    """The digest of the page's one element of a tag."""
+    """Returns the digest of the page's one element of a tag."""
     [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

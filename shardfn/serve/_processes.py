@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ._link import Message, packed, received
 
+_CHUNK = 1 << 16
 _PATIENCE = 1.0  # seconds in which a process ends by itself, before it is killed: one that loads does not listen
 
 
@@ -20,7 +21,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def _store_at_loopback() -> dist.TCPStore:
-    """The store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
+    """Returns the store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -33,15 +34,23 @@ class Processes:
     """Ranks of one machine, each a process with a pair of sockets to this one.
 
     Args:
-        command: from the number of its end of the pair to the program of a rank.
-        ranks: their number.
-        threads: of each rank's computation; None does not set them.
+        command: function from the number of its end of the pair to the program of a rank.
+        ranks: number.
+        threads: threads of each rank's computation. None does not set them.
+        report: takes the lines that ranks write to stderr, so that no rank waits for their reader.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], ranks: int, threads: int | None = None) -> None:
-        self._command, self._ranks, self._threads = command, ranks, threads
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        ranks: int,
+        threads: int | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._command, self._ranks, self._threads, self._report = command, ranks, threads, report
         self._running: list[asyncio.subprocess.Process] = []
         self._writers: list[asyncio.StreamWriter] = []
+        self._forwarding: list[asyncio.Future[None]] = []
         self._store: Any = None
 
     async def start(self) -> None:
@@ -59,11 +68,14 @@ class Processes:
         for rank in range(self._ranks):
             mine, theirs = socket.socketpair()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
-            with theirs:
+            errors, into = os.pipe()
+            self._forwarding.append(asyncio.ensure_future(_forward(errors, self._report)))
+            with theirs, open(into, "wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    stderr=stderr,
                     env=environment | own,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C at a terminal reaches the front alone
@@ -76,7 +88,7 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the processes."""
+        """Returns the numbers of the processes."""
         return [process.pid for process in self._running]
 
     def send(self, message: Message) -> None:
@@ -87,7 +99,7 @@ class Processes:
                 writer.write(data)
 
     async def next(self) -> Any:
-        """The next message of the first rank.
+        """Returns the next message of the first rank.
 
         Raises:
             EOFError: it has ended.
@@ -95,7 +107,7 @@ class Processes:
         return await received(self._reader)
 
     async def first_end(self) -> tuple[int, int]:
-        """The first rank that ends, and its status."""
+        """Returns the first rank that ends, and its status."""
         waits = {asyncio.ensure_future(p.wait()): rank for rank, p in enumerate(self._running)}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -106,19 +118,41 @@ class Processes:
                 task.cancel()
 
     async def end(self) -> None:
-        """Ends those that are left."""
+        """Ends those that are left, and reports their last lines."""
         for writer in self._writers:
             with contextlib.suppress(Exception):
                 writer.close()
         await asyncio.gather(*map(_end, self._running))
+        if self._forwarding:
+            await asyncio.wait(self._forwarding, timeout=_PATIENCE)  # a process of a rank's own may keep its stderr
+        for task in self._forwarding:
+            task.cancel()
 
     async def all_end(self, seconds: float) -> bool:
-        """Whether all of them end within some seconds."""
+        """Returns whether all of them end within some seconds."""
         waits = [asyncio.ensure_future(process.wait()) for process in self._running]
         _, left = await asyncio.wait(waits, timeout=seconds)
         for task in left:
             task.cancel()
         return not left
+
+
+async def _forward(end: int, report: Callable[[str], None]) -> None:
+    """Reports the lines of a pipe until it is closed; of a bar that is drawn over itself the last state."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(end, "rb"))
+    rest = b""
+    try:
+        while data := await reader.read(_CHUNK):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-_CHUNK:]
+            for line in lines:
+                report(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
+        if rest:
+            report(rest.rpartition(b"\r")[2].decode(errors="replace"))
+    finally:
+        transport.close()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

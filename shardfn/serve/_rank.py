@@ -21,7 +21,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
 
     Args:
         engine: idle.
-        end: this rank's end of its pair of sockets; see `Front`.
+        end: this rank's end of its pair of sockets. See `Front`.
         ready: the first rank sends it at once.
 
     Raises:
@@ -34,6 +34,9 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
     if first:
         end.sendall(packed(ready))
     while True:
+        # Several ranks would have to agree on the time: their engine has captured all graphs before.
+        while engine.mesh.size == 1 and engine.idle and not waiting and engine.capture_next():
+            waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
         refused, stops = dict[str, str](), False
         for _ in range(_of_all(engine.mesh, len(waiting))):
@@ -54,7 +57,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
 
 
 def _of_all(mesh: Mesh, num: int) -> int:
-    """The number of events that all ranks have."""
+    """Returns the number of events that all ranks have."""
     if mesh.size == 1:
         return num
     comms = comms_of(mesh)
@@ -64,7 +67,7 @@ def _of_all(mesh: Mesh, num: int) -> int:
 
 
 def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
-    """Passes an event on; returns the reason if the engine refuses a request, by its name."""
+    """Passes an event on, and returns the reason if the engine refuses a request, by its name."""
     match event:
         case Add(_, name, request) | Embed(_, name, request, _):
             adapter = request.adapter.decode() or None  # its name: the front has no digests
@@ -85,6 +88,6 @@ def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
 
 
 def _vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
-    """The embeddings that are done with these tokens."""
+    """Returns the embeddings that are done with these tokens."""
     done = [token.name for token in tokens if token.name in embeds and token.finish == "length"]
     return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}

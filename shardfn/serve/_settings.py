@@ -1,6 +1,7 @@
 """The settings of a server: where it listens, who may call it, and the most that it takes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 POOLINGS = ("last", "mean")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -11,22 +12,24 @@ class Settings:
     """All of them are fixed at the start.
 
     Args:
-        name: of the model, as clients name it.
+        name: name of the model, as clients name it.
         host: the address to listen on.
         port: 0 takes a free one.
-        keys: the keys of clients; without any, each client is served.
+        keys: the keys of clients. Without any, each client is served.
         adapters: names of adapters, which clients give in place of the model's.
-        pooling: of embeddings, as for `shardfn.inference.Engine.embed`.
+        pooling: pooling of embeddings, as for `shardfn.inference.Engine.embed`.
         hosts: further names in the `Host` header, beside those of loopback, while `host` is a loopback address.
         max_body: bytes of a request's body.
         max_connections: at a time.
-        max_waiting: tokens of prompts that wait for their first token.
+        max_waiting: most tokens of prompts that wait for their first token. None is 65,536, or the context where it is
+            longer. A request with more of them is refused.
         max_choices: completions of one request, over all of its prompts.
         header_seconds: in which a request's headers arrive.
         body_seconds: in which its body arrives.
-        stall_seconds: that a reader may leave a piece of its stream in the server.
-        drain_seconds: for requests in progress after SIGTERM.
-        health_seconds: that a step may take before the server counts as ill.
+        stall_seconds: time that a reader may leave a piece of its answer in the server.
+        drain_seconds: drain seconds for requests in progress after SIGTERM.
+        health_seconds: health seconds that a step may take before the server counts as ill.
+        defaults: values of `shardfn.inference.Sampling` for fields that a body leaves out, by name.
 
     Raises:
         ValueError: a value is out of range, or the address is not a loopback one and there are no keys.
@@ -45,13 +48,14 @@ class Settings:
     hosts: tuple[str, ...] = ()
     max_body: int = 4 << 20
     max_connections: int = 1024
-    max_waiting: int = 1 << 16
+    max_waiting: int | None = None
     max_choices: int = 128
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     stall_seconds: float = 30.0
     drain_seconds: float = 30.0
     health_seconds: float = 60.0
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -63,7 +67,7 @@ class Settings:
             raise ValueError(f"pooling is {self.pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
         for name, value in vars(self).items():
             if name.startswith("max_") or name.endswith("_seconds"):
-                if not value > 0:
+                if value is not None and not value > 0:
                     raise ValueError(f"{name} is {value}; it must be above 0.")
         if not self.loopback and not self.keys:
             raise ValueError(
@@ -73,10 +77,10 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether programs of this machine alone reach it."""
+        """Returns whether programs of this machine alone reach it."""
         return self.host in _LOOPBACK
 
     def allows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; a page of another site that resolves to it does not."""
+        """Returns whether a `Host` header names this server; a page of another site that resolves to it does not."""
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         return not self.loopback or name.strip("[]") in (*_LOOPBACK, *self.hosts)

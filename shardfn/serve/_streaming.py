@@ -1,4 +1,4 @@
-"""Answers that are sent while they are made, to clients that may leave or stall."""
+"""Answers to clients that may leave or stall: sent in pieces, each of which the client must take in time."""
 
 import asyncio
 import contextlib
@@ -8,63 +8,100 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx hands events on at once
 ]
+_PIECE = 1 << 16  # bytes
 
 
 class Disconnected(Exception):
     """The client has left."""
 
 
+class Stalled(Exception):
+    """The client does not read. Its connection was closed."""
+
+
 class EventStream:
-    """Sends events; the client's leaving, or a piece that it does not take in time, ends them.
+    """Sends events. The client's leaving, or a piece that it does not take in time, ends them.
 
     Args:
-        events: the pieces.
-        stall_seconds: that the client may leave a piece in the server.
-        ended: is called at the end, with "", "disconnected" or "stalled".
+        events: pieces of the answer.
+        ended: is called at the end, with "" or "disconnected".
     """
 
-    def __init__(self, events: AsyncIterator[bytes], stall_seconds: float, ended: Callable[[str], None]) -> None:
-        self._events, self._stall_seconds, self._ended = events, stall_seconds, ended
+    def __init__(self, events: AsyncIterator[bytes], ended: Callable[[str], None]) -> None:
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Sends them."""
-        how = "disconnected"
+        """Sends the events."""
+        how = ""
+        scope.setdefault("state", {})["events"] = True  # so that a connection may write comments
         try:
             await while_connected(self._send(send), receive)
-            how = ""
         except Disconnected:
-            pass
-        except TimeoutError:
-            how = "stalled"
-            if (transport := scope.get("state", {}).get("transport")) is not None:
-                # Pieces that the client has not read are dropped, also those in the kernel, which would keep them.
-                end = transport.get_extra_info("socket")
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                transport.abort()
+            how = "disconnected"
         finally:
             self._ended(how)
 
     async def _send(self, send: "Send") -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for data in self._events:
-            async with asyncio.timeout(self._stall_seconds):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        async with asyncio.timeout(self._stall_seconds):
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
+    """Returns a function that sends an answer piece by piece, and waits for the client to take each.
+
+    Args:
+        send: sends a message, or puts it in the buffer of its connection.
+        scope: scope of the request, whose state has the connection.
+        seconds: time in which a piece must be taken.
+
+    The function raises `Stalled` if a piece is not taken. The connection is closed then.
+    """
+    state = scope.get("state", {})
+    if "flow" not in state:
+        return send
+
+    async def send_piece(message: "Message") -> None:
+        await send(message)
+        if state["flow"].write_paused:
+            try:
+                async with asyncio.timeout(seconds):
+                    await state["flow"].drain()
+            except TimeoutError as error:
+                _drop(state["transport"])
+                raise Stalled from error
+
+    async def send_pieces(message: "Message") -> None:
+        body = message.get("body", b"")
+        if len(body) <= _PIECE:
+            return await send_piece(message)
+        for at in range(0, len(body), _PIECE):
+            more = message.get("more_body", False) or at + _PIECE < len(body)
+            await send_piece({**message, "body": body[at : at + _PIECE], "more_body": more})
+
+    return send_pieces
+
+
+def _drop(transport: asyncio.Transport) -> None:
+    """Closes a connection and drops the bytes that the client has not read, also those in the kernel."""
+    end = transport.get_extra_info("socket")
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") -> Any:
-    """The result of some work, if the client is there until it is done; the body must have been read.
+    """Returns the result of some work, if the client is there until it is done. The body must have been read.
 
     Raises:
-        Disconnected: the client has left; the work was cancelled.
+        Disconnected: the client has left. The work was cancelled.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:

@@ -2,19 +2,35 @@
 
 from ._ahead import Ahead as Ahead, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of
-from ._kept import (
+from ._storage import (
     Likeness as Likeness,
     Successor as Successor,
-    closed as closed,
-    fetched as fetched,
+    apart as apart,
+    as_graph_value as as_graph_value,
+    change as change,
+    codes_of as codes_of,
+    copy_value as copy_value,
+    empty_block as empty_block,
+    encode as encode,
+    entered as entered,
+    fetch as fetch,
+    graph_inputs as graph_inputs,
+    in_memory as in_memory,
+    kind_when_loaded as kind_when_loaded,
+    load_at as load_at,
+    prefetch as prefetch,
+    replace as replace,
+    returned as returned,
+    start_move as start_move,
+    store as store,
+    succeed as succeed,
+    with_codes as with_codes,
+    zero_block as zero_block,
 )
-from ._kept import as_graph_value as as_graph_value, entered as entered, graph_inputs as graph_inputs
-from ._kept import opened as opened, returned as returned
 from ._masters import widest as widest
-from ._parts import Parts as Parts, added as added
 from ._passed import check_passed as check_passed
 from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of
-from ._stored import StoredSlice as StoredSlice, layers_of as layers_of, loaded as loaded, piled as piled
+from ._views import layers_of as layers_of, slices_of as slices_of, stack_values as stack_values
 from ._columns import Column as Column, Done as Done, LeafRows as LeafRows, Update as Update
 from ._stream import stream as stream

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Stored, adopting
+from shardfn.core import MemoryKind, Pending, Stored, StoredValue, adopting, load
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
 from ._columns import Done, LeafRows, Update
-from ._stored import loaded
 from ._stream import stream_some
 
 
@@ -57,9 +56,7 @@ class Ahead:
         self._thread = threading.Thread(target=adopting(self._run), name="shardfn-update", daemon=True)
         self._thread.start()
 
-    def take(
-        self, unit: int, coming: Pending[Tensor], before: Tensor | Stored | None, dtype: torch.dtype
-    ) -> Pending[None]:
+    def take(self, unit: int, coming: Pending[Tensor], before: StoredValue | None, dtype: torch.dtype) -> Pending[None]:
         """Takes the summed gradient of a unit, on its way to the host.
 
         Args:
@@ -215,10 +212,10 @@ class Promised:
         return x if hi is None else x[lo:hi]
 
 
-def _added(x: Tensor, before: Tensor | Stored | None, dtype: torch.dtype) -> Tensor:
+def _added(x: Tensor, before: StoredValue | None, dtype: torch.dtype) -> Tensor:
     """The sum of a gradient on the host and `before`, in `dtype`."""
     part = x if x.dtype == dtype else host_empty(x.shape, dtype).copy_(x)
-    return part if before is None else loaded(before).add_(part)
+    return part if before is None else load(before).add_(part)
 
 
 class _Stopped(Exception):

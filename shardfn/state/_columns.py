@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, P, Stored
+from shardfn.core import MemoryKind, P, StoredValue
 from shardfn.memory import AnyPool
 from shardfn.optim import GradientTransformation
-
-Held = Tensor | Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Column:
         kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
     """
 
-    held: Held
+    held: StoredValue
     home: MemoryKind
     read: bool = True
     kept: bool = False
@@ -88,6 +86,6 @@ class Update:
 class Done:
     """The new values of leaves stepped so far, by leaf of params and of the optimizer's state; and their measures."""
 
-    params: dict[int, Held] = dataclasses.field(default_factory=dict)
-    state: dict[int, Held] = dataclasses.field(default_factory=dict)
+    params: dict[int, StoredValue] = dataclasses.field(default_factory=dict)
+    state: dict[int, StoredValue] = dataclasses.field(default_factory=dict)
     measures: dict[int, Tensor] = dataclasses.field(default_factory=dict)

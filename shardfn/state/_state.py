@@ -12,7 +12,6 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     DonatedError,
     PyTree,
-    Stored,
     as_html,
     columns,
     dtype_name,
@@ -26,8 +25,9 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, owners
+
+from ._storage import copy_value
 
 
 @explains_attributes(
@@ -111,7 +111,7 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
         given = [x.held for x in owned]
     else:
         with torch.no_grad():
-            given = [_copy(x) for x in owned]
+            given = [copy_value(x.held, x.memory_kind) for x in owned]
     blocks = given
     if len(owned) < len(leaves):
         rest = iter(given)
@@ -166,12 +166,6 @@ def _bytes_here(x: Any) -> int:
 
 def _map_held(f: Callable[[GlobalTensor], Any], tree: PyTree) -> PyTree:
     return tree_map(lambda x: f(x) if isinstance(x, GlobalTensor) else x, tree)
-
-
-def _copy(x: GlobalTensor) -> Tensor | Stored:
-    held = x.held
-    with on_host() if x.memory_kind == "host" else contextlib.nullcontext():
-        return held.clone() if isinstance(held, Tensor) else held
 
 
 def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -> None:

@@ -6,7 +6,6 @@ old ones are still there.
 """
 
 import collections
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.core import MemoryKind, Pending, PyTree, tree_leaves, tree_unflatten
-from shardfn.memory import Fetch, host_empty, on_host, to_device, to_host
+from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, is_device, is_host, load, tree_leaves, tree_unflatten
+from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
-from ._columns import Column, Done, Held, LeafRows, Update
-from ._kept import Successor
+from ._columns import Column, Done, LeafRows, Update
 from ._spare import Spare
-from ._stored import loaded
+from ._storage import Successor, bring_rows, in_memory, replace
 
 PAGE = 4096
 # How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. If leaves
@@ -31,7 +29,7 @@ AHEAD, BEHIND = 3, 2
 PARTS = (AHEAD + 1 + BEHIND) // 3
 
 
-def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
+def stream(update: Update, done: Done) -> tuple[list[StoredValue | None], PyTree]:
     """Runs an update; the values before are consumed, but for those on disk.
 
     Args:
@@ -78,8 +76,8 @@ class _Stream:
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
         # New values under way, by the column's address: the update holds its columns as long as this lives.
-        self._writers: dict[int, Successor] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._successors: dict[int, Successor] = {}
+        self._on_host: dict[int, bool] = {}
         # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
         self.spare = Spare()
@@ -118,30 +116,17 @@ class _Stream:
         """The leaves of the optimizer's state that belong to a leaf of params."""
         return self._owned.get(leaf, [])
 
-    def writer(self, column: Column) -> Successor:
-        """The writer of the new value of a stored leaf."""
-        if id(column) not in self._writers:
-            assert not isinstance(column.held, Tensor)
-            self._writers[id(column)] = Successor(column.held, self._u.pool)
-        return self._writers[id(column)]
+    def successor(self, column: Column) -> Successor:
+        """Returns the writer of the new value of a leaf."""
+        made = self._successors.get(id(column))
+        if made is None:
+            made = Successor(column.held, column.home, self._u.pool, beside=column.kept)
+            self._successors[id(column)] = made
+        return made
 
-    def kept(self, column: Column) -> Tensor:
-        """The host memory of the new value of a leaf whose tensor is not overwritten."""
-        if id(column) not in self._kept:
-            self._kept[id(column)] = host_empty(column.held.shape, column.held.dtype)
-        return self._kept[id(column)]
-
-    def finished(self, column: Column, done: Held | None = None) -> Held:
-        """The new value of a leaf; `done` if it was stepped before."""
-        if column.kept:
-            return self.kept(column)
-        if not isinstance(column.held, Tensor):
-            return self.writer(column).finish() if done is None else done
-        if isinstance(done, Tensor) and column.home == "device":
-            to_device(done, column.held.device, column.held).result()
-        elif isinstance(done, Tensor):
-            column.held.copy_(done)
-        return column.held
+    def finished(self, column: Column, done: StoredValue | None = None) -> StoredValue:
+        """Returns the new value of a leaf; `done`, in its place, if it was stepped before."""
+        return self.successor(column).finish() if done is None else replace(column.held, column.home, done)
 
     def measures(self, done: Done) -> list[Tensor]:
         """The optimizer's measure of each gradient; known already for leaves that have been stepped."""
@@ -152,7 +137,7 @@ class _Stream:
                 continue
             if i not in done.measures:
                 assert grad is not None
-                x = loaded(grad.held)
+                x = load(grad.held)
                 done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device))
             out.append(done.measures[i].to(u.device))
         return out
@@ -218,10 +203,12 @@ class _Stream:
 
     def on_host(self, leaf: int) -> bool:
         """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
-        state = [self._u.state[k].home for k in self.owned(leaf)]
-        param = self._u.params[leaf]
-        assert param is not None
-        return any(home != "device" for home in state) if state else param.home != "device"
+        if leaf not in self._on_host:
+            homes = [self._u.state[k].home for k in self.owned(leaf)]
+            param = self._u.params[leaf]
+            assert param is not None
+            self._on_host[leaf] = not all(map(is_device, homes or [param.home]))
+        return self._on_host[leaf]
 
     def apply(self, token: Any, chunk: "list[tuple[LeafRows, list[Tensor]]]") -> None:
         """Steps a chunk in place."""
@@ -256,7 +243,7 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
             x.copy_(y)
 
 
-def _rows_a_page(held: Held) -> int:
+def _rows_a_page(held: StoredValue) -> int:
     """The least number of rows that fill whole pages."""
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
 
@@ -276,7 +263,7 @@ class _Chunk:
         self._here: list[list[Tensor]] = []
         self._going: list[Pending[Any]] = []
 
-    def _buffer(self, rows: LeafRows, held: Held) -> Tensor | None:
+    def _buffer(self, rows: LeafRows, held: StoredValue) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
         if capturing():
             return None
@@ -285,41 +272,26 @@ class _Chunk:
         return x
 
     def _bring(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
-        """Rows to where they are stepped; a view of those that are there already."""
+        """Brings rows to where they are stepped; a view of those that are there already."""
         held = column.held
-        if column.kept:
-            return self._beside(rows, column)
-        if column.home == self._place and isinstance(held, Tensor):
-            return rows.of(held)
-        if not column.read:
-            shape = rows.shape(held.shape)
-            if self._host:
-                buffer = self._buffer(rows, held)
-                return host_empty(shape, held.dtype) if buffer is None else buffer
-            return torch.empty(shape, dtype=held.dtype, device=self._device)
-        if isinstance(held, Tensor):
-            if self._host:
-                return to_host(rows.of(held), self._buffer(rows, held))
-            return to_device(rows.of(held), self._device)
-        if column.home == self._place:
-            return held.read(rows.lo, rows.hi)
+        # The memory of the new value, if the rows can be stepped there.
+        into = self._stream.successor(column).rows(rows.lo, rows.hi, self._place)
+        if into is not None and not (column.kept and column.read):
+            return into
+        if into is None and self._host and not is_host(column.home):
+            into = self._buffer(rows, held)
+        if column.read:
+            return bring_rows(held, (rows.lo, rows.hi), (column.home, self._place), self._device, into)
+        shape = rows.shape(held.shape)
         if self._host:
-            return held.read(rows.lo, rows.hi, self._buffer(rows, held))
-        return Fetch(held.read(rows.lo, rows.hi), self._device)
-
-    def _beside(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
-        """Rows in the memory of their new value."""
-        into = rows.of(self._stream.kept(column))
-        assert isinstance(column.held, Tensor)
-        if column.read and column.home == "device":
-            return to_host(rows.of(column.held), into)
-        return into.copy_(rows.of(column.held)) if column.read else into
+            return host_empty(shape, held.dtype) if into is None else into
+        return torch.empty(shape, dtype=held.dtype, device=self._device)
 
     def step(self, token: Any) -> None:
         """Waits for the rows, and steps them."""
         self._here = [[x if isinstance(x, Tensor) else x.result() for x in coming] for coming in self._coming]
         self._coming = []
-        with on_host() if self._host else contextlib.nullcontext():
+        with in_memory(self._place):
             self._stream.apply(token, list(zip(self._rows, self._here, strict=True)))
 
     def leave(self) -> None:
@@ -327,17 +299,10 @@ class _Chunk:
         for rows, (param, _, *rest) in zip(self._rows, self._here, strict=True):
             own, _, *state = self._stream.columns(rows.leaf)
             for column, x in zip((own, *state), (param, *rest), strict=True):
-                self._send(rows, column, x)
+                going = self._stream.successor(column).write(rows.lo, x, self._place)
+                if going is not None:
+                    self._going.append(going)
         self._here = []
-
-    def _send(self, rows: LeafRows, column: Column, x: Tensor) -> None:
-        if column.kept:
-            return
-        if not isinstance(column.held, Tensor):
-            self._going.append(self._stream.writer(column).write(rows.lo, x, self._place))
-        elif column.home != self._place:
-            into = rows.of(column.held)
-            self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
 
     def settle(self) -> None:
         """Waits until they have left."""

@@ -33,7 +33,7 @@ def assert_derivative_parity(
 ) -> None:
     """Asserts that `step.loss` and its derivatives equal those of the one-device loss.
 
-    They are the value; `value_and_grad`; and by `torch.func` the gradient, a directional derivative, and a product of
+    They are the value; `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product of
     the Hessian with a vector. For your own models: call it inside `testing.distributed`.
 
     Args:
@@ -41,11 +41,11 @@ def assert_derivative_parity(
         params: tree of whole floating-point tensors, the same on all ranks.
         batch: the global batch.
         mesh: the mesh.
-        reference: the plain loss of one device; default `loss`.
+        reference: the plain loss of one device. Default: `loss`.
         specs: compute specs of params.
-        batch_spec: the batch's specs; default that of `sharded_step`.
+        batch_spec: the batch's specs. Default: that of `sharded_step`.
         own: this rank's part of the batch; default its rows by `batch_spec`.
-        derivatives: a selection of these; `torch.func` takes no saved-tensor hooks of torch, for example.
+        derivatives: a selection of these. `torch.func` takes no saved-tensor hooks of torch, for example.
         **options: further options of `sharded_step`.
 
     Raises:

@@ -31,15 +31,15 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
     pickle. The worker imports the function from its file, so nothing at module level may depend on the caller.
 
     Args:
-        world: the number of ranks N; or several numbers, for which pytest runs the test one by one (a direct call then
-            names one with `world=`). A parameter called `world` receives it. A number with marks is a
-            `pytest.param(4, marks=pytest.mark.slow)`.
+        world: the number of ranks N, or several numbers, for which pytest runs the test one by one (a direct call then
+            names one with `world=`). A parameter called `world` receives it. A number with marks is a `pytest.param(4,
+            marks=pytest.mark.slow)`.
         timeout: seconds that the ranks may take together.
 
     Returns:
         A decorator. The decorated function returns the list of the ranks' values, or None when every rank returned
         None. It raises the error of the rank that failed first, of the same type where that can be pickled, with the
-        rank's number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`; ranks
+        rank's number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`. Ranks
         that do not end in time are a `TimeoutError` with the stack of each.
 
     Raises:
@@ -80,7 +80,7 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
 
 
 def _task(function: Callable[..., Any]) -> dict[str, Any]:
-    """The file and name by which a worker finds the function."""
+    """Returns the file and name by which a worker finds the function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None or "<" in function.__qualname__:
@@ -110,7 +110,7 @@ def _pickle(what: str, bound: inspect.BoundArguments) -> bytes:
 
 
 def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Signature:
-    """The signature without `world`, or with it where pytest is to fill it in."""
+    """Returns the signature without `world`, or with it where pytest is to fill it in."""
     kept = [p for p in signature.parameters.values() if p.name != "world"]
     if several:
         at = next((i for i, p in enumerate(kept) if p.kind is p.VAR_KEYWORD), len(kept))

@@ -72,7 +72,7 @@ class Server:
 
 
 def _work(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err: int, stack: int) -> NoReturn:
-    """The rest of a child's life; it never returns into the server's loop."""
+    """Returns the rest of a child's life. It never returns into the server's loop."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -111,7 +111,10 @@ def main() -> None:
 
 
 def _import(name: str) -> ModuleType:
-    """A module beside this one, without its package: a setup file may have to come before the first of shardfn."""
+    """Returns a module beside this one, without its package.
+
+    A setup file may have to come before the first of shardfn.
+    """
     spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,7 +24,7 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 class Forked:
     """A worker, which is a child of the server, with methods as of `subprocess.Popen`.
 
-    The server writes its exit code into a pipe, which it then closes; a pipe closed without one means that the server
+    The server writes its exit code into a pipe, which it then closes. A pipe closed without one means that the server
     has ended too.
     """
 
@@ -33,7 +33,7 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the worker runs."""
+        """Returns the exit code, negative for a signal, or None while the worker runs."""
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> int | None:
@@ -57,7 +57,7 @@ class Forked:
 
 
 class ForkServer:
-    """A running server; it and its workers end with this process, which holds the other end of their standard input.
+    """A running server. It and its workers end with this process, which holds the other end of their standard input.
 
     Args:
         files: Python files that it runs before the first fork.
@@ -84,11 +84,11 @@ class ForkServer:
             raise
 
     def fork(self, conn: Connection, files: Sequence[IO[bytes]], request: Mapping[str, Any]) -> Forked:
-        """A worker.
+        """Returns a worker.
 
         Args:
-            conn: its end of the pipe to the pool, which is closed here.
-            files: its standard output, its standard error, and the file for its stack.
+            conn: end of the pipe to the pool, which is closed here.
+            files: standard output, its standard error, and the file for its stack.
             request: further entries of the message to the server.
 
         Raises:
@@ -107,7 +107,7 @@ class ForkServer:
         return Forked(self._receive(), status)
 
     def close(self) -> None:
-        """Ends the server; its workers must have ended."""
+        """Ends the server. Its workers must have ended."""
         self._process.kill()
         self._process.communicate()
         self._conn.close()

@@ -22,7 +22,7 @@ ODD_TRAINABLE = {
 
 
 def odd_params() -> dict[str, Any]:
-    """A 7-vector, a 1-vector, a 0-d scalar, a zero-sized leaf, leaves smaller than the world, tied, frozen, unused."""
+    """Returns leaves of shapes [7], [1], [] and [0], leaves smaller than the world, tied, frozen and unused ones."""
     g = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:

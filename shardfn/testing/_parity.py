@@ -65,9 +65,9 @@ def one_device(
     Args:
         loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
         optimizer: the optimizer.
-        params: tree of whole tensors; not changed.
+        params: tree of whole tensors, not changed.
         batches: one global batch a step.
-        trainable: prefix tree of bools; default: all leaves but frozen ones.
+        trainable: prefix tree of bools. Default: all leaves but frozen ones.
         key: folded with the step's number.
         parts: the number of pieces into which each batch is cut, whose gradients are added up. Use ranks times
             microbatches to compare 16-bit results more closely than they are rounded.
@@ -108,7 +108,7 @@ def one_device(
 
 
 class _PlainPrecision(NamedTuple):
-    """The plain loop's own reading of a policy; without one, everything is in each leaf's dtype."""
+    """The plain loop's own reading of a policy. Without one, everything is in each leaf's dtype."""
 
     loss: Callable[..., Any]
     dtypes: list[Dtypes]
@@ -138,7 +138,7 @@ class _PlainPrecision(NamedTuple):
         parts: int,
         scale: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss and its gradients, in the dtypes in which they are added up."""
+        """Returns the mean loss and its gradients, in the dtypes in which they are added up."""
         grads = [torch.zeros(x.shape, dtype=d.accum) for x, d in zip(kept, self.dtypes, strict=True)]
         totals: list[Tensor] = []
         weights: list[Any] = []
@@ -180,18 +180,18 @@ def on_mesh(
     opened: bool = False,
     **options: Any,
 ) -> Run:
-    """Runs `sharded_step` on global batches; each rank takes its own rows of them. Collective.
+    """Runs `sharded_step` on global batches. Each rank takes its own rows of them. Collective.
 
     Args:
-        loss: as `sharded_step` takes it.
+        loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
         mesh: the mesh.
-        batch: the batch's specs; default that of `sharded_step`.
+        batch: the batch's specs. Default: that of `sharded_step`.
         model_state: with `has_state`, the first one.
         opened: whether each step runs as its two halves, `step.gradients` and `step.update`.
-        **options: of `sharded_step`.
+        **options: options of `sharded_step`.
     """
     batch = default_batch(options.get("specs", P()), as_mesh(mesh)) if batch is None else batch
     step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
@@ -205,9 +205,9 @@ def on_mesh(
 
 
 def _halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-    """A step as its two halves."""
+    """Returns a step as its two halves."""
     found, metrics = step.gradients(state, batch)
-    # A tree of gradients may be a pair itself; one with a model state beside it is known by the state.
+    # A tree of gradients may be a pair itself. One with a model state beside it is known by the state.
     grads, kept = (found, None) if state.model_state == () else found
     state, updated = step.update(state, grads, model_state=kept, finite=metrics["finite"])
     return state, metrics | {"skipped": updated["skipped"]}
@@ -226,7 +226,7 @@ def assert_opened(
     """Asserts that a step is its two halves, bit for bit: `step(state, batch) == step.update . step.gradients`.
 
     Args:
-        loss: as `sharded_step` takes it.
+        loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
@@ -293,10 +293,10 @@ def assert_parity(
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
         mesh: the mesh.
-        reference: the plain loss that the one-device loop runs, or `mixed_precision` of one; default `loss`.
-        parts: the number of pieces into which that loop cuts the batch; see `one_device`.
-        trainable: prefix tree of bools; default: all leaves but frozen ones.
-        key: for losses that take one.
+        reference: the plain loss that the one-device loop runs, or `mixed_precision` of one. Default: `loss`.
+        parts: the number of pieces into which that loop cuts the batch. See `one_device`.
+        trainable: prefix tree of bools. Default: all leaves but frozen ones.
+        key: key for losses that take one.
         zero: the ZeRO rule.
         **options: further options of `sharded_step`.
 
@@ -335,7 +335,7 @@ def assert_parity(
 
 
 def _num_parts(loss: Callable[..., Any], mesh: Mesh | None, options: dict[str, Any]) -> int:
-    """The number of parts of a batch whose losses a step averages: ranks times microbatches."""
+    """Returns the number of parts of a batch whose losses a step averages: ranks times microbatches."""
     on, specs = as_mesh(mesh), options.get("batch")
     specs = default_batch(options.get("specs", P()), on) if specs is None else specs
     found = tree_leaves(specs, is_leaf=lambda x: isinstance(x, P))
@@ -387,12 +387,12 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all elements are equal; those that are no number, too."""
+    """Returns whether all elements are equal; those that are no number, too."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _farthest(a: Tensor, b: Tensor) -> str:
-    """The element in which two tensors of one shape differ most, or one that is NaN, with both values."""
+    """Returns the element in which two tensors of one shape differ most, or one that is NaN, with both values."""
     k = int((a.double() - b.double()).abs().argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
     return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"

@@ -1,7 +1,7 @@
 """The pool of long-lived workers on which `distributed` runs: start, call, watch, end.
 
 Rank r of a call is worker r of the pool for every world size, so a session holds the workers of its largest world. A
-call that leaves a worker dead or stuck ends the workers it used; the next call starts new ones.
+call that leaves a worker dead or stuck ends the workers it used. The next call starts new ones.
 """
 
 import atexit
@@ -69,7 +69,7 @@ def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list
     """Runs one task on ranks 0..world-1 and returns their results in rank order.
 
     Raises:
-        TimeoutError: a rank did not finish in time; the message has every rank's state and stack.
+        TimeoutError: a rank did not finish in time. The message has every rank's state and stack.
         RankError: a worker died, or an error could not be sent.
         BaseException: the error of the first rank that failed, with a note that has its traceback.
     """
@@ -226,7 +226,7 @@ def _exit_code(worker: Worker) -> str:
 
 
 def _stack(worker: Worker) -> str:
-    """The Python stack of a worker that still runs, written by its signal handler."""
+    """Returns the Python stack of a worker that still runs, written by its signal handler."""
     worker.process.send_signal(signal.SIGUSR1)
     size, limit = 0, time.monotonic() + 2.0
     while time.monotonic() < limit:
@@ -244,7 +244,7 @@ def _stack(worker: Worker) -> str:
 
 
 def _take(file: IO[bytes]) -> str:
-    """The contents of a worker's file, which is emptied."""
+    """Returns the contents of a worker's file, which is emptied."""
     file.seek(0)
     text = file.read().decode(errors="replace")
     file.truncate(0)

@@ -24,7 +24,7 @@ class Report:
 
     @property
     def stuck(self) -> bool:
-        """Whether it still has something to do, other than to wait for its peers."""
+        """Returns whether it still has something to do, other than to wait for its peers."""
         return self.status == "running" or (self.released and not self.idle)
 
 
@@ -74,7 +74,7 @@ def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck:
 
 
 def _frames(report: Report) -> str:
-    """The traceback of a rank, without the message of an error that is raised here itself."""
+    """Returns the traceback of a rank, without the message of an error that is raised here itself."""
     if report.value is None or not report.text.endswith(report.line):
         return report.text
     head, *rest = report.line.splitlines()
@@ -82,7 +82,7 @@ def _frames(report: Report) -> str:
 
 
 def _told(report: Report, first: Report) -> str:
-    """The error of a further rank in a line."""
+    """Returns the error of a further rank in a line."""
     return "the same" if report.line and report.line == first.line else report.line.splitlines()[0]
 
 

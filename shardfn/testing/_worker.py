@@ -34,7 +34,7 @@ def main(conn: Connection, stack: int, port: int) -> None:
     Args:
         conn: the pipe to the pool.
         stack: a file that a signal writes the stacks of all threads to.
-        port: of the store by which ranks find one another.
+        port: port of the store by which ranks find one another.
     """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     faulthandler.enable()
@@ -95,7 +95,7 @@ def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any
 
 
 def _module(name: str, file: str, rewrite: bool) -> types.ModuleType:
-    """The module of a test, imported from its file once for each modification time."""
+    """Returns the module of a test, imported from its file once for each modification time."""
     here = sys.modules.get(name)
     if file not in _MODULES and name != "__main__" and getattr(here, "__file__", None) == file:
         return sys.modules[name]
@@ -109,7 +109,7 @@ def _module(name: str, file: str, rewrite: bool) -> types.ModuleType:
 
 
 def load(name: str, file: str, rewrite: bool) -> types.ModuleType:
-    """A module from a file, under a name, run now."""
+    """Returns a module from a file, under a name, run now."""
     spec = importlib.util.spec_from_file_location(name, file, loader=_Loader(name, file, rewrite))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -140,7 +140,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _describe(error: BaseException) -> tuple[bytes | None, str, str]:
-    """The pickled error (None where it does not survive pickling), its one-line text, and its traceback."""
+    """Returns the pickled error (None where it does not survive pickling), its one-line text, and its traceback."""
     last = error.__traceback__
     while last is not None and last.tb_frame.f_code.co_filename == __file__:
         last = last.tb_next

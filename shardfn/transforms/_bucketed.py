@@ -16,7 +16,7 @@ class BucketCounts(NamedTuple):
     """The calls of one bucket.
 
     Attributes:
-        calls: their number.
+        calls: number.
         rows: the sum of their lengths.
         padding: the rows that were added to these.
     """
@@ -30,8 +30,8 @@ class BucketInfo(NamedTuple):
     """The counts of a bucketed function.
 
     Attributes:
-        graphs: those of the captured function inside; None if it is not captured.
-        buckets: by size, the calls.
+        graphs: graphs of the captured function inside, or None if it is not captured.
+        buckets: the calls by size.
     """
 
     graphs: CacheInfo | None
@@ -39,7 +39,7 @@ class BucketInfo(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """The share of padding in all rows that were computed."""
+        """Returns the share of padding in all rows that were computed."""
         rows = sum(x.rows + x.padding for x in self.buckets.values())
         return sum(x.padding for x in self.buckets.values()) / max(1, rows)
 
@@ -63,9 +63,9 @@ def bucketed(
     a second length. Ranks must pass lengths of one bucket if the graphs communicate.
 
     Args:
-        f: `f(*args, length)`; `length` is a 0-d int64 tensor on the device of the padded arguments. Where bucketed
+        f: `f(*args, length)`. `length` is a 0-d int64 tensor on the device of the padded arguments. Where bucketed
             functions are nested, that of the outer one comes first.
-        in_dims: for each argument, a prefix tree of the dims that have the length; None, or no entry: not padded.
+        in_dims: a prefix tree of the dims that have the length for each argument; None, or no entry: not padded.
         out_dims: a prefix tree of the dims of the result that are cut back; None: returned unchanged.
         sizes: the sizes, ascending; default powers of two, without an end.
         fill: the value of the padding, or a tuple with a prefix tree of values for each argument.
@@ -119,11 +119,11 @@ class Bucketed(Transform):
         self._first: dict[int, tuple[Any, dict[str, tuple[int, ...]]]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """The function's value."""
+        """Returns the function's value."""
         return self.run(args, lambda size: self.inner)
 
     def run(self, args: tuple[Any, ...], call_of: Callable[[int], Callable[..., Any]]) -> Any:
-        """The value, by the function that `call_of` has for a bucket."""
+        """Returns the value, by the function that `call_of` has for a bucket."""
         length = self.padding.length(args)
         size = self.padding.bucket(length)
         rest = None if size in self._first else self.padding.rest(args)
@@ -149,16 +149,16 @@ class Bucketed(Transform):
         self._first[size] = rest, shapes
 
     def bind(self, *args: Any, check_every: int = 100) -> "BoundBuckets":
-        """The function bound to arguments of this layout in each of the sizes: see `Sharded.bind`. Collective.
+        """Returns the function bound to arguments of this layout in each of the sizes: see `Sharded.bind`. Collective.
 
         All graphs are captured here, so that no call waits for one.
 
         Args:
-            *args: as for a call, of any length.
-            check_every: as for `Sharded.bind`; calls are counted by bucket.
+            *args: arguments as for a call, of any length.
+            check_every: see `Sharded.bind`; calls are counted by bucket.
 
         Raises:
-            ValueError: `sizes` was left out, or the function is not sharded; or as `Sharded.bind` does.
+            ValueError: `sizes` was left out, or the function is not sharded, or as `Sharded.bind` does.
 
         Example:
             >>> import torch
@@ -180,7 +180,7 @@ class Bucketed(Transform):
         return BoundBuckets(self, each)
 
     def cache_info(self) -> BucketInfo:
-        """The counts of the graphs, and of calls, rows and padding by bucket, those of bound calls included."""
+        """Returns the counts of the graphs, and of calls, rows and padding by bucket, those of bound calls included."""
         counted = isinstance(self.inner, Jitted) or (isinstance(self.inner, Sharded) and self.inner.jitted is not None)
         inner: Any = self.inner
         graphs = inner.cache_info() if counted else inner.cache_info().graphs if isinstance(inner, Bucketed) else None
@@ -191,12 +191,12 @@ class BoundBuckets:
     """A bucketed function, bound in each of its sizes; made by `Bucketed.bind`.
 
     Attributes:
-        bound: by size, the bound function.
+        bound: the bound function by size.
     """
 
     def __init__(self, of: Bucketed, bound: Mapping[int, Callable[..., Any]]) -> None:
         self._of, self.bound = of, bound
 
     def __call__(self, *args: Any) -> Any:
-        """The function's value; as `BoundCall`, without agreement of the ranks."""
+        """Returns the function's value; as `BoundCall`, without agreement of the ranks."""
         return self._of.run(args, self.bound.__getitem__)

@@ -17,8 +17,8 @@ def by_parts(
     """Parameters with fused leaves split into parts, and the inverse: `whole(by_parts(params)[0]) == params`.
 
     GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. A rank that holds a block of its columns,
-    P(None, "tp"), holds queries alone, or keys; one that computes with its heads needs a block of each, which
-    P(None, None, "tp") on [D, 3, D] gives. The loss still sees [D, 3 D]:
+    P(None, "tp"), holds queries alone, or keys. One that computes with its heads needs a block of each, which P(None,
+    None, "tp") on [D, 3, D] gives. The loss still sees [D, 3 D]:
 
         params, whole = sf.by_parts(params, {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3)})
         loss = sf.partition(lambda p, x: inner(whole(p), x))
@@ -26,7 +26,7 @@ def by_parts(
     `partition` then plans the values of the projection as cut by parts, and taking them apart sends no messages.
 
     Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
-    of leaves, and `whole` copies them at each use; the copy stays in memory for the backward, at ZeRO 3 too.
+    of leaves, and `whole` copies them at each use. The copy stays in memory for the backward, at ZeRO 3 too.
 
     Args:
         params: the parameters.
@@ -37,7 +37,8 @@ def by_parts(
         The parameters, by parts, and the function that joins them.
 
     Raises:
-        ValueError: a pattern finds no leaf, two find the same, or the parts are not a leaf's dim; lists all.
+        ValueError: a pattern finds no leaf, two find the same, or the parts are not a leaf's dim. The message lists
+            all.
 
     Example:
         >>> params = {"c_attn": torch.arange(12.0).reshape(2, 6), "qkv": torch.ones(8), "out": torch.ones(2, 2)}

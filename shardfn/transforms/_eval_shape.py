@@ -1,4 +1,4 @@
-"""`eval_shape`: the shapes of a function's result, uncomputed; and abstract tensors that steps are lowered for."""
+"""`eval_shape`: the shapes of a function's result, uncomputed, and abstract tensors that steps are lowered for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ from shardfn.core import drawn_as_shapes, frozen, is_frozen, tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
-    """The result of `f(*args)` with tensors that have a shape and a dtype but no data, without computing it.
+    """Returns the result of `f(*args)` with tensors that have a shape and a dtype but no data, without computing it.
 
     Args:
         f: a function of trees of tensors; `step.init` among them.
-        *args: its arguments; tensors may be abstract themselves.
+        *args: arguments. Tensors may be abstract themselves.
 
     Returns:
         The tree that `f` returns, its tensors on the device "meta".

@@ -34,10 +34,10 @@ def jit(
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
         backend: "graph" runs the captured ops uncompiled, bit-identical to eager; "inductor" compiles the ops between
             transfers, and needs a C++ compiler. Default "inductor" where there is one.
-        graph_schedule: the options of the passes over the graph; default `Schedule()`.
+        graph_schedule: the options of the passes over the graph. Default: `Schedule()`.
         cluster: the machines, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. A cost model then chooses
             the schedule of each graph (`sf.graph.choose`); rank 0 chooses for all ranks.
-        memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
+        memory: with `cluster`, bytes that a device may hold at the step's peak. Default: the cluster's `device.memory`.
         check_types: whether a `psum` or a `pvary` that is missing in the loss, or is there twice, is an error. If
             False, ranks that diverge by mistake are not found.
         max_graphs: how many graphs are kept, for a function alone and for each step or `sharded` function around it;
@@ -50,10 +50,10 @@ def jit(
         The jitted function. `cache_info()` counts hits, misses, evictions and seconds.
 
     Raises:
-        ValueError: a back end or an option is unknown or has no effect; `max_graphs` is below 1; (when called) no
+        ValueError: a back end or an option is unknown or has no effect. `max_graphs` is below 1; (when called) no
             schedule fits `memory`.
         TypeError: `cluster` is not a `Cluster`, or `max_graphs` not an int.
-        CaptureError: (when called) `f` depends on the value of a tensor; names the line.
+        CaptureError: (when called) `f` depends on the value of a tensor. The message names the line.
 
     Example:
         >>> import torch

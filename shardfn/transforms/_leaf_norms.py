@@ -21,7 +21,7 @@ from shardfn.state import check_alive
 
 
 def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
-    """The Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
+    """Returns the Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
 
     With it, each layer of a gradient can be clipped by its own norm. Ranks exchange one number a leaf, no elements.
     Collective.
@@ -35,7 +35,7 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
         `sf.metrics.by_layer` adds them up by layer.
 
     Raises:
-        TypeError: a leaf is not a `GlobalTensor`; all are listed.
+        TypeError: a leaf is not a `GlobalTensor`. All are listed.
         ValueError: no leaf is below a key of `stacked`, or one that is has no rows.
         DonatedError: a call has consumed a leaf.
 
@@ -65,12 +65,12 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
 
 
 def _whole(x: GlobalTensor) -> Tensor:
-    """The sum of the squares of a leaf."""
+    """Returns the sum of the squares of a leaf."""
     return squares_of([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
 
 
 def _rows(x: GlobalTensor) -> Tensor:
-    """The sum of the squares of each row of a leaf."""
+    """Returns the sum of the squares of each row of a leaf."""
     start, stop = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
     own = x.local.to(x.mesh.device).double().square()
     own = own.sum(tuple(range(1, own.ndim))) if own.ndim > 1 else own
@@ -81,7 +81,7 @@ def _rows(x: GlobalTensor) -> Tensor:
 
 
 def _stacked(tree: PyTree, keys: set[str]) -> list[bool]:
-    """Whether each leaf is below one of the keys."""
+    """Returns whether each leaf is below one of the keys."""
     paths, entries = tree_paths(tree, "tree"), tree_entries(tree)
     known = {str(entry) for own in entries for entry in own}
     problems = [f"no leaf is below {key!r}.{did_you_mean(key, known)}" for key in sorted(keys - known)]

@@ -29,14 +29,14 @@ def mixed_precision(
     Args:
         loss: `loss(params, batch, ...)`; may be accumulated, rematerialised or jitted, inside or outside.
         policy: the precision.
-        loss_scale: from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step that computes in float16 needs
-            one.
+        loss_scale: loss scale from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step that computes in
+            float16 needs one.
         has_state: for calls outside of a step: the loss is `loss(params, model_state, batch, ...)` and returns the
             model state last, which is not cast, as in a step. A step with `has_state` carries it in any case.
 
     Raises:
         TypeError: `policy` is not a `Policy`.
-        ValueError: `loss` has a policy already, or contains a transform with another `has_state`; or scaled gradients
+        ValueError: `loss` has a policy already, or contains a transform with another `has_state`, or scaled gradients
             would be summed in float16, where dividing them by the scale loses small ones again; (when called) an
             exception of the policy matches no leaf.
 

@@ -24,7 +24,7 @@ class Offloaded(Transform):
     Attributes:
         inner: the function.
         policy: where each tensor waits.
-        directory: where those on disk are; None means the step's directory.
+        directory: where those on disk are. None means the step's directory.
         window: the most bytes in transfer out, and the most that may be back before their use.
     """
 
@@ -37,7 +37,7 @@ class Offloaded(Transform):
     _called: list[None] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's value."""
+        """Returns the function's value."""
         if transforming() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         # For a partitioned loss the graph runs, and its values are moved.
@@ -61,7 +61,7 @@ def offload(
     """Stores saved tensors where `policy` decides: `offload(f, policy)(*args) == f(*args)`, bit for bit.
 
     Tensors that autograd saves while `f` runs leave the device at once, and come back while the backward works on
-    tensors that were saved later. This trades device memory against traffic between memories; a tensor that is saved n
+    tensors that were saved later. This trades device memory against traffic between memories. A tensor that is saved n
     times is moved once. The device holds the tensors that the policy keeps there, at most `window` bytes that are
     leaving, at most `window` bytes that are back before their use, and those of the current operation.
 
@@ -73,8 +73,8 @@ def offload(
 
     Args:
         f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.
-        policy: from `policies`, or any function of a `SavedTensor` that returns "keep", "host" or "disk".
-        directory: where values on disk are written, in one folder for each rank; they are removed after use. Default:
+        policy: policy from `policies`, or any function of a `SavedTensor` that returns "keep", "host" or "disk".
+        directory: where values on disk are written, in one folder for each rank. They are removed after use. Default:
             the disk directory of the step around.
         window: see above.
 
@@ -83,7 +83,7 @@ def offload(
 
     Raises:
         ValueError: `f` is accumulated, jitted, or has a precision policy or another offload; (when called) the policy
-            returns "recompute", or "disk" without a directory; or it is called inside `remat`.
+            returns "recompute", or "disk" without a directory, or it is called inside `remat`.
         RuntimeError: (in the backward) a saved tensor was modified in place.
         CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 

@@ -7,7 +7,7 @@ from shardfn.engine import padded, unpadded
 
 
 def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """A stack of layers with unused rows added, so that each stage has one row per layer of the longest stage.
+    """Returns a stack of layers with unused rows added, so that each stage has one row per layer of the longest stage.
 
     Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
     `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: for 2, 3 and 3 layers 9 rows,
@@ -15,11 +15,11 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
 
     Args:
         stack: a tree of tensors [L, ...].
-        layers_per_stage: the number of layers of each stage, in order, for example from `schedules.balance`; they add
+        layers_per_stage: the number of layers of each stage, in order, for example from `schedules.balance`. They add
             up to L.
 
     Raises:
-        ValueError: they add up to another number; every leaf is listed.
+        ValueError: they add up to another number. Every leaf is listed.
 
     Example:
         >>> import torch
@@ -31,14 +31,14 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
 
 
 def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """The layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
+    """Returns the layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
 
     Args:
         stack: a tree of tensors.
-        layers_per_stage: as in `pad_layers`.
+        layers_per_stage: see `pad_layers`.
 
     Raises:
-        ValueError: the stack has another number of rows; every leaf is listed.
+        ValueError: the stack has another number of rows. Every leaf is listed.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
 
 
 def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
-    """The leaves of `made`, frozen where those of the stack are."""
+    """Returns the leaves of `made`, frozen where those of the stack are."""
     return tree_map(lambda x, y: frozen(y) if is_frozen(x) else y, stack, made)
 
 

@@ -23,7 +23,7 @@ from shardfn.core import (
 
 
 def is_dim(x: Any) -> bool:
-    """Whether `x` is a leaf of `in_dims` or `out_dims`; None means that nothing is padded or cut."""
+    """Returns whether `x` is a leaf of `in_dims` or `out_dims`. None means that nothing is padded or cut."""
     return x is None or (isinstance(x, int) and not isinstance(x, bool))
 
 
@@ -46,7 +46,7 @@ class Padding:
 
         Raises:
             TypeError: a dim is not an int or None, or a size not an int.
-            ValueError: no dim is padded; or sizes are not positive and ascending.
+            ValueError: no dim is padded, or sizes are not positive and ascending.
         """
         named = [*named_leaves(self.in_dims, "in_dims", is_leaf=is_dim)]
         rows = [*named, *named_leaves(self.out_dims, "out_dims", is_leaf=is_dim)]
@@ -64,7 +64,7 @@ class Padding:
             raise ValueError(f"bucketed(sizes={self.sizes}): pass one size or more, from 1 on, in ascending order.")
 
     def length(self, args: Sequence[Any]) -> int:
-        """The length of all padded dims.
+        """Returns the length of all padded dims.
 
         Raises:
             TypeError: a padded leaf is not a tensor of one device.
@@ -92,7 +92,7 @@ class Padding:
         return lengths.pop()
 
     def bucket(self, length: int) -> int:
-        """The smallest size that has room.
+        """Returns the smallest size that has room.
 
         Raises:
             ValueError: the length is above all sizes.
@@ -108,13 +108,14 @@ class Padding:
         return self.sizes[at]
 
     def padded(self, args: Sequence[Any], length: int, size: int, rows: Any = None) -> tuple[Any, ...]:
-        """The arguments of one size, and the length as a tensor; beyond `size` they are cut.
+        """Returns the arguments of one size, and the length as a tensor; beyond `size` they are cut.
 
         Args:
             args: the arguments.
             length: theirs.
             size: the size.
-            rows: for tests, a function of a leaf, its dim and a number of rows that makes the rows beyond the length.
+            rows: rows for tests, a function of a leaf, its dim and a number of rows that makes the rows beyond the
+                length.
         """
         leaves, treedef = tree_flatten(tuple(args))
         length = min(length, size)
@@ -132,10 +133,10 @@ class Padding:
         return (*out, torch.tensor(length, device=device)) if self.with_length else out
 
     def cut(self, out: PyTree, length: int, size: int) -> PyTree:
-        """The result without the rows of the padding.
+        """Returns the result without the rows of the padding.
 
         Raises:
-            ValueError: a leaf has another size along the dim that `out_dims` names; or ranks cut that dim.
+            ValueError: a leaf has another size along the dim that `out_dims` names, or ranks cut that dim.
         """
         leaves, treedef = tree_flatten(out)
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
@@ -144,13 +145,13 @@ class Padding:
         return tree_unflatten(treedef, [x if d is None else _narrowed(x, d, length) for _, x, d in named])
 
     def undeclared(self, out: PyTree) -> dict[str, tuple[int, ...]]:
-        """The shapes of the leaves of a result that are not cut, by path."""
+        """Returns the shapes of the leaves of a result that are not cut, by path."""
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
         rows = zip(tree_paths(out, "result"), tree_leaves(out), dims, strict=True)
         return {n: tuple(x.shape) for n, x, d in rows if d is None and isinstance(x, Tensor | GlobalTensor)}
 
     def rest(self, args: Sequence[Any]) -> Any:
-        """All sizes of the arguments but the length."""
+        """Returns all sizes of the arguments but the length."""
         return tuple(
             tuple(n for k, n in enumerate(x.shape) if dim is None or k != dim % x.ndim)
             for _, x, dim, _ in self._leaves(args)

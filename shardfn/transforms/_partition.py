@@ -20,20 +20,20 @@ def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, s
         loss: `loss(params, batch, ...)`, which does not use `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
         axes: the mesh axis, or several. Several axes may cut different dims of a leaf, or one dim in this order,
-            P(("tp", "sp")); all but the last must divide the dim or block that they cut. An axis that the mesh lacks,
+            P(("tp", "sp")). All but the last must divide the dim or block that they cut. An axis that the mesh lacks,
             or of size 1, has no effect.
         sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so that
             each rank holds and computes a part of them. This sends the same number of bytes: a `psum_scatter` and an
-            `all_gather` replace a `psum` and its transpose; one more sum is sent for each leaf that all ranks hold. It
+            `all_gather` replace a `psum` and its transpose. One more sum is sent for each leaf that all ranks hold. It
             is Megatron's sequence parallelism, along the same axis.
 
     Returns:
-        The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
+        The loss. Its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
 
     Raises:
         ValueError: the loss is partitioned already; (when called) the batch is cut along `axes`, the loss writes to its
             arguments, calls collectives, draws without a key, or has autograd functions with a custom backward.
-        CaptureError: (when called) the loss depends on the value of a tensor; names the line.
+        CaptureError: (when called) the loss depends on the value of a tensor. The message names the line.
 
     Example:
         >>> import torch

@@ -20,14 +20,14 @@ def pipeline(
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
 ) -> Accumulated | PipelinedLayers | PipelinedFunctions:
-    """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
+    """Returns a loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
 
     The batch is cut into microbatches along dim 0. The loss computes the lines above for each microbatch and returns
     the mean, as `accumulate` does. In a step on a mesh that has `axis`, each rank along it stores and runs some of the
     layers, in the order of a schedule; activations and their gradients go from rank to rank. For that the layers'
-    leaves are stacked along dim 0 and have specs `P(axis)`; no other leaf has `axis` in its spec. The axis need not
+    leaves are stacked along dim 0 and have specs `P(axis)`. No other leaf has `axis` in its spec. The axis need not
     divide the number of layers.
 
     All ranks along `axis` get the same rows. Only the first rank runs `first`, and only the last one runs `last`. The
@@ -49,26 +49,26 @@ def pipeline(
         first: `first(params, batch[, key]) -> h`.
         block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)`, `offload(f)` or `partition(f)`.
             For layers whose leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their
-            leaves are then a list with a tree for each function and are not stacked; no leaf has `axis` in its spec,
+            leaves are then a list with a tree for each function and are not stacked. No leaf has `axis` in its spec,
             and each rank has all of them.
-        last: `last(params, h, batch[, key])`; returns a loss: a 0-d tensor or a `WeightedMean`, with `has_aux` also an
-            aux.
+        last: `last(params, h, batch[, key])`, and returns a loss: a 0-d tensor or a `WeightedMean`, with `has_aux` also
+            an aux.
         blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
             they are a list with one stack per chunk, one after another.
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
         num_chunks: the number of stages on each rank.
         schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
-            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for the axis's
+            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks), or a schedule, for the axis's
             number of ranks and for `num_microbatches`. Where its stages go down the ranks and up again, the second
             stack has its layers in reverse order.
-        layers_per_stage: the number of layers of each rank, for stacks with unused rows (`pad_layers`); None = every
-            row is a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
+        layers_per_stage: the number of layers of each rank, for stacks with unused rows (`pad_layers`). None: every row
+            is a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
 
     Raises:
         ValueError: the schedule is unknown, or has another number of chunks. Also when a step is built or begins: the
-            schedule would never end (`schedules.ScheduleError`, with the ranks that wait in a circle); a spec does not
-            fit; there are fewer layers than stages; or microbatches do not divide the batch.
+            schedule would never end (`schedules.ScheduleError`, with the ranks that wait in a circle). A spec does not
+            fit. There are fewer layers than stages, or microbatches do not divide the batch.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ def pipeline(
 
 
 def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tuple[int, ...] | None:
-    """The numbers of layers of each stage, if they are not even.
+    """Returns the numbers of layers of each stage, if they are not even.
 
     Raises:
         ValueError: a stage has no layer, or ranks have several stages.

@@ -23,7 +23,7 @@ def pipeline_module(
     layers_per_stage: Sequence[int] | None = None,
     adapters: LeafAdapters | None = None,
 ) -> Accumulated | PipelinedModule | Partitioned:
-    """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
+    """Returns a loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
 
         params, apply = from_module(module, layers="model.layers")
         loss(params, batch)  is the mean of the loss over microbatches
@@ -32,7 +32,7 @@ def pipeline_module(
     `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each rank runs the module's
     own forward around its layers: without data up to its first layer, whose first argument is then the tensor that the
     rank before sent. So the model's code is used unchanged, and one tensor per microbatch goes from rank to rank. Each
-    rank computes the other arguments of layers (masks, rotary angles) itself; parameters on which these depend are
+    rank computes the other arguments of layers (masks, rotary angles) itself. Parameters on which these depend are
     tied.
 
     Layers may compute different things. Those with leaves of other names or shapes are stacked by kind, and all ranks
@@ -40,7 +40,7 @@ def pipeline_module(
     or the kind with the most layers is cut, and the leaves of a kind without `axis` in its specs are whole on all
     ranks. Only the first rank uses the parts before the layers, and only the last one those behind.
 
-    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple; the form of
+    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple. The form of
     its result is learnt from a rank's own layers.
 
     Args:
@@ -49,16 +49,17 @@ def pipeline_module(
         function: the function from `from_module(module, layers=...)`.
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
-        schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
-        layers_per_stage: as in `pipeline`, for a padded `params["model.layers"]` whose layers are of one kind.
-        adapters: of the module's leaves. The parameters are then `{"base": params, "lora": adapters.init(key)}`, with
-            `adapters.specs`, and `loss` gets the module's, with the adapters in their places. Layers are of one kind.
+        schedule: "gpipe" or "1f1b", or one of `shardfn.schedules`.
+        layers_per_stage: see `pipeline`, for a padded `params["model.layers"]` whose layers are of one kind.
+        adapters: adapters of the module's leaves. The parameters are then `{"base": params, "lora":
+            adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's, with the adapters in their
+            places. Layers are of one kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.
-        ValueError: as in `pipeline`; or layers of several kinds have adapters. Also when a step is built: a rank would
+        ValueError: as in `pipeline`, or layers of several kinds have adapters. Also when a step is built: a rank would
             have layers, of several kinds, that do not run one after another. Also when a step runs: the result of a
-            layer is used outside of the next layer; layers do not run once each, in order; or transformers records
+            layer is used outside of the next layer; layers do not run once each, in order, or transformers records
             outputs of all layers.
 
     Example:

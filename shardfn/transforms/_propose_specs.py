@@ -42,35 +42,35 @@ def propose_specs(
     The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward. Without a
     `cluster` computation is not counted: then whole leaves are free, and are cut only because of the limit. For a
     transformer the result is Megatron's layout, or one that sends less. Leaves at the same place of equal layers get
-    the same spec; a leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
+    the same spec. A leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
     may be a better layout.
 
     Args:
         loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it. For an accumulated or
             pipelined loss one microbatch counts. The stacked layers of a pipelined one are cut along its axis, too, if
-            the mesh has it; a rank holds the rows of its stages.
+            the mesh has it. A rank holds the rows of its stages.
         params: a tree of tensors, with data or without.
         mesh: has the axes; may be abstract. Its other axes do not matter, but for that of a pipeline.
         *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count, and
             ranks may have different numbers of rows, for example 4 and 3.
-        axes: the axis along which leaves are cut; or several, as `partition` takes them. They are searched one after
+        axes: the axis along which leaves are cut, or several, as `partition` takes them. They are searched one after
             another: specs along the first are held while those along the second are searched. Each search prices the
             whole program along its axis; layouts that are better for both together only are not found.
-        optimizer: the optimizer whose states count; those with the shape of their leaf are cut with it. None: states do
+        optimizer: the optimizer whose states count. Those with the shape of their leaf are cut with it. None: states do
             not count.
-        memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
+        memory: bytes that a rank may hold of parameters and the optimizer's states. Gradients and activations come on
             top. None: an even share of all ranks along `axes` and a quarter more, or what the leaves need at least.
         cluster: a `Cluster` or its name. A matmul that every rank repeats costs the bytes that the axis's link could
-            send in that time; one that is cut costs the rank's share of that. Transfers and arithmetic count as if they
+            send in that time. One that is cut costs the rank's share of that. Transfers and arithmetic count as if they
             did not overlap, and latencies are not counted. None: work is free.
 
     Returns:
         A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for leaves that the loss scans over.
 
     Raises:
-        ValueError: the leaves do not fit, with any cut; the mesh has no such axis; the loss is partitioned already, or
-            its stages lie along the axis; no device has that name, or it does not compute in the dtype of most of the
-            work; or see `partition`.
+        ValueError: the leaves do not fit, with any cut. The mesh has no such axis. The loss is partitioned already, or
+            its stages lie along the axis. No device has that name, or it does not compute in the dtype of most of the
+            work, or see `partition`.
         TypeError: the cluster is neither a name nor a value.
         RankError: the batches of ranks differ in more than their numbers of rows. The message lists them.
 
@@ -137,7 +137,7 @@ def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
-    """The bytes that are kept of each leaf, by the state that an optimizer makes where the other leaves are absent."""
+    """Returns the bytes kept of each leaf, from an optimizer's state where the other leaves are absent."""
     leaves, treedef = tree_flatten(params)
     rule = None if optimizer is None else decided(optimizer, params)
     by_leaf = rule is not optimizer  # a rule that decides by leaf, as `multi_transform` does

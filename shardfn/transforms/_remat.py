@@ -34,19 +34,19 @@ def remat(
 
     With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
     them instead of running these operations again. For an operation with several results the largest decides. Random
-    draws and in-place operations always run again; so do collectives, unless a policy that goes by names keeps the name
+    draws and in-place operations always run again, so do collectives, unless a policy that goes by names keeps the name
     of the result: ranks may hold tensors of other sizes, but the same names.
 
     Args:
         f: a pure function; wrap a block of a model, or a whole loss.
-        policy: from `policies`, or any function of a `SavedTensor`. Default: everything is recomputed.
+        policy: policy from `policies`, or any function of a `SavedTensor`. Default: everything is recomputed.
         directory: where values on disk are written, in one folder for each rank. Default: the disk directory of the
             step around.
         window: the most bytes that may be in transfer to the host or disk, and the most that may be back before their
             use.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once, or it is jitted, is
             offloaded, or has a precision policy; (when called) the policy returns "disk" without a directory, or names
             a value too late.
         RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts.

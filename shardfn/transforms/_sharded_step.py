@@ -50,19 +50,20 @@ def sharded_step(
     skip_nonfinite: bool = False,
     trainable: PyTree = None,
 ) -> ShardedStep:
-    """The training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
+    """Returns the training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
 
-    Between steps each leaf is stored in its storage sharding; the loss sees it in its compute spec. The step inserts
+    Between steps each leaf is stored in its storage sharding. The loss sees it in its compute spec. The step inserts
     the conversion where a leaf is used, and its transpose for the gradient. Gradients are averaged over the axes that
     shard the batch.
 
     Args:
-        loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
+        loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`, and returns a 0-d tensor or a
             `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, apply to the whole step.
             Or a dict of such losses, or `Objective`s, by name, whose gradients are added. Each takes its own batch: the
             step takes a dict of batches with the same names.
-        optimizer: one of `shardfn.optim`, or any pair `(init, update)` as in optax; see `optim.as_transformation`.
-        mesh: from `make_mesh`, or a `DeviceMesh` with named axes. None means one device, in a program of one process.
+        optimizer: one of `shardfn.optim`, or any pair `(init, update)` as in optax. See `optim.as_transformation`.
+        mesh: mesh from `make_mesh`, or a `DeviceMesh` with named axes. None means one device, in a program of one
+            process.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
         batch: how the global batch is cut: a prefix tree of `P`. Each rank passes its own rows; along axes that do not
             cut the batch, ranks pass the same rows. Default: cut along "dp" and all axes of the mesh that no spec uses.
@@ -72,17 +73,17 @@ def sharded_step(
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
         has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`. The
             model state is a tree of tensors that are not parameters, such as running statistics. `init(params,
-            model_state=...)` takes the first one. Each microbatch gets that of the one before; a skipped step keeps the
+            model_state=...)` takes the first one. Each microbatch gets that of the one before. A skipped step keeps the
             old one. It has no gradient.
-        state_specs: a prefix tree of `P` for the model state; the loss sees this rank's blocks. Along axes that are not
+        state_specs: a prefix tree of `P` for the model state. The loss sees this rank's blocks. Along axes that are not
             in a spec, all ranks must return the same values.
         finish: `finish(model_state) -> model_state`, a pure function that is called once a step, after the last
-            microbatch; it sees this rank's blocks, may use collectives, and runs inside a captured step. A skipped step
+            microbatch. It sees this rank's blocks, may use collectives, and runs inside a captured step. A skipped step
             skips it, `gradients` leaves it to `update`. Until it has run, ranks may hold parts of a sum that it makes.
         donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
-        trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
-            Default: the adapters for a loss of `lora.adapt`; else all leaves but parameters with `requires_grad=False`,
+        trainable: a prefix tree of bools for params. Leaves that are False get no gradient and no optimizer state.
+            Default: the adapters for a loss of `lora.adapt`, else all leaves but parameters with `requires_grad=False`,
             such as those from `from_module`.
 
     Returns:
@@ -93,12 +94,12 @@ def sharded_step(
         and so on. `gradients` and `update` are the two halves of a step.
 
     Raises:
-        TypeError: an argument has the wrong type, or the loss takes other arguments than the step passes; the message
+        TypeError: an argument has the wrong type, or the loss takes other arguments than the step passes. The message
             has the remedy.
-        ValueError: the optimizer has no learning rate; or `mesh` is None in a program of several processes. (At `init`
-            or the first call) specs, batch or state do not fit; the message lists every such leaf by path.
+        ValueError: the optimizer has no learning rate, or `mesh` is None in a program of several processes. (At `init`
+            or the first call) specs, batch or state do not fit. The message lists every such leaf by path.
         DonatedError: (when called) the state was consumed by an earlier step.
-        RankError: (when called) ranks disagree on the call, or pass different rows where all must pass the same; or
+        RankError: (when called) ranks disagree on the call, or pass different rows where all must pass the same, or
             another rank failed.
         FloatingPointError: (when called) gradients overflow although the loss scale is at its minimum.
 

@@ -34,15 +34,15 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
         f(params, x) = cat([f(params, x_1), ..., f(params, x_n)], dim), or the sum of these where they are 0-d
 
     which holds for functions of single positions (an MLP, a norm, a projection) and sums over them (the total of a
-    loss). Intermediate values of `f` exist for one tile at a time, in the forward and the backward; only `x` and the
+    loss). Intermediate values of `f` exist for one tile at a time, in the forward and the backward. Only `x` and the
     result stay in memory. This costs one more forward of `f`. Parameters that a step shards are gathered once for all
     tiles. Their gradients are summed over tiles in float32, or wider.
 
     There are always exactly `tiles` tiles, so that ranks whose lengths differ make the same calls. The tiles' lengths
-    differ by one at most; with fewer positions than tiles, some are empty.
+    differ by one at most. With fewer positions than tiles, some are empty.
 
     Args:
-        f: `f(params, *xs, **whole)`, a pure function; every leaf of its result is 0-d or has `dim`. Not a mean: the sum
+        f: `f(params, *xs, **whole)`, a pure function. Every leaf of its result is 0-d or has `dim`. Not a mean: the sum
             of the means of tiles is not the mean.
         dim: the dim of every tensor among the xs, and of the results, that is cut; counted from the front.
         tiles: the number of tiles; default: positions of the first of the xs divided by its features (the last dim),
@@ -54,7 +54,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     Raises:
         ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy;
             (when called) a tensor among the xs lacks the dim or has another length along it, or a result is not 0-d and
-            lacks the tile's length along it; all leaves are listed.
+            lacks the tile's length along it. All leaves are listed.
 
     Example:
         >>> def norm(w, x):
@@ -89,7 +89,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
-    """The lengths of `tiles` tiles, which differ by one at most.
+    """Returns the lengths of `tiles` tiles, which differ by one at most.
 
     Example:
         >>> tile_lengths(5, 4), tile_lengths(2, 3)
@@ -138,7 +138,7 @@ class _TileUse(torch.autograd.Function):
 
 
 def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """The leaves of `params`, and a function that makes them anew for a tile, narrow ones with a gradient handle."""
+    """Returns the leaves of `params`, and a function that makes them for a tile."""
     leaves, treedef = tree_flatten(params)
     backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
@@ -179,7 +179,7 @@ def _square(dim: int, cut: dict[int, Tensor]) -> int:
 
 
 def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
-    """The results of the tiles as that of the whole."""
+    """Returns the results of the tiles as that of the whole."""
     wrong = []
     for n, out in zip(lengths, outs, strict=True):
         for path, x in named_leaves(out, "result"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine import COMMS, Loss, NoGradientError, WeightedMean, evaluate, fold, losing_no_peer_purely
 
 
@@ -122,7 +122,7 @@ def _is_float(x: Any) -> bool:
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
     """The gradient of a leaf; that of a leaf on disk is on the host."""
-    if isinstance(leaf, GlobalTensor) and leaf.memory_kind == "disk":
+    if isinstance(leaf, GlobalTensor) and is_disk(leaf.memory_kind):
         return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
     return _as_it_was(x, leaf)
 

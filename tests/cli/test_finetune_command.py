@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     inner.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.pad_token = "</s>"
     tokenizer.save_pretrained(folder / "model")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
@@ -52,7 +54,15 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     model.save_pretrained(folder / "model")
     texts = [{"text": " ".join(line[: 2 + i % 4])} for i, line in enumerate(lines)]
     pairs = [{"prompt": " ".join(line[:4]), "completion": " " + line[4]} for line in lines]
-    chats = [{"messages": [{"role": "user", "content": " ".join(line)}]} for line in lines]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(line[:4])},
+                {"role": "assistant", "content": line[4]},
+            ]
+        }
+        for line in lines
+    ]
     for name, rows in {"train": texts[:20], "val": texts[20:], "pairs": pairs, "chats": chats}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -256,13 +266,39 @@ def test_prompts_and_chats(kind: str, given: pathlib.Path, tmp_path: pathlib.Pat
 
 
 def test_a_prompt_is_not_predicted(given: pathlib.Path) -> None:
-    from shardfn.cli._finetune import encoded
+    from shardfn.cli._finetune_rows import encode_row
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(given / "model")
     row = {"prompt": "1 plus 2 is", "completion": " 3"}
-    made = encoded(tokenizer, row, 8)
+    made = encode_row(tokenizer, row, length=8)
     assert len(made["tokens"]) == 6 and made["tokens"][-1] == tokenizer.eos_token_id
     assert made["labels"] == [-100] * 4 + made["tokens"][4:]
+    assert encode_row(tokenizer, row, length=8, learn="everything") == {
+        "tokens": made["tokens"],
+        "labels": made["tokens"],
+    }
+    ask, answer = ({"role": role, "content": text} for role, text in (("user", "1 plus 2 is"), ("assistant", "3")))
+    for chat in ({"messages": [ask, answer]}, {"prompt": [ask], "completion": [answer]}):
+        assert encode_row(tokenizer, chat, length=8)["labels"] == made["labels"][:5]
+    with pytest.raises(ValueError, match=r"token ids must be below 4, the size of the model's vocabulary, got"):
+        encode_row(tokenizer, row, length=8, vocab_size=4)
+
+
+def test_a_token_across_the_prompt_and_the_completion_is_not_learnt_in_half() -> None:
+    from shardfn.cli._finetune_rows import encode_row
+
+    class Pairs:
+        """Tokens of two letters where they fit."""
+
+        eos_token_id = 0
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            ids = [ord(text[i]) + sum(map(ord, text[i + 1 : i + 2])) for i in range(0, len(text), 2)]
+            return {"input_ids": [1] * add_special_tokens + ids}
+
+    made = encode_row(Pairs(), {"prompt": "abc", "completion": "d"}, length=8)
+    first = Pairs()("abc")["input_ids"]
+    assert made["tokens"] == [*first, ord("d"), 0] and made["labels"] == [-100] * len(first) + [ord("d"), 0]
 
 
 @pytest.mark.nightly
@@ -304,7 +340,7 @@ def test_two_ranks_equal_one(mesh: str, given: pathlib.Path, tmp_path: pathlib.P
 def test_every_bad_argument_is_named_before_anything_is_loaded(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardfn.cli._finetune._trained", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("shardfn.cli._finetune.load_model", lambda *_: pytest.fail("loaded"))
     lost, empty = tmp_path / "lost", tmp_path / "empty.jsonl"
     empty.write_text("\n")
     odd = tmp_path / "odd.jsonl"
@@ -313,6 +349,12 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         (): "",
         ("--steps", "0"): "--steps 0: it must be at least 1",
         ("--lr", "0"): "--lr 0.0: it must be above 0",
+        ("--lr", "nan"): "--lr nan: it must be above 0, and finite",
+        ("--weight-decay", "-1"): "--weight-decay -1.0: it must be 0 or more",
+        ("--log-every", "0"): "--log-every 0: it must be at least 1",
+        ("--learn", "answer"): "--learn answer: it is answers or everything. Did you mean 'answers'?",
+        ("--dtype", "bf16"): "--dtype bf16: it is float32, bfloat16, float16. Did you mean 'bfloat16'?",
+        ("--accumulate", "5"): "--accumulate 5: 5 microbatches on dp=1 need as many rows",
         ("--merge",): "--merge has no effect without --lora RANK",
         ("--codes", "int4"): "--codes has no effect without --lora RANK",
         ("--lora", "2", "--codes", "int3"): "--codes int3: it is int8 or int4",
@@ -327,7 +369,10 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--mesh", "dp"): "dp needs a size, as in dp=2",
         ("--validation", str(lost)): f"--validation {lost} is no file",
         ("--validation", str(empty)): "empty.jsonl has no lines",
-        ("--validation", str(odd)): "a line has 'text', or 'prompt' and 'completion', or 'messages'; the first one has",
+        (
+            "--validation",
+            str(odd),
+        ): "odd.jsonl:1: expected 'text', or 'prompt' and 'completion', or 'messages', got ['txt']",
         ("--config", str(lost)): "No such file",
     }
     for more, text in cases.items():
@@ -397,3 +442,149 @@ def test_smollm2_beside_codes_trains_as_beside_its_decoded_weights(smol_python: 
     assert [(x["loss"], x["grad_norm"]) for x in coded] == [(x["loss"], x["grad_norm"]) for x in plain]
     name = "adapter/adapter_model.safetensors"
     assert (tmp_path / "coded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_good_checkpoints(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardfn.checkpoint import read_leaves, steps, stored
+
+    asked = words(
+        given, tmp_path, "--steps", "20", "--every", "1", "--lr", "1e38", "--validation", "", "--log-every", "1"
+    )
+    for _ in range(2):  # and so does the same command again
+        assert main(asked) == 1
+        told = capsys.readouterr()
+        assert re.search(r"error: the loss .* must be finite, got NaN or infinity in steps (\d+) to (\d+)", told.err)
+        assert "(not finite: skipped)" in told.out and "Traceback" not in told.err
+        assert not (tmp_path / "model").exists() and len(rows_of(tmp_path)) < 20
+    for step in steps(tmp_path / "checkpoints"):
+        paths = [path for path in stored(tmp_path / "checkpoints", step) if path.startswith("params")]
+        assert paths and all(bool(x.isfinite().all()) for _, x in read_leaves(tmp_path / "checkpoints", paths, step))
+    nan = tmp_path / "nan"
+    shutil.copytree(given / "model", nan)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(nan / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, nan / "model.safetensors", {"format": "pt"})
+    told = words(given, tmp_path / "out", "--validation", "", "--max-nonfinite", "2")
+    assert main([told[0], str(nan), *told[2:]]) == 1
+    assert "in steps 1 to 2" in (err := capsys.readouterr().err) and "look at the weights of MODEL" in err
+
+
+def test_files_keep_the_dtypes_of_the_model(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    start = load_file(given / "model/model.safetensors")
+    mixed = tmp_path / "mixed"
+    shutil.copytree(given / "model", mixed)
+    kinds = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in start}
+    start = {name: x.to(kinds[name]) for name, x in start.items()}
+    save_file(start, mixed / "model.safetensors", {"format": "pt"})
+    more = ["--steps", "2", "--validation", ""]
+    for out, own in (("full", []), ("merged", ["--lora", "2", "--merge"]), ("wide", ["--dtype", "float32"])):
+        told = words(given, tmp_path / out, *more, *own)
+        assert main([told[0], str(mixed), *told[2:]]) == 0
+        made = load_file(tmp_path / out / "model/model.safetensors")
+        wanted = dict.fromkeys(kinds, torch.float32) if out == "wide" else kinds
+        assert {name: x.dtype for name, x in made.items()} == wanted
+        assert json.loads((tmp_path / out / "model/config.json").read_text())["dtype"] == (
+            "float32" if out == "wide" else "bfloat16"
+        )
+    merged = load_file(tmp_path / "merged/model/model.safetensors")
+    assert all(torch.equal(merged[name], x) for name, x in start.items() if "_proj" not in name)
+    # The model is the base with the adapters, which are not rounded: added in float32, and rounded once.
+    found = load_file(tmp_path / "merged/adapter/adapter_model.safetensors")
+    path = "model.layers.0.mlp.up_proj"
+    a, b = (found[f"base_model.model.{path}.lora_{letter}.weight"] for letter in "AB")
+    assert a.dtype == torch.float32 and not torch.equal(a, a.bfloat16().float())
+    want = start[f"{path}.weight"].float() + b @ a
+    assert torch.equal(merged[f"{path}.weight"], want.bfloat16())
+
+
+def test_a_float32_model_that_is_trained_in_bf16_is_merged_without_rounding(
+    given: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from safetensors.torch import load_file
+
+    assert main(words(given, tmp_path, "--steps", "2", "--validation", "", "--lora", "2", "--merge")) == 0
+    start, made = (load_file(x / "model/model.safetensors") for x in (given, tmp_path))
+    assert all(torch.equal(made[name], x) for name, x in start.items() if "_proj" not in name)
+
+
+def test_other_data_in_the_same_file_is_refused(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = tmp_path / "train.jsonl"
+    shutil.copy(given / "train.jsonl", train)
+    told = words(given, tmp_path / "out", "--steps", "2", "--validation", "")
+    asked = [*told[:2], str(train), *told[3:]]
+    assert main(asked) == 0
+    settings = (tmp_path / "out/run.json").read_text()
+    with train.open("a") as file:
+        file.write('{"text": "1 plus 2"}\n')
+    capsys.readouterr()
+    assert main(asked) == 2
+    error = capsys.readouterr().err
+    assert "has a run on other data: pass its TRAIN to go on, or another --out" in error
+    assert "examples must be 20, as in the saved position, got 21" in error and "Traceback" not in error
+    assert (tmp_path / "out/run.json").read_text() == settings
+
+
+def test_one_step_trains_and_lines_are_printed(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(given, tmp_path / "one", "--steps", "1")) == 0
+    assert rows_of(tmp_path / "one")[0]["learning_rate"] == pytest.approx(0.03)
+    capsys.readouterr()
+    assert main(words(given, tmp_path / "out", "--steps", "7", "--log-every", "3", "--every", "5")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [int(line.split()[1]) for line in lines] == [1, 3, 5, 6, 7]
+    losses = {int(row["step"]): row["loss"] for row in rows_of(tmp_path / "out")}
+    assert lines[1].startswith(f"step 3 of 7: loss {losses[3]:.4f}, grad_norm ") and "tokens_per_s" in lines[1]
+    assert "validation_loss" in lines[2] and "validation_loss" not in lines[3]
+
+
+def test_mistakes_that_only_the_model_shows_have_no_traceback(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(model: pathlib.Path, *more: str) -> str:
+        told = words(given, tmp_path / "out", "--validation", "", *more)
+        assert main([told[0], str(model), *told[2:]]) == 2
+        return capsys.readouterr().err
+
+    rank = error(given / "model", "--lora", "500")
+    assert "model.layers.0.mlp.up_proj.weight (24, 16) has a smaller side than rank=500" in rank
+    broken = tmp_path / "broken"
+    shutil.copytree(given / "model", broken)
+    (broken / "tokenizer.json").write_text("{}")
+    assert "MODEL: transformers cannot load its tokenizer" in error(broken)
+    (broken / "config.json").write_text('{"model_type": "no-such"}')
+    shutil.copy(given / "model/tokenizer.json", broken)
+    assert "MODEL: transformers cannot load its config.json" in error(broken)
+    assert not (tmp_path / "out/run.json").exists()
+
+
+def test_rows_whose_answers_are_cut_off_are_named(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1 plus 2 is " * 9, "completion": "3"}) + "\n")
+    told = words(given, tmp_path / "out", "--validation", "")
+    assert main([*told[:2], str(tmp_path / "long.jsonl"), *told[3:]]) == 1
+    assert "have no token to learn within --length 8: pass a larger one" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_of_an_earlier_version_is_not_continued_with_other_labels(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = words(given, tmp_path, "--steps", "2", "--validation", "")
+    asked = [*told[:2], str(given / "chats.jsonl"), *told[3:]]
+    assert main([*asked, "--learn", "everything"]) == 0
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["learn"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main(asked) == 2
+    assert "which learnt all tokens of messages: pass --learn everything to go on" in capsys.readouterr().err
+    assert main([*asked, "--learn", "everything"]) == 0

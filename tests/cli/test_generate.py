@@ -350,7 +350,7 @@ def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[
 def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of_transformers(transformers.AutoTokenizer.from_pretrained(given))
     assert text.chat is not None and text.encode("one") == [1, 3]
-    assert text.chat([{"role": "user", "content": "one two"}]) == [1, 0, 3, 4]
+    assert text.plain(text.chat([{"role": "user", "content": "one two"}])) == [1, 0, 3, 4]
     assert text.ends == {2} and text.token("three") == 5 and text.token("none") is None
     [row] = generated(capsys, given, "one two", "--chat", "--system", "three", "--max-tokens", 2)
     assert len(row["tokens"]) <= 2

@@ -1,6 +1,7 @@
 """`shardfn plan`: published figures, bad arguments, runs that fit or do not, the search, the formats."""
 
 import builtins
+import dataclasses
 import json
 import re
 import runpy
@@ -9,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardfn as sf
 from shardfn.cli import (
     PRECISIONS,
     PRESETS,
@@ -23,7 +26,7 @@ from shardfn.cli import (
     search,
     step_cost,
 )
-from shardfn.core import Zero
+from shardfn.core import Zero, block_slices
 from shardfn.graph import DEVICES, cluster
 from shardfn.models import gpt
 
@@ -370,3 +373,32 @@ def test_search_report(capsys):
 def test_a_huge_model_as_a_program():
     text = as_a_program("--model", "mt-nlg-530b", "--mesh", "dp=1024", "--remat")
     assert text.startswith("# mt-nlg-530b on 1024 x a100-80")
+
+
+def test_heads_that_tp_does_not_divide_are_counted_on_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "gpt:vocab_size=64,num_layers=3,d_model=32,num_heads=4"
+    how = ["--device", "cpu", "--precision", "fp32-adam", "--seq", "8", "--zero", "0"]
+    assert main(["plan", model, "--mesh", "tp=3", *how]) == 0
+    text = capsys.readouterr().out
+    assert "tp=3 does not divide the 4 heads: the fullest rank has 2" in text and "Config(per_head=True)" in text
+    assert main(["plan", model, "--mesh", "tp=2", *how]) == 0
+    assert "does not divide" not in capsys.readouterr().out
+    config = parse_model(model)
+    two, three = (Setup("", config, {"tp": n}, cluster("cpu"), Zero(0), "fp32-adam", seq=8) for n in (2, 3))
+    # Both have a rank with two heads: as many attention weights and activations, and as much of their time.
+    assert two.heads_on_a_rank == three.heads_on_a_rank == (2, 2)
+    held = [sum(x.numel() for x in attention_of(config, n)) for n in (2, 3)]
+    assert held[0] == held[1]
+    assert plan(two).cost.compute > plan(three).cost.compute > plan(two).cost.compute * 2 / 3
+    grouped = dataclasses.replace(config, num_heads=8, d_model=64, num_kv_heads=2)
+    for tp, most in {1: (8, 2), 2: (4, 1), 3: (3, 2), 4: (2, 1), 5: (2, 1), 8: (1, 1)}.items():
+        setup = Setup("", grouped, {"tp": tp}, cluster("cpu"), Zero(0), "fp32-adam", seq=8)
+        assert setup.heads_on_a_rank == most
+
+
+def attention_of(config: gpt.Config, ranks: int) -> list[torch.Tensor]:
+    """The blocks of attention weights on the first rank, from the specs of the model."""
+    mesh = sf.make_mesh({"tp": ranks}, device="cpu", abstract=True)
+    own = dataclasses.replace(config, per_head=True)
+    params, specs = gpt.init(own, sf.key(0))["blocks"][0], gpt.specs(own, tp="tp")["blocks"][0]
+    return [params[n][block_slices(tuple(params[n].shape), specs[n], mesh.shape, {})] for n in ("wq", "wk", "wv", "wo")]

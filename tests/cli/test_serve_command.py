@@ -362,11 +362,8 @@ def test_a_file_that_is_no_template(
 
 def test_templates_run_in_a_sandbox() -> None:
     from shardfn.cli._chat_template import template
-    from shardfn.cli._generate_text import text_of_data
-    from shardfn.data import ByteTokenizer
 
-    text = text_of_data(ByteTokenizer())
-    made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}", text)
+    made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
         made([{"role": "user", "content": "a"}])
 
@@ -400,13 +397,12 @@ ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% 
 )
 def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
     from shardfn.cli._chat_template import template
-    from shardfn.cli._generate_text import text_of_data, text_of_transformers
-    from shardfn.data import ByteTokenizer
+    from shardfn.cli._generate_text import text_of_transformers
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)
     theirs.chat_template = source
-    for chat in (template(source, text_of_data(ByteTokenizer())), text_of_transformers(theirs).chat):
+    for chat in (template(source), text_of_transformers(theirs).chat):
         assert chat is not None
         with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{words}"):
             chat([{"role": "user", "content": "1000000"}])

@@ -2,8 +2,10 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -141,16 +143,32 @@ def test_numbers_made_of_an_index_remember_its_axes() -> None:
     with bind_mesh(mesh), Following(mesh, ("dp", "tp")) as mode:
         i, j = sf.axis_index("dp"), sf.axis_index("tp")
         integers = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
-        integers += [2**i, i << 1, 1 | i, 3 ^ i, abs(i), ~i]
-        assert [int(x) for x in integers] == [1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0, 1, 0, 1, 3, 0, -1]
-        truths = [i == 0, i > 0, ~(i < 1), (i >= 0) & (i != 1), 3 > i]
-        assert [int(x) for x in truths] == [1, 0, 0, 1, 1]
-        floats = [i * 0.5, (i + 1) / 2, 1 / (1 + i), 0.5 * (i * 1.0) - 1]
-        assert [float(x) for x in floats] == [0.0, 0.5, 1.0, -1.0]
+        integers += [
+            2**i,
+            i << 1,
+            1 | i,
+            3 ^ i,
+            abs(i),
+            ~i,
+            True * i,
+            round(1.6 * i),
+            *divmod(7, i + 2),
+            pow(i + 3, 2, 2),
+        ]
+        integers += [math.floor(0.5 * i), math.ceil(i / 2), math.trunc(1.5 * i), sum([1, i]), np.int64(3) * i]
+        assert [int(x) for x in integers] == [
+            1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0, 1, 0, 1, 3, 0, -1, 0, 0, 3, 1, 1, 0, 0, 0, 1, 0,
+        ]  # fmt: skip
+        truths = [i == 0, i > 0, ~(i < 1), (i >= 0) & (i != 1), 3 > i, 0.5 < i, 0 == i, True & (i < 1), 1.0 >= i]
+        assert [int(x) for x in truths] == [1, 0, 0, 1, 1, 0, 1, 1, 1]
+        floats = [i * 0.5, (i + 1) / 2, 1 / (1 + i), 0.5 * (i * 1.0) - 1, 0.5 * i, 0.5 - i, 2.0 / (i + 1), 0.5**i]
+        floats += [3.5 % (i + 1), 3.5 // (i + 1), np.float64(0.5) * i, np.float32(0.5) + i]
+        assert [x.item() for x in floats] == [0.0, 0.5, 1.0, -1.0, 0.0, 0.5, 2.0, 1.0, 0.5, 3.0, 0.0, 0.5]
         for x in (*integers, *truths, *floats):
             assert mode.axes_of(torch.ones(2) * x) == ("dp",)
             assert mode.axes_of(torch.tensor([0, x])) == ("dp",)
             assert mode.axes_of(torch.full_like(torch.ones(2), x)) == ("dp",)
+            assert mode.axes_of(x + torch.ones(2, dtype=torch.int64)) == ("dp",)
         assert mode.axes_of(torch.full((2,), i + j)) == ("dp", "tp")
         assert mode.axes_of(torch.full_like(input=torch.ones(2) * i, fill_value=3)) == ()
         assert torch.tensor(i == 0).dtype == torch.bool
@@ -166,6 +184,16 @@ CHOSEN_BY_AN_INDEX: dict[str, Any] = {
     "and": lambda i: i and 2,
     "a float": lambda i: max(i * 0.5, 0.25),
     "in": lambda i: i in (0, 2),
+    "on the right": lambda i: min(0.5, 0.5 * i),
+}
+CONVERTED_FROM_AN_INDEX: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an element of a list": (lambda i: [1.0, 2.0][i], r"an index.*torch.tensor\(xs\)\[i\]"),
+    "a slice of a list": (lambda i: [1.0, 2.0][i:][0], "an index"),
+    "a range": (lambda i: len(range(i)), "a length or a range"),
+    "a repetition": (lambda i: len([0] * i), "a length"),
+    "a float": (float, "the float of a number"),
+    "a function of math": (math.sin, r"a result of math.*torch.tensor\(i\).sin\(\)"),
+    "a complex number": (complex, "the float of a number"),
 }
 
 
@@ -184,12 +212,42 @@ def test_a_number_that_is_chosen_by_an_index_is_refused_on_all_ranks(world: int,
         f(X)
 
 
+@pytest.mark.parametrize("name", CONVERTED_FROM_AN_INDEX)
+def test_a_conversion_that_would_lose_the_axes_of_a_number_is_refused(name: str) -> None:
+    convert, words = CONVERTED_FROM_AN_INDEX[name]
+    mesh = sf.make_mesh({"dp": 2}, abstract=True)
+    with bind_mesh(mesh), Following(mesh, ("dp",)):
+        with pytest.raises(AxisTypeError, match=rf"{words}.*int\(i\)"):
+            convert(sf.axis_index("dp"))
+        assert sf.axis_index("tp") == 0  # of one rank: an `int`
+
+
+def test_functions_of_torch_take_numbers_made_of_an_index() -> None:
+    """A number that they return remembers the axes, too; and they take one where values are not followed any more."""
+    mesh, x = sf.make_mesh({"dp": 2}, abstract=True), torch.arange(4.0).view(2, 2)
+    with bind_mesh(mesh), Following(mesh, ("dp",)) as mode:
+        i = sf.axis_index("dp")
+        taken: dict[str, Any] = {
+            "x[i]": x[i], "x[:, i]": x[:, i], "x[i:]": x[i:], "narrow": x.narrow(0, i, 1), "select": x.select(0, i),
+            "roll": torch.roll(x, i), "pad": torch.nn.functional.pad(x, (i, 0)), "full": torch.full((2,), 0.5 * i),
+            "arange": torch.arange(i + 2), "zeros": torch.zeros((i + 1, 2)), "linspace": torch.linspace(0, i, 3),
+            "where": torch.where(x > 0, 0.5 * i, x), "clamp": x.clamp(min=0.5 * i), "alpha": torch.add(x, x, alpha=i),
+            "power": (0.5 * i) ** x, "as_tensor": torch.as_tensor(i), "new_tensor": x.new_tensor([0, i]),
+        }  # fmt: skip
+        assert {name for name, y in taken.items() if mode.axes_of(y) != ("dp",)} == set()
+        larger: Any = torch.sym_max(i, 3)
+        assert larger.axes == ("dp",)
+        assert mode.axes_of(torch.zeros_like(x * i)) == ()
+    torch.testing.assert_close(x * (1 + i), x)
+    assert x[i].tolist() == [0.0, 1.0]
+
+
 @distributed(world=[3])
 def test_a_mask_made_of_an_index_varies(world: int) -> None:
     def f(w: Tensor) -> Tensor:
         i = sf.axis_index("dp")
         first = torch.where(torch.tensor(i == 0), w.sin(), w)
-        return sf.psum(first * ((i - 1) * (i > 0)) + w * (i != 1), "dp")
+        return sf.psum(first * ((i - 1) * (0.5 < i)) + w * (i != 1), "dp")
 
     w = X.clone().requires_grad_()
     out = sf.shard_map(f, mesh=_on(world), in_specs=P(), out_specs=P())(w)

@@ -314,7 +314,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
             calls.append(args)
             raise error
 
-        monkeypatch.setattr(_engine, "build", build)
+        monkeypatch.setattr(_engine, "load_library", build)
         monkeypatch.setattr(_engine, "_library", functools.cache(_engine._library.__wrapped__))
         for _ in range(2):
             with pytest.raises(NotSharedError, match=re.escape(f"its C++ part cannot be built: {reason}") + "$"):

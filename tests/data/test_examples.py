@@ -50,10 +50,51 @@ def test_a_cursor_goes_on_where_it_was() -> None:
     cursor = Cursor(batches, stop=6)
     assert [_ids(next(cursor)) for _ in range(2)] == whole[:2]
     state = cursor.state()
-    assert state == {"next": 2, "seed": 7, "batch_size": 4}
+    digest = state.pop("digest")
+    assert state == {"next": 2, "seed": 7, "batch_size": 4, "examples": 10}
+    state["digest"] = digest
     assert [_ids(b) for b in Cursor(batches, stop=6).at(state)] == whole[2:]
-    with pytest.raises(ValueError, match="seed is 8, and was 7"):
+    with pytest.raises(ValueError, match="seed must be 7, as in the saved position, got 8"):
         Cursor(ExampleBatches(EXAMPLES, 4, pad(3), seed=8), stop=6).at(state)
+
+
+@pytest.mark.parametrize("ids", [[*range(1, 15)], [*range(1, 10), 99], [*range(2, 12)]], ids=["longer", "one", "all"])
+def test_a_position_is_of_its_data_set_only(ids: list[int]) -> None:
+    state = Cursor(ExampleBatches(EXAMPLES, 4, pad(3)), stop=6).state()
+    other = Cursor(ExampleBatches([[i] * (1 + (i - 1) % 3) for i in ids], 4, pad(3)), stop=6)
+    with pytest.raises(ValueError, match=r"Pass the same data with the same seed.*leave out at\(\)") as caught:
+        other.at(state)
+    examples = "examples must be 10, as in the saved position, got 14"
+    assert (examples in str(caught.value)) == (len(ids) == 14)
+    assert f"digest must be {state['digest']!r}, as in the saved position, got" in str(caught.value)
+    assert other.next == 0  # it was not moved
+
+
+def test_a_position_without_a_data_set_is_taken_up_with_a_warning() -> None:
+    cursor = Cursor(ExampleBatches(EXAMPLES, 4, pad(3)), stop=6)
+    with pytest.warns(UserWarning, match=r"does not name the data set \(examples, digest\).*seen twice or never"):
+        cursor.at({"next": 2, "seed": 0, "batch_size": 4})
+    assert cursor.next == 2
+
+
+class Drawing:
+    """A data set whose rows differ from read to read, as random crops of images do."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> list[int]:
+        self.reads += 1
+        return [self.reads]
+
+
+def test_a_data_set_that_may_draw_is_recognised_by_its_length() -> None:
+    data = Drawing()
+    state = Cursor(ExampleBatches(data, 4, pad(3)), stop=6).state()
+    assert state["examples"] == 10 and "digest" not in state and data.reads == 0
+    assert Cursor(ExampleBatches(Drawing(), 4, pad(3)), stop=6).at(state).next == 0
 
 
 def test_examples_that_make_no_batch_are_an_error() -> None:

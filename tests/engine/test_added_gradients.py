@@ -13,8 +13,9 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
 from shardfn.collectives import SumWire
+from shardfn.engine.transfers import _gradient_store
 from shardfn.engine.transfers._local_sums import LocalSums
-from shardfn.state import _parts, piled
+from shardfn.state import stack_values
 from shardfn.testing import distributed
 
 # The arguments of a loss: params, batch, and a list for tensors that a user keeps, whose values must not change.
@@ -221,7 +222,7 @@ def _out_of_place() -> Iterator[None]:
 
     alone = mock.patch.object(SumWire, "is_alone", False)
     sums = mock.patch.multiple(LocalSums, add=add, total=total)
-    with alone, sums, mock.patch.object(_parts, "added", added):
+    with alone, sums, mock.patch.object(_gradient_store, "added", added):
         yield
 
 
@@ -351,7 +352,8 @@ def test_sums_of_a_stacks_layers_lie_side_by_side() -> None:
     )
     state, joined = step.init(params), list[Any]()
     with mock.patch(
-        "shardfn.engine.plan._plan.piled", lambda parts: joined.append((parts, piled(parts))) or joined[-1][1]
+        "shardfn.engine.transfers._gradient_store.stack_values",
+        lambda parts: joined.append((parts, stack_values(parts))) or joined[-1][1],
     ):
         state, _ = step(state, torch.randn(4, 2))
     ((rows, whole),) = joined
@@ -360,10 +362,10 @@ def test_sums_of_a_stacks_layers_lie_side_by_side() -> None:
 
 def test_rows_of_one_tensor_are_joined_as_they_lie() -> None:
     whole = torch.arange(12.0).view(3, 2, 2).clone()
-    assert piled(list(whole)) is whole
+    assert stack_values(list(whole)) is whole
     others = [[whole[0], whole[2], whole[1]], [whole[0], whole[1]], [whole[0], whole[1], whole[2].t()], [whole[0]] * 3]
     others += [list(whole[:, 0]), list(whole.transpose(0, 2)), [whole[0], whole[1], whole[2].clone()]]
     for rows in others:
-        made = piled(rows)
+        made = stack_values(rows)
         assert isinstance(made, Tensor) and torch.equal(made, torch.stack(rows))
         assert made.untyped_storage()._cdata != whole.untyped_storage()._cdata

@@ -37,12 +37,9 @@ def test_a_stacked_leaf_becomes_its_layers_and_one_leaf_again() -> None:
     assert len(plan.layers) == 4 and [tuple(x.shape) for x in layers] == [(3, 2), (4, 4), (4, 4), (4, 4)]
     assert layers[1].data_ptr() == stack.data_ptr()
     assert plan.by_layer([None, None]) == [None] * 4
-    by = dict(enumerate(layers))
-    leaves = plan.by_leaf(by)
-    assert not by and torch.equal(leaves[0], out) and torch.equal(leaves[1], stack)  # type: ignore[arg-type]
-    assert list(plan.by_leaf({0: out})) == [0]
+    assert plan.first_layers == [0, 1]
     whole = plan.with_whole_stacks()
-    assert whole.by_layer([out, stack]) == [out, stack] and len(whole.layers) == 2
+    assert whole.by_layer([out, stack]) == [out, stack] and len(whole.layers) == 2 and whole.first_layers == [0, 1]
     assert whole.with_whole_stacks().layers == whole.layers
 
 

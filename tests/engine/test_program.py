@@ -33,7 +33,8 @@ def _program(differentiated: bool | None = None) -> tuple[Program, torch.Tensor,
 
 def test_the_outputs_of_a_graph_become_the_results_of_the_eager_program() -> None:
     program, w, x = _program()
-    want, captured = program.run(program.plan, None, [w, x]), capture_program(program)
+    nobody: Any = None  # the program sends nothing
+    want, captured = program.run(program.plan, nobody, [w, x]), capture_program(program)
     got = captured.results(captured.gm(w, x))
     assert got.tree["name"] == "a constant" and got.tree["same"].spec == sf.P()
     torch.testing.assert_close(got.tree["sum"], want.tree["sum"], rtol=0, atol=0)

@@ -48,7 +48,7 @@ class Case:
             self.wire.messages[tuple(rows.reshape(-1).tolist())] = whole.reshape(-1)
         grads: Any = dict(enumerate(self.rows(self.grads)))
         factor = None if scale is None else torch.tensor(scale)
-        out = update(self.plan, self.wire, self.parts, self.state, grads, scale=factor)
+        out = update(self.plan, self.wire, self.parts, self.state, grads.pop, scale=factor)
         assert grads == {}  # consumed
         return out
 
@@ -125,7 +125,7 @@ def test_a_rule_that_changes_the_structure_of_its_state_is_refused() -> None:
 
     case = Case(3, optim.GradientTransformation(lambda params: (), grows))
     with pytest.raises(ValueError, match=r"the optimizer changed the structure of its state from .* to .*more"):
-        update(case.plan, case.wire, case.parts, case.state, dict(enumerate(case.rows(case.grads))), scale=None)
+        update(case.plan, case.wire, case.parts, case.state, dict(enumerate(case.rows(case.grads))).pop, scale=None)
 
 
 def test_a_mask_is_evaluated_once_and_on_whole_leaves() -> None:

@@ -190,8 +190,10 @@ def test_mistakes_in_rows_are_named(parts: Any, files: pathlib.Path, tmp_path: p
         read[2]
     with pytest.raises(ValueError, match="its prompt has 20 tokens, and rows have 9; pass a larger --length"):
         chat.pair(model, {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, 9)
-    model.chat = lambda messages, reply: [len(messages), *range(3 * len(messages) - reply)]
-    with pytest.raises(ValueError, match=r"in another way when more follow.*prompt and completion"):
+    model.learnt = lambda messages, start: sf.data.encode_answers(
+        lambda part, reply: [len(part), *range(3 * len(part) - reply)], messages, start=start
+    )
+    with pytest.raises(ValueError, match=r"after the tokens that begin an answer.*'prompt': .*'completion'"):
         chat.example(model, {"messages": [ASK, GOOD, ASK]}, 64)
 
 

@@ -13,7 +13,7 @@ from shardfn import kernels
 from shardfn.graph import compile_graph, donate
 from shardfn.graph._chains import MOST_BYTES, ChainRegion, with_chains
 from shardfn.graph._looks import needed, whole_views
-from shardfn.kernels.pointwise import _native
+from shardfn.kernels import _build
 
 if not kernels.is_native("row_linear"):
     pytest.skip("chains are of kernels in C++", allow_module_level=True)
@@ -232,7 +232,7 @@ _EDGES = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-42, -3e38
 @pytest.mark.parametrize("newest", [4, 3, 1])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_torch_have_its_bits(name: str, newest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "NEWEST", newest)
+    monkeypatch.setattr(_build, "NEWEST", newest)
     for rows, size in ((1, 1), (3, 17), (5, 64), (2, 1)):
 
         def run(x: Tensor, each: Tensor, alike: Tensor) -> tuple[Tensor, ...]:

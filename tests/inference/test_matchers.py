@@ -96,6 +96,33 @@ def test_stop_tokens_come_only_where_the_text_is_complete() -> None:
     assert matcher.take(259, last=True) is None
 
 
+@pytest.mark.parametrize(
+    ("own", "most"),
+    [
+        ({}, 20),
+        ({"x-guidance": {"lenient": True}}, 20),
+        ({"x-guidance": {"whitespace_flexible": False}}, 0),
+        ({"x-guidance": {"whitespace_pattern": " {1,3}"}}, 3),
+    ],
+    ids=["default", "another option", "none", "its own"],
+)
+def test_white_space_between_parts_of_json_is_bounded(own: dict[str, Any], most: int) -> None:
+    compiler = Compiler(detokenizer(ByteTokenizer()), 256)
+    grammar = Grammar.json_schema(SCHEMA | {"required": ["b"]} | own)
+    for begin in ("{", '{"b"', '{"b":', '{"b":[', '{"b":[true', '{"b":[true,', '{"b":[true]'):
+        matcher = compiler.compile(grammar, ())
+        for token in begin.encode():
+            assert matcher.take(token) is None
+        num = 0
+        while matcher.allowed[ord(" ")]:
+            assert matcher.take(ord(" ")) is None
+            num += 1
+        assert num == most and matcher.allowed.any()
+    pretty = json.dumps({"b": [True, False]}, indent=4)
+    matcher = compiler.compile(grammar, ())
+    assert most < 20 or [matcher.take(token) for token in pretty.encode()][-1] == "stop"
+
+
 def test_a_token_outside_the_grammar_closes_the_matcher() -> None:
     matcher = Compiler(detokenizer(ByteTokenizer()), 256).compile(Grammar.regex("ab"), ())
     assert matcher.take(ord("x")) == "error" and not matcher.allowed.any() and "forced bytes" in matcher.problem

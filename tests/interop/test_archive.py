@@ -206,3 +206,23 @@ def test_weights_written_over_others_are_never_mixed(tmp_path: pathlib.Path, fil
         archive = Archive(tmp_path)
     found = {float(archive.box(name, [(0, 5), (0, 3)]).unique()) for name in names}
     assert found in ({1.0}, {2.0}, {3.0})
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: pathlib.Path) -> None:
+    entries = {name: (torch.float32, (4,)) for name in ("a", "b", "mask")}
+    good = dict.fromkeys(entries, torch.ones(4))
+    write_all(tmp_path, entries, good)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    bad = good | {"b": torch.tensor([1.0, torch.nan, torch.inf, 0.0]), "mask": torch.full((4,), -torch.inf)}
+    with pytest.raises(ValueError, match=r"must be finite, got .* in 1 of 3 leaves.*\n  - b: 2 of 4 elements"):
+        write_all(tmp_path, entries, bad, allow_nonfinite={"mask"})
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    write_all(tmp_path, entries, bad, allow_nonfinite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+
+
+def write_all(directory: pathlib.Path, entries: Any, tensors: dict[str, torch.Tensor], **options: Any) -> None:
+    with ArchiveWriter(directory, entries, **options) as out:
+        for name, x in tensors.items():
+            out.put(name, x)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardfn as sf
-from shardfn.interop import Archive, module_from_hf, module_to_hf, without_weights
+from shardfn.interop import Archive, file_dtypes, module_from_hf, module_to_hf, without_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,3 +89,29 @@ def test_weights_of_16_bits_come_as_master_copies(dtype: torch.dtype, tmp_path: 
     for _ in range(60):
         state, _ = step(state, x)
     assert (state.params["weight"].full_tensor() - module.weight.float()).abs().mean() > 4e-4
+
+
+def test_each_tensor_keeps_the_dtype_of_its_file(tmp_path: pathlib.Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    kinds = {"0.weight": torch.bfloat16, "0.bias": torch.float32, "1.weight": torch.float16}
+    module_to_hf(module, dict(module.named_parameters()), tmp_path / "a", dtype=kinds)
+    assert {name: x.dtype for name, x in Archive(tmp_path / "a").items()} == kinds
+    assert file_dtypes(module, tmp_path / "a") == kinds
+    again = module_from_hf(module, tmp_path / "a")
+    assert {x.dtype for x in again.values()} == {torch.float32}
+    module_to_hf(module, again, tmp_path / "b", dtype=file_dtypes(module, tmp_path / "a"))
+    assert (tmp_path / "b/model.safetensors").read_bytes() == (tmp_path / "a/model.safetensors").read_bytes()
+
+
+def test_parameters_must_be_finite_and_masks_need_not(tmp_path: pathlib.Path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.full((2,), -torch.inf))
+    params = dict(module.named_parameters())
+    module_to_hf(module, params, tmp_path)
+    with torch.no_grad():
+        module.bias[0] = torch.nan
+    with pytest.raises(ValueError, match=r"in 1 of 3 leaves[\s\S]*bias: 1 of 2 elements"):
+        module_to_hf(module, params, tmp_path)
+    assert not torch.isnan(Archive(tmp_path).box("bias", [(0, 2)])).any()
+    with pytest.raises(ValueError, match="must be finite"):  # a value that overflows in the files' dtype
+        module_to_hf(module, params | {"bias": torch.full((2,), 1e6)}, tmp_path, dtype=torch.float16)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shardfn import kernels, memory
 from shardfn.core import fold_in, threefry2x32
-from shardfn.kernels import Dropped, Given, Tiles, block_sparse_attention, block_sparse_attention_backward
-from shardfn.kernels.block_sparse_attention import _native
+from shardfn.kernels import Dropped, Given, Tiles, _build, block_sparse_attention, block_sparse_attention_backward
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -143,7 +142,7 @@ def test_implementations_are_the_formula_in_many_cases(which: str, dtype: torch.
 
 @pytest.mark.parametrize("generation", [3, 1])
 def test_older_processors_compute_the_same(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "NEWEST", generation)
+    monkeypatch.setattr(_build, "NEWEST", generation)
     with kernels.implemented_by("native"):
         for seed in range(12, 16):
             compare(seed, torch.float32)

@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfn.kernels import _build, build, building, cxx_compiler, implemented_by, row_norm
+from shardfn.kernels import _build, _sources, build, building, cxx_compiler, implemented_by, row_norm
 
 pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="there is no C++ compiler")
 
@@ -44,15 +46,15 @@ class Builders:
         wait = f"if [ -e {self.stuck} ]; then exec sleep 600; fi"
         compiler.write_text(f'#!/bin/sh\necho $$ >> {self.calls}\n{wait}\nexec {cxx_compiler()} "$@"\n')
         compiler.chmod(0o755)
-        self._env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-        self._env["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+        self.env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        self.env["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
         self.all = list[subprocess.Popen[str]]()
 
     def start(self, source: pathlib.Path | None = None) -> subprocess.Popen[str]:
         """A process that is ready to build."""
         command = [sys.executable, "-c", PROGRAM, str(source or self._source)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.all.append(subprocess.Popen(command, env=self._env, **pipes))
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.all.append(subprocess.Popen(command, env=self.env, **pipes))
         assert self.all[-1].stdout is not None and self.all[-1].stdout.readline() == "begins\n"
         return self.all[-1]
 
@@ -172,15 +174,15 @@ def test_a_builder_that_is_stuck_is_waited_for_as_long_as_a_compiler_may_take(
     with made.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert build("probe", source).answer() == 7
-    assert clock[0] == pytest.approx(120, abs=0.1)
+    assert clock[0] == pytest.approx(_sources.PATIENCE, abs=0.1)
 
 
 def test_ops_are_built_beside_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[Any]()
-    monkeypatch.setattr(_build, "library", lambda *args: begun.append(args))
+    monkeypatch.setattr(_build, "library", begun.append)
     with building(torch.device("cpu"), ["row_norm", "draw"]):
         pass
-    assert sorted(begun) == [(), ("_pool.cpp",), ("draw/_native.cpp",), ("row_norm/_native.cpp",)]
+    assert sorted(begun) == ["_native.cpp", "_pool.cpp", "draw/_native.cpp", "row_norm/_native.cpp"]
     with building(torch.device("meta"), ["row_norm"]):
         pass
     assert len(begun) == 4
@@ -192,3 +194,63 @@ def test_a_built_op_computes() -> None:
         found = row_norm(x, one, zero, eps=1e-5, centered=True)
     with implemented_by("reference"):
         assert torch.equal(found, row_norm(x, one, zero, eps=1e-5, centered=True))
+
+
+def test_the_tables_name_all_files_of_the_package() -> None:
+    found = {str(path.relative_to(_sources.PACKAGE)) for path in _sources.PACKAGE.rglob("*.cpp")}
+    assert found == set(_sources.FLAGS)
+
+
+def test_a_changed_header_changes_the_name_of_the_library(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.cpp").write_text('#include "b.h"\nint main() {}\n')
+    (tmp_path / "b.h").write_text('#include <cmath>\n  #include "none.h"\n#include "c.h"\n')
+    names = set[str]()
+    for text in ("", "// another text"):
+        (tmp_path / "c.h").write_text(text)
+        names.add(_sources.digest(tmp_path / "a.cpp", ("-O2",)))
+    assert len(names) == 2
+
+
+def test_a_build_is_announced_with_the_name_of_the_file(builders: Builders) -> None:
+    process = builders.start()
+    go(process)
+    process.wait(LIMIT)
+    assert process.stderr is not None
+    assert "building C++ for this processor, once: probe" in process.stderr.read()
+
+
+def test_a_rank_that_is_not_the_first_builds_in_silence(builders: Builders) -> None:
+    builders.env["LOCAL_RANK"] = "1"
+    process = builders.start()
+    go(process)
+    process.wait(LIMIT)
+    assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_without_a_compiler_one_warning_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sources, "compiler", lambda: None)
+    monkeypatch.setattr(_sources, "SHIPPED", pathlib.Path("/nowhere"))
+    for cached in (_build._library, _build._warn_once):
+        monkeypatch.setattr(_build, cached.__name__, functools.cache(cached.__wrapped__))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for source in ("row_norm/_native.cpp", "draw/_native.cpp", "row_norm/_native.cpp"):
+            assert _build.library(source) is None
+    [said] = [str(one.message) for one in caught]
+    assert "apt install g++" in said and "no C++ compiler" in said
+
+
+def test_a_shipped_library_is_loaded_and_none_is_built(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped file has the name of the cached file, without the compiler; a file that cannot be loaded is built."""
+    source, form = "kernels/_chain.cpp", _build.generation()
+    monkeypatch.setattr(_sources, "SHIPPED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped = tmp_path / _sources.file_of(source, form)
+    _sources.compile_source(_sources.PACKAGE / source, _sources.flags_of(source, form), shipped)
+    assert _build.load_library(source)._name == str(shipped)
+    assert not (tmp_path / "cache").exists()
+    foreign = tmp_path / "foreign"  # another path, as a library that is loaded stays loaded
+    foreign.mkdir()
+    (foreign / shipped.name).write_bytes(b"of another system")
+    monkeypatch.setattr(_sources, "SHIPPED", foreign)
+    assert _build.load_library(source)._name.startswith(str(tmp_path / "cache"))

@@ -46,7 +46,7 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A generation of processors; a test that needs a newer one than is here runs as the newest."""
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", request.param)
+    monkeypatch.setattr(_build, "NEWEST", request.param)
     return request.param
 
 

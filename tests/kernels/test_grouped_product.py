@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels import _build
-from shardfn.kernels.grouped_product import _native
 
 NIGHTLY = pytest.mark.nightly
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=NIGHTLY)]
@@ -65,7 +64,7 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A generation of processors; a test that needs a newer one than is here runs as the newest."""
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", request.param)
+    monkeypatch.setattr(_build, "NEWEST", request.param)
     return request.param
 
 

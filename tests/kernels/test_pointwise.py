@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, silu
 from shardfn import kernels, nn
 from shardfn.kernels import _build
 from shardfn.kernels._exponential import exponential
-from shardfn.kernels.pointwise import _native
 
 NIGHTLY = pytest.mark.nightly
 WIDTHS = [77, pytest.param(512, marks=NIGHTLY), pytest.param(1409, marks=NIGHTLY)]
@@ -31,7 +30,7 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A generation of processors; a test that needs a newer one than is here runs as the newest."""
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", request.param)
+    monkeypatch.setattr(_build, "NEWEST", request.param)
     return request.param
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels import _build
-from shardfn.kernels.row_linear import _native, _reference
+from shardfn.kernels.row_linear import _reference
 
 NIGHTLY = pytest.mark.nightly
 # Odd numbers of inputs and outputs: below a chunk's worth, off every width of a vector, and of one panel.
@@ -36,7 +36,7 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A generation of processors; a test that needs a newer one than is here runs as the newest."""
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", request.param)
+    monkeypatch.setattr(_build, "NEWEST", request.param)
     return request.param
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels import _build
-from shardfn.kernels.row_linear import _native
 
 NIGHTLY = pytest.mark.nightly
 CODES: tuple[kernels.Codes, ...] = ("int8", "int4")
@@ -43,7 +42,7 @@ def test_bits_are_those_of_the_decoded_weight(
 ) -> None:
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", generation)
+    monkeypatch.setattr(_build, "NEWEST", generation)
     k, n = shape
     x, weight, bias = _draw(34, k), _draw(n, k), _draw(n)
     packed = kernels.pack_rows(weight, codes)

@@ -10,7 +10,6 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from shardfn import kernels
 from shardfn.kernels import _build
-from shardfn.kernels.row_norm import _native
 
 NIGHTLY = pytest.mark.nightly
 KINDS = [(True, True), (False, False), pytest.param((True, False), marks=NIGHTLY)]  # centered, with a bias
@@ -27,7 +26,7 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A generation of processors; a test that needs a newer one than is here runs as the newest."""
     if _build.library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_native, "NEWEST", request.param)
+    monkeypatch.setattr(_build, "NEWEST", request.param)
     return request.param
 
 

@@ -409,3 +409,14 @@ def test_a_named_mask_counts_more_than_that_of_adapt_and_a_trained_base_is_annou
         assert not torch.equal(state.params["base"]["wq"].full_tensor(), params["wq"])
     step = sf.sharded_step(own, sf.optim.sgd(0.1), trainable=lora.trainable)  # no warning
     step(step.init({"base": params, "lora": lora.init(sf.key(0))}), torch.ones(2, 3))
+
+
+def test_a_merge_rounds_once() -> None:
+    w = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lora = LoRA.of({"w": w}, ["w"], rank=2, alpha=3.0)
+    adapters = {"w": {name: torch.randn_like(x) for name, x in lora.init(sf.key(0))["w"].items()}}
+    merged = lora.merge({"w": w}, adapters)["w"]
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged, (w.float() + 1.5 * (adapters["w"]["b"] @ adapters["w"]["a"])).bfloat16())
+    with pytest.raises(ValueError, match=r"adapters are of \['v'\]"):
+        lora.merge({"w": w}, {"v": adapters["w"]})

@@ -194,3 +194,12 @@ def test_adapters_that_peft_has_made_are_read(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(ours, theirs(input_ids=IDS, use_cache=False).logits, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"stacks layers of ranks \[2, 3\], alphas \[5.0\]; leave out layers="):
         load_peft(tmp_path, sf.from_module(_llama(), layers="model.layers")[0])
+
+
+def test_adapters_that_are_not_finite_are_not_written(tmp_path: pathlib.Path) -> None:
+    lora = LoRA.of({"up.weight": torch.ones(4, 6)}, ["up"], rank=2)
+    adapters = lora.init(sf.key(0))
+    adapters["up.weight"]["b"][1, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"in 1 of 2 leaves[\s\S]*up\.lora_B\.weight: 1 of 8 elements"):
+        save_peft(tmp_path / "out", lora, adapters)
+    assert not (tmp_path / "out").exists()

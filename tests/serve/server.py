@@ -39,7 +39,7 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 
 
 # A tokenizer of bytes; its template has a line for each message.
-WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), lambda messages: list(chat_text(messages).encode()))
+WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), chat_text)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Covers each field of each route by the tables of fields: another type, out of range, missing, doubled, refused."""
 
-import itertools
 import json
 import socket
 from collections.abc import Iterator, Mapping
@@ -39,7 +38,7 @@ TABLES: dict[str, dict[Path, Mapping[str, Kind]]] = {
     "/v1/embeddings": {(): _fields.EMBEDDINGS},
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
-PARTS = {"COMMON", "SAMPLING"}  # tables that are in others
+PARTS = {"_NEUTRAL", "COMMON", "SAMPLING"}  # tables that are in others
 
 VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
 # Values that are wrong where a field takes several types.
@@ -59,7 +58,8 @@ OUTSIDE: dict[str, list[Any]] = {
     "type": ["image_url", "", "x" * 10_000],
     "logprobs": [-1, 6, 2**70],
     "max_completion_tokens": [0, -1, CONTEXT, 2**70],
-    "stop": ["", [""], ["a"] * 1000, "a" * 100_000],
+    "best_of": [0, 2, -1, 2**70],
+    "stop": [[""], ["a"] * 1000, "a" * 100_000],
     "stop_token_ids": [[one] for one in _IDS],
     "logit_bias": [{str(one): 1} for one in _IDS] + [{"1": 101}, {"1": -1e308}, {"a": 1}, {"": 1}, {"1": None}],
     "regex": ["(", "a" * 70_000, "\x00"],
@@ -70,9 +70,10 @@ OUTSIDE: dict[str, list[Any]] = {
 OUTSIDE |= {
     name: [one.low if one.above else one.low - 1, one.high + 1, 2**70, -(2**70)] for name, one in RANGES.items()
 }
+OUTSIDE |= {name: [-2, *OUTSIDE[name][1:]] for name in ("top_k", "seed")}  # -1 is vLLM's word for no choice
 # Each value of the right type is within the range of these.
-UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format user include_usage json_schema".split())
-UNBOUNDED |= set("name description strict text".split())
+UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format include_usage json_schema".split())
+UNBOUNDED |= set("name description strict text echo include_stop_str_in_output reasoning reasoning_content".split())
 REQUIRED = {"model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
 
 
@@ -151,7 +152,8 @@ def test_all_routes_and_tables_are_here(server: Running) -> None:
     made = {name for name, x in vars(_fields).items() if isinstance(x, Mapping) and name.isupper()}
     used = [id(table) for tables in TABLES.values() for table in tables.values()]
     assert {name for name in made if id(getattr(_fields, name)) in used} == made - PARTS
-    names = set(itertools.chain(*(table for tables in TABLES.values() for table in tables.values())))
+    tables = [table for tables in TABLES.values() for table in tables.values()]
+    names = {name for table in tables for name, kind in table.items() if kind.served}
     assert names - UNBOUNDED <= set(OUTSIDE) and not names & UNBOUNDED & set(OUTSIDE)
 
 
@@ -166,7 +168,7 @@ def test_another_type(server: Running, route: str, at: Path) -> None:
 def test_out_of_range(server: Running, route: str, at: Path) -> None:
     pytest.importorskip("llguidance")
     for name, kind in TABLES[route][at].items():
-        if name in UNBOUNDED or kind.name == "true or false":  # `logprobs` of chats is a flag
+        if not kind.served or name in UNBOUNDED or kind.name == "true or false":  # `logprobs` of chats is a flag
             continue
         for value in OUTSIDE[name]:
             found = refuse(server, route, changed(base(route, name), at, name, value), None)

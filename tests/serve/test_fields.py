@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardfn.serve import _fields
 from tests.serve.server import CONTEXT, NAME, Running
 
 COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 2}
@@ -21,13 +22,13 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": [1]}, "temperature", "temperature is a list; it must be a number"),
     ({"top_p": 0}, "top_p", "top_p is 0; it must be a number above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p", "top_p is 1.5"),
-    ({"top_k": -1}, "top_k", "top_k is -1; it must be an integer from 0"),
+    ({"top_k": -2}, "top_k", "top_k is -2; it must be an integer from 0"),
     ({"top_k": 1.5}, "top_k", "top_k is 1.5; it must be an integer"),
     ({"min_p": 2}, "min_p", "min_p is 2"),
     ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
-    ({"seed": -1}, "seed", "seed is -1"),
+    ({"seed": -2}, "seed", "seed is -2"),
     ({"seed": 2**64}, "seed", "seed is 18446744073709551616"),
     ({"seed": "1"}, "seed", "must be an integer"),
     ({"n": 0}, "n", "n is 0; it must be an integer from 1 to 128"),
@@ -45,7 +46,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
     ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "is not known"),
     ({"cache_salt": 1}, "cache_salt", "must be a string"),
-    ({"user": 1}, "user", "must be a string"),
+    ({"user": 1}, "user", "user is 1, which is not served; leave it out, or give a string."),
     ({"regex": 1}, "regex", "must be a string"),
     ({"user": "\ud800"}, "user", "user has half of a surrogate pair"),
     ({"model": None}, "model", f"model is missing; this server has '{NAME}'"),
@@ -58,12 +59,17 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"1": "2"}}, "logit_bias", "logit_bias of token 1 must be a number"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
     ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "logit_bias has token 1 twice"),
-    ({"tools": []}, "tools", "is not served"),
-    ({"tool_choice": "auto"}, "tool_choice", "is not served"),
-    ({"functions": []}, "functions", "is not served"),
-    ({"service_tier": "auto"}, "service_tier", "is not served"),
-    ({"metadata": {}}, "metadata", "is not served"),
-    ({"store": False}, "store", "is not served"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools is a list, which is not served; leave it out, or give []."),
+    ({"tool_choice": "required"}, "tool_choice", 'leave it out, or give "none" or "auto".'),
+    ({"functions": [1]}, "functions", "is not served"),
+    ({"service_tier": "flex"}, "service_tier", "is not served"),
+    ({"store": True}, "store", "store is true, which is not served; leave it out, or give false."),
+    ({"min_tokens": 1}, "min_tokens", "is not served"),
+    ({"use_beam_search": True}, "use_beam_search", "is not served"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out, or give true."),
+    ({"store": 0}, "store", "store is 0, which is not served"),
+    ({"\ud800": 1}, r"'\ud800'", r"'\ud800' has half of a surrogate pair"),
+    ({"logit_bias": {"\udfff": 1}}, r"'\udfff'", "half of a surrogate pair"),
 ]
 OLDER: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "prompt is missing"),
@@ -80,8 +86,12 @@ OLDER: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 6}, "logprobs", "logprobs is 6; it must be an integer from 0 to 5"),
     ({"logprobs": -1}, "logprobs", "logprobs is -1"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
-    ({"best_of": 2}, "best_of", "is not served"),
-    ({"echo": True}, "echo", "is not served"),
+    ({"best_of": 2}, "best_of", "best_of is 2, which is not served; leave it out, or give 1, the value of n."),
+    ({"best_of": 1, "n": 2}, "best_of", "or give 2, the value of n"),
+    ({"echo": 1}, "echo", "must be true or false"),
+    ({"echo": True, "max_tokens": 0, "stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] is 256"),
+    ({"prompt": "a" * (CONTEXT + 1)}, "prompt", f"prompt has {CONTEXT + 1} bytes; it must have at most {CONTEXT}"),
+    ({"prompt": ["a", "é" * CONTEXT]}, "prompt", f"prompt 1 of 2: prompt has {2 * CONTEXT} bytes"),
     ({"suffix": "b"}, "suffix", "is not served"),
 ]
 NEWER: list[tuple[dict[str, Any], str, str]] = [
@@ -91,10 +101,13 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["ab"]}, "messages[0]", "must be an object with role and content"),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "is missing"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "is missing"),
-    ({"messages": [USER | {"role": "tool"}]}, "messages[0].role", "must be one of system, user, assistant"),
+    ({"messages": [USER | {"role": "tool"}]}, "messages[0].role", "must be one of system, developer, user"),
     ({"messages": [USER | {"role": 1}]}, "messages[0].role", "must be a string"),
-    ({"messages": [USER | {"name": "x"}]}, "messages[0].name", "is not served"),
-    ({"messages": [USER | {"tool_calls": []}]}, "messages[0].tool_calls", "is not served"),
+    ({"messages": [USER | {"name": 1}]}, "messages[0].name", "must be a string"),
+    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "is not served"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
+    ({"messages": [USER | {"\ud800": 1}]}, r"'\ud800'", "half of a surrogate pair"),
+    ({"messages": [USER | {"content": "é" * CONTEXT}]}, "messages", "bytes; it must have at most"),
     ({"messages": [USER | {"content": 1}]}, "messages[0].content", "must be a string, or a list of parts"),
     ({"messages": [USER | {"content": ["a"]}]}, "messages[0].content[0]", "must be an object with type and text"),
     (
@@ -135,6 +148,7 @@ EMBEDDINGS: list[tuple[dict[str, Any], str, str]] = [
     ({"dimensions": 16}, "dimensions", "dimensions is 16; it must be 32"),
     ({"dimensions": "32"}, "dimensions", "must be an integer"),
     ({"temperature": 1}, "temperature", "is not known"),
+    ({"user": 1}, "user", "give a string"),
     ({"tools": []}, "tools", "is not served"),
     ({"model": None}, "model", "model is missing"),
 ]
@@ -154,6 +168,116 @@ def test_a_wrong_field_is_named(server: Running, path: str, change: dict[str, An
     assert found.status == 400, found.data
     assert found.error["param"] == param and words in found.error["message"], found.error
     assert server.engine._state.chain == before
+
+
+# Values of fields of OpenAI's and vLLM's interfaces that ask for nothing.
+NEUTRAL: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "none",
+    "store": False,
+    "metadata": {"a": "b"},
+    "service_tier": "default",
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "reasoning_effort": "none",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "u",
+    "user": "u",
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "min_tokens": 0,
+    "bad_words": [],
+    "logits_processors": [],
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
+    "return_token_ids": False,
+    "priority": 0,
+    "request_id": "r",
+    "kv_transfer_params": {},
+    "vllm_xargs": {},
+    "temperature": 1,
+    "top_k": -1,
+    "top_p": 1,
+    "min_p": 0,
+    "n": 1,
+    "stop": "",
+    "stop_token_ids": [],
+    "logit_bias": {},
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "response_format": {"type": "text", "json_schema": None},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "stream": False,
+}
+OF_ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**NEUTRAL, "echo": False, "best_of": 1, "suffix": "", "add_special_tokens": True},
+    "/v1/chat/completions": {
+        **NEUTRAL,
+        "echo": False,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "add_special_tokens": False,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "chat_template_kwargs": {},
+        "mm_processor_kwargs": {},
+        "documents": [],
+        "include_reasoning": True,
+    },
+    "/v1/embeddings": {"user": "u", "add_special_tokens": True, "priority": 0, "request_id": "r"},
+}
+
+
+@pytest.mark.parametrize("path", OF_ROUTES)
+def test_values_that_ask_for_nothing_change_nothing(server: Running, path: str) -> None:
+    tables = {"/v1/completions": _fields.COMPLETIONS, "/v1/chat/completions": _fields.CHAT}
+    table = tables.get(path, _fields.EMBEDDINGS)
+    assert {name for name, kind in table.items() if not kind.served} <= set(OF_ROUTES[path])
+    given = ROUTES[path] | ({} if "embeddings" in path else {"seed": 3})
+    plain = server.send(path, given).json
+    for change in ({name: value} for name, value in OF_ROUTES[path].items()):
+        found = server.send(path, given | change)
+        assert found.status == 200, (change, found.data)
+    found = server.send(path, given | OF_ROUTES[path]).json
+    same = "data" if "embeddings" in path else "choices"
+    assert found[same] == plain[same]
+
+
+MESSAGES: list[tuple[list[Any], str]] = [
+    ([{"role": "developer", "content": "be"}, USER], "system: be\nuser: ab\n"),
+    ([USER | {"name": "ann"}], "user: ab\n"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "user: ab\nassistant: \nuser: ab\n"),
+    ([USER, {"role": "assistant"}, USER], "user: ab\nassistant: \nuser: ab\n"),
+    ([{"role": "assistant", "content": "a", "reasoning_content": "b", "refusal": ""}], "assistant: a\n"),
+    (
+        [{"role": "assistant", "content": "a", "annotations": [], "audio": None, "function_call": None}],
+        "assistant: a\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "text"), MESSAGES, ids=lambda x: str(x)[:40])
+def test_messages_as_clients_send_them(server: Running, messages: list[Any], text: str) -> None:
+    found = server.send("/v1/chat/completions", CHAT | {"messages": messages})
+    assert found.status == 200, found.data
+    assert found.json["usage"]["prompt_tokens"] == len(text + "assistant: ")
+
+
+def test_templates_see_names_and_reasoning(start: Any) -> None:
+    from tests.serve.server import WORDS
+
+    seen = list[Any]()
+    server = start(text=WORDS._replace(chat=lambda messages: str(seen.extend(messages))))
+    message = {"role": "assistant", "content": "a", "name": "ann", "reasoning_content": "b", "reasoning": "c"}
+    assert server.send("/v1/chat/completions", CHAT | {"messages": [message]}).status == 200
+    assert seen == [message]
 
 
 def test_null_is_as_if_left_out(server: Running) -> None:
@@ -290,11 +414,9 @@ CHATML = (
 @pytest.mark.nightly
 def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
     from shardfn.cli._chat_template import template
-    from shardfn.cli._generate_text import text_of_data
-    from shardfn.data import ByteTokenizer
     from tests.serve.server import WORDS
 
-    server = start(text=WORDS._replace(chat=template(CHATML, text_of_data(ByteTokenizer()))))
+    server = start(text=WORDS._replace(chat=template(CHATML)))
     found = server.send("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "endless"}]})
     assert (found.status, found.error["param"]) == (400, "messages")
     assert "refuses these messages: it takes more than 1 s of a processor" in found.error["message"]

@@ -1,5 +1,6 @@
 """Covers the limits of a server: keys, hosts, bodies, connections, the line, slow readers and clients that leave."""
 
+import contextlib
 import json
 import pathlib
 import select
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardfn.serve import Settings, read_keys
-from tests.serve.server import NAME, Running, metric, open_files
+from shardfn.serve import Settings, _connection, read_keys
+from tests.serve.server import NAME, WORDS, Running, metric, open_files
 
 BODY = {"model": NAME, "prompt": "ab", "max_tokens": 2}
 LONG = {"model": NAME, "prompt": "ab", "max_tokens": 500, "ignore_eos": True}
@@ -180,12 +181,109 @@ def test_the_line_is_bounded(start: Start) -> None:
     server.wait_idle()
 
 
-def test_one_request_above_the_line_is_taken(start: Start) -> None:
-    assert start(max_waiting=1).send("/v1/completions", BODY).status == 200
+def test_a_request_above_the_line_is_refused(start: Start) -> None:
+    server = start(max_waiting=8)
+    for path, body in (("/v1/embeddings", {"model": NAME, "input": ["ab"] * 5}), ("/v1/completions", LONG)):
+        found = server.send(path, body | ({} if "input" in body else {"prompt": "x" * 9}))
+        assert (found.status, found.error["code"]) == (413, "too_many_tokens")
+        assert "it takes at most 8" in found.error["message"].replace("the line of this server", "it")
+        assert metric(server, "shardfn:waiting_tokens") == 0
+    assert server.send("/v1/completions", BODY | {"prompt": "x" * 8}).status == 200
+    assert start().front.calls.max_waiting == 1 << 16
+
+
+def test_long_texts_are_refused_before_they_become_tokens(start: Start) -> None:
+    def encode(text: str) -> list[int]:
+        assert len(text) < 2000
+        return list(text.encode())
+
+    server = start(text=WORDS._replace(encode=encode))
+    many = {"messages": [{"role": "user", "content": "x" * 3000}], "model": NAME}
+    for path, body in (
+        ("/v1/completions", BODY | {"prompt": "x" * 3000}),
+        ("/v1/completions", BODY | {"prompt": ["x" * 500] * 129}),
+        ("/v1/embeddings", {"model": NAME, "input": ["a", "x" * 3000]}),
+        ("/v1/chat/completions", many),
+    ):
+        assert server.send(path, body).status == 400
+
+
+def test_short_bodies_do_not_wait_for_the_tokens_of_long_ones(start: Start) -> None:
+    goes_on = threading.Event()
+
+    def encode(text: str) -> list[int]:
+        assert text != "slow" or goes_on.wait(20)
+        return list(text.encode())
+
+    server = start(text=WORDS._replace(encode=encode))
+    answers = list[Any]()
+    long = BODY | {"prompt": "slow", "user": "x" * (1 << 16)}
+    asking = threading.Thread(target=lambda: answers.append(server.send("/v1/completions", long)))
+    asking.start()
+    assert server.send("/v1/completions", BODY).status == 200 and not answers
+    goes_on.set()
+    asking.join(20)
+    assert answers[0].status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_blocks(start: Start, stream: bool) -> None:
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_client_without_a_writing_half_has_its_answer(start: Start, stream: bool, version: str) -> None:
+    server = start(slow=0.01)
+    data = request(LONG | {"stream": stream, "max_tokens": 20}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+    with raw(server, data) as one:
+        one.shutdown(socket.SHUT_WR)
+        answer = b""
+        while more := one.recv(10_000):  # until the server closes
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 200 ") and b'"finish_reason":"length"' in answer
+    assert stream == (b"[DONE]" in answer)
+    with raw(server, request(BODY) * 2) as one:
+        one.shutdown(socket.SHUT_WR)
+        answer = b""
+        while more := one.recv(10_000):
+            answer += more
+    assert answer.count(b"HTTP/1.1 200") == 2
+    with raw(server, request(BODY)[:-5]) as one:  # a body that never comes
+        one.shutdown(socket.SHUT_WR)
+        assert is_closed(one)
+
+
+def test_a_client_without_a_writing_half_has_notes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "_NOTE_SECONDS", 0.05)
+    server = start(slow=0.02)
+    for stream, note in ((False, b"HTTP/1.1 100 Continue\r\n\r\n"), (True, b"\r\n:\n\n\r\n")):
+        with raw(server, request(LONG | {"stream": stream, "max_tokens": 20})) as one:
+            one.shutdown(socket.SHUT_WR)
+            answer = b""
+            while more := one.recv(10_000):
+                answer += more
+        assert note in answer and b"HTTP/1.1 200 " in answer and b'"finish_reason":"length"' in answer
+
+
+def test_a_whole_answer_that_is_not_read_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "_UNREAD", 4096)
+    server = start(stall_seconds=0.2)
+    body = {"model": NAME, "input": [[1]] * 500}
+    whole = server.send("/v1/embeddings", body)
+    with raw(server, request(body, "/v1/embeddings"), receive=4096) as one:
+        server.wait_for(lambda: metric(server, "shardfn:stalled_total") == 1)
+        got = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := one.recv(1 << 16):
+                got += more
+    assert len(got) < len(whole.data) / 2
+    with raw(server, request(body, "/v1/embeddings"), receive=4096) as one:  # a slow reader that goes on
+        got = b""
+        while not got.endswith(whole.data[-100:]):
+            got += one.recv(1 << 14)
+            time.sleep(0.001)
+    assert got.endswith(whole.data) and metric(server, "shardfn:stalled_total") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "_NOTE_SECONDS", 0.05)
     server = start(slow=0.01)
     one = raw(server, request(LONG | {"stream": stream}))
     server.wait_for(lambda: server.engine.counts()["held"] > 0)

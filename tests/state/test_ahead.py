@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from shardfn import optim
-from shardfn.core import P, Pending, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import P, Pending, load, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.state._ahead import Ahead, Promised
 from shardfn.state._columns import Column, LeafRows, Update
 from shardfn.state._state import state_owners
-from shardfn.state._stored import loaded
 
 STACK, PLAIN = (3, 4, 2), (5,)  # three layers, and a leaf of its own
 
@@ -89,7 +88,7 @@ def test_leaves_are_stepped_as_their_gradients_come() -> None:
     for k, owner in enumerate(update.owners):
         assert (owner is None) == (k not in done.state)
         assert owner is None or torch.equal(done.state[k], want_state[k])  # type: ignore[arg-type]
-    assert all(torch.equal(loaded(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c is not None)
+    assert all(torch.equal(load(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c is not None)
 
 
 def test_an_earlier_sum_is_added_in_its_dtype() -> None:

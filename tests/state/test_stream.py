@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from shardfn import optim
-from shardfn.core import MemoryKind, P, Stored, tree_flatten, tree_leaves, tree_map
+from shardfn.core import MemoryKind, P, Stored, load, tree_flatten, tree_leaves, tree_map
 from shardfn.memory import Pool
 from shardfn.state import _stream
 from shardfn.state._columns import Column, Done, LeafRows, Update
 from shardfn.state._state import state_owners
-from shardfn.state._stored import loaded
 from shardfn.state._stream import stream, stream_some
 
 RULES = {
@@ -78,15 +77,15 @@ def test_chunks_give_the_bits_of_one_go(name: str, tmp_path: pathlib.Path) -> No
             homes: list[tuple[MemoryKind, ...]] = [tuple(draw.choice(KINDS) for _ in range(3)) for _ in SHAPES]
             scale = draw.choice((None, torch.tensor(0.5)))
             update = _update(rule, homes, pool, draw.choice((1, 300, 3000, 1 << 20)), scale)
-            before = [loaded(c.held).clone() for c in update.params if c is not None]
+            before = [load(c.held).clone() for c in update.params if c is not None]
             rows, state = stream(update, Done())
             new, after = _in_one_go(rule, scale)
             for got, want in zip([*rows, *tree_leaves(state)], [*new, *after], strict=True):
-                assert got is not None and torch.equal(loaded(got), want), (seed, homes)
+                assert got is not None and torch.equal(load(got), want), (seed, homes)
             for column, row, old in zip(update.params, rows, before, strict=True):
                 assert column is not None
                 if column.home == "disk":  # the state after a failure
-                    assert torch.equal(loaded(column.held), old) and isinstance(row, Stored), seed
+                    assert torch.equal(load(column.held), old) and isinstance(row, Stored), seed
                 else:
                     assert row is column.held, seed
 
@@ -105,7 +104,7 @@ def test_leaves_that_were_stepped_before_go_home_and_are_not_stepped_again(tmp_p
         )
         done = stream_some(kept, [LeafRows(0), LeafRows(4, 0, 20), LeafRows(4, 20, 33)])
         assert sorted(done.params) == some
-        assert all(torch.equal(loaded(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c)
+        assert all(torch.equal(load(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c)
         for i in some:
             mock_grad = update.grads[i]
             assert mock_grad is not None and isinstance(mock_grad.held, Tensor)
@@ -113,7 +112,7 @@ def test_leaves_that_were_stepped_before_go_home_and_are_not_stepped_again(tmp_p
         rows, state = stream(update, done)
         new, after = _in_one_go(rule, None)
         for got, want in zip([*rows, *tree_leaves(state)], [*new, *after], strict=True):
-            assert got is not None and torch.equal(loaded(got), want)
+            assert got is not None and torch.equal(load(got), want)
 
 
 def test_no_more_is_in_memory_than_three_chunks(tmp_path: pathlib.Path) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine.transfers import _gradient_store
 from shardfn.graph._inductor import find_compiler
 from shardfn.memory import _transfer
-from shardfn.state import _parts
 from shardfn.testing import ODD_TRAINABLE, Run, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
 
 KINDS = ("device", "host", "disk")
@@ -154,7 +154,7 @@ class _Late(concurrent.futures.Future[None]):
 @distributed(world=[1, 2])
 def test_analyses_equal_the_ledger(world: int) -> None:
     late = mock.patch.object(_transfer, "_thread", lambda way: types.SimpleNamespace(submit=_Late))
-    with late, mock.patch.object(_parts, "LEAVING_BYTES", LEAF):
+    with late, mock.patch.object(_gradient_store, "LEAVING_BYTES", LEAF):
         _compare_books(sf.make_mesh({"dp": world}))
 
 

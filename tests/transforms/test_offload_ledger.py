@@ -11,8 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine import comms_of
-from shardfn.engine.transfers import _send_queue
-from shardfn.state import _parts
+from shardfn.engine.transfers import _gradient_store, _send_queue
 from shardfn.testing import distributed
 
 LAYERS, WIDTH = 12, 512
@@ -40,7 +39,7 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
         mock.patch.object(_send_queue, "IN_FLIGHT_BYTES", GRADIENT),
         mock.patch.object(_send_queue, "PATIENCE", 60.0),
     ]
-    bounds += [mock.patch.object(_parts, "LEAVING_BYTES", GRADIENT)]
+    bounds += [mock.patch.object(_gradient_store, "LEAVING_BYTES", GRADIENT)]
     with sf.memory.ledger() as book, bounds[0], bounds[1], bounds[2]:
         while held:
             x = held.pop()

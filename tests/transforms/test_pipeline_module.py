@@ -415,3 +415,24 @@ def test_losses_that_call_the_module_otherwise_than_once_are_refused() -> None:
     said = r"params have \['base', 'lora'\], and the function's layers are at 'layers'; pass the parameters"
     with pytest.raises((ValueError, sf.RankError), match=said):
         step.init({"base": params, "lora": torch.zeros(1)})
+
+
+@distributed(world=2)
+def test_a_captured_stage_of_torchs_norms_and_an_attention_body_equals_one_device() -> None:
+    """A run of a layer without data, for the structure of its results, leaves no operation in the graph."""
+    model = _of("Llama", num_attention_heads=2, num_key_value_heads=1)(2, False).double()
+    for path, norm in [*model.named_modules()]:
+        if type(norm).__name__ == "LlamaRMSNorm":
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
+    ids = torch.randint(V, (4, T), generator=torch.Generator().manual_seed(0))
+    params, apply = from_module(model, layers="model.layers", attention=sf.nn.Blockwise(2))
+    loss = sf.pipeline_module(sf.interop.causal_lm_loss(apply), apply, num_microbatches=2)
+    specs = {k: P("pp") if isinstance(v, dict) else P() for k, v in params.items()}
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    step = sf.sharded_step(sf.jit(loss, backend="graph"), optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
+    rows = sf.interop.causal_lm_batch(sf.nn.Blockwise(2), {"input_ids": ids}, mesh)
+    _, metrics = step(step.init(params), rows)
+    torch.testing.assert_close(
+        metrics["loss"], model(input_ids=ids, labels=ids).loss.detach().to(metrics["loss"].dtype)
+    )

@@ -336,3 +336,45 @@ def test_layers_that_differ_cannot_be_captured() -> None:
         graph(torch.ones(6))
     with pytest.raises(sf.CaptureError, match="writes to a tensor from outside"):
         sf.jit(lambda w: sf.scan(writes, w.sum(), w)[0], backend="graph")(torch.ones(6))
+
+
+def _begins_alike(p: Any, x: Tensor, *, cast: bool) -> Tensor:
+    """Sums up in a carry that begins as the same value on all ranks, as the mean before has begun to follow values."""
+    scale = sf.pmean(x.detach().square().mean(), "dp")
+    init = {"h": x, "total": sf.pvary(torch.zeros_like(scale), "dp") if cast else torch.zeros_like(scale)}
+
+    def body(c: Any, w: Tensor) -> tuple[Any, None]:
+        h = torch.tanh(c["h"] * w / scale)
+        return {"h": h, "total": c["total"] + h.mean()}, None
+
+    return sf.scan(body, init, p["w"])[0]["total"]
+
+
+@distributed(world=2)
+def test_a_carry_that_begins_to_vary_is_refused() -> None:
+    """JAX refuses it, too; with the initial carry cast the step equals one device, captured or not."""
+    mesh, x = sf.make_mesh({"dp": 2}), torch.linspace(-1, 2, 12, dtype=torch.float64).view(4, 3)
+    p = {"w": torch.linspace(0.5, 1.5, 15, dtype=torch.float64).view(5, 3)}
+    words = r"carry\['total'\] varies along 'dp', made at .*test_scan.py.*pass sf.pvary\(init\['total'\], 'dp'\)"
+    for jit in (False, True):
+        for cast in (False, True):
+            loss: Any = functools.partial(_begins_alike, cast=cast)
+            loss = sf.jit(loss, backend="graph") if jit else loss
+            step = sf.sharded_step(loss, optim.sgd(1.0), mesh=mesh)
+            state = step.init(p)
+            if not cast:
+                with pytest.raises(sf.collectives.AxisTypeError, match=words):
+                    step(state, x[2 * mesh.rank :][:2])
+                continue
+            state, metrics = step(state, x[2 * mesh.rank :][:2])
+            w = p["w"].clone().requires_grad_()
+            want = _begins_alike({"w": w}, x, cast=False)
+            torch.testing.assert_close(metrics["loss"], want.detach())
+            (grad,) = torch.autograd.grad(want, w)
+            torch.testing.assert_close(sf.unshard(state.params)["w"], p["w"] - grad)
+    f = sf.shard_map(
+        lambda x: sf.scan(lambda c, row: (c + row, None), torch.zeros(3), x)[0][None],
+        mesh=mesh, in_specs=sf.P("dp"), out_specs=sf.P("dp"),
+    )  # fmt: skip
+    with pytest.raises(sf.collectives.AxisTypeError, match=r"carry varies along 'dp'.*sf.pvary\(init, 'dp'\)"):
+        f(x.float())

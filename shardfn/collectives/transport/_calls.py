@@ -49,15 +49,15 @@ class Calls:
 
     @property
     def at(self) -> tuple[int, int] | None:
-        """The place of the call under way; None between two calls."""
+        """Returns the place of the call under way; None between two calls."""
         return self._at if self.inside else None
 
     def as_text(self) -> str:
-        """The list, for `first_difference` on another rank."""
+        """Returns the list, for `first_difference` on another rank."""
         return json.dumps([*self._at, list(self._names)])
 
     def first_difference(self, theirs: str) -> tuple[str, str] | None:
-        """The first call of another rank, and of this one, at the same place and with different names.
+        """Returns the first call of another rank, and of this one, at the same place and with different names.
 
         Example:
             >>> mine, theirs = Calls(), Calls()
@@ -82,7 +82,7 @@ class Watch:
 
     Args:
         calls: this rank's.
-        board: of the control plane.
+        board: board of the control plane.
         rank: this rank.
         report: called with rank 0's call and this rank's, where they differ; ends the control plane.
     """

@@ -1,8 +1,8 @@
 """A channel: a communicator along mesh axes for the step's own asynchronous traffic, ordered apart from all other.
 
-`all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend
-neither on bucketing nor on timing. Ranks of one host talk through memory where that is chosen (`_memory.py`). On gloo
-they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather costs three times as much and its
+`all_gather` fills the blocks of a destination in place. `reduce_scatter` sums in rank order, so its bits depend neither
+on bucketing nor on timing. Ranks of one host talk through memory where that is chosen (`_memory.py`). On gloo they are
+a broadcast a block, and an all_to_all with a sum at home (its own all_gather costs three times as much and its
 reduce_scatter is an all_reduce; sends from the calling thread block on the connection while another transfer runs).
 Elsewhere the backend's native operations run.
 """
@@ -50,7 +50,7 @@ _transport = _Transport()
 
 
 def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
-    """The result of `finish` when all of `works` have ended; `done` is False if the backend does not know."""
+    """Returns the result of `finish` when all of `works` have ended. `done` is False if the backend does not know."""
 
     def result() -> _Made:
         with _transport:
@@ -112,7 +112,7 @@ class Channel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of memory that this rank has set aside for others to read; 0 where the channel goes another way."""
+        """Bytes of memory that this rank has set aside for others to read, or 0 where the channel goes another way."""
         lanes: Lanes | None = vars(self).get("_lanes")
         return 0 if lanes is None else lanes.nbytes
 
@@ -132,7 +132,7 @@ class Channel:
                 not be written before `flush()`; pass a tensor outside of `into` if the destination is to be freed with
                 its user.
             sizes: number of elements of each rank's block; the same on all ranks.
-            into: the destination, 1-D and contiguous; default a new one.
+            into: the destination, 1-D and contiguous. Default: a new one.
             settled: whether the result also waits until `own` has left, so that it may be written.
             idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
                 faster, but stalls while they are busy. The same on all ranks.
@@ -267,7 +267,10 @@ class Channel:
 
     @property
     def sums_in_one(self) -> bool:
-        """Whether `all_reduce` may replace `reduce_scatter` and `all_gather`: a sum of two has but one order."""
+        """Returns whether `all_reduce` may replace `reduce_scatter` and `all_gather`.
+
+        A sum of two has but one order.
+        """
         return self._direct and self.size == 2
 
     def all_reduce(self, flat: Tensor, *, name: str = "all_reduce") -> Pending[Tensor]:
@@ -397,6 +400,6 @@ class Channel:
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:
-    """The value of a transfer that keeps the tensor that it sends alive."""
+    """Returns the value of a transfer that keeps the tensor that it sends alive."""
     del kept
     return value

@@ -26,23 +26,23 @@ class Channels:
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
 
     def gather(self, axes: tuple[str, ...]) -> Channel:
-        """The channel that gathers along `axes`."""
+        """Returns the channel that gathers along `axes`."""
         return self._get("gather", axes)
 
     def reduce(self, axes: tuple[str, ...]) -> Channel:
-        """The channel that reduces along `axes`."""
+        """Returns the channel that reduces along `axes`."""
         return self._get("reduce", axes)
 
     def relay(self, axes: tuple[str, ...]) -> Channel:
-        """The channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
+        """Returns the channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
         return self._get("relay", axes)
 
     def between(self, axes: tuple[str, ...]) -> Channel:
-        """The channel from rank to rank, through the host on any device."""
+        """Returns the channel from rank to rank, through the host on any device."""
         return self._get("between", axes)
 
     def loss(self, axes: tuple[str, ...]) -> Channel:
-        """The channel of the collectives that a loss calls along `axes`."""
+        """Returns the channel of the collectives that a loss calls along `axes`."""
         return self._get("loss", axes)
 
     def loss_along_each(self) -> None:
@@ -51,7 +51,7 @@ class Channels:
             self.loss((axis,))
 
     def shared(self) -> list[tuple[Channel, int]]:
-        """The channels that go through memory, and the bytes that this rank has set aside for each."""
+        """Returns the channels that go through memory, and the bytes that this rank has set aside for each."""
         return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
 
     def flush(self) -> None:
@@ -72,11 +72,11 @@ class Channels:
 
     @property
     def num_made(self) -> int:
-        """How many have been made; where ranks have failed, one of them may have more than another."""
+        """Returns how many have been made. Where ranks have failed, one of them may have more than another."""
         return len(self._made)
 
     def anew(self, num: int, meet: Callable[[], None] = lambda: None) -> "Channels":
-        """The first `num` channels, made again. Collective.
+        """Returns the first `num` channels, made again. Collective.
 
         Args:
             num: the same on all ranks.

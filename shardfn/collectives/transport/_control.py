@@ -21,7 +21,7 @@ from ._notice import notice_of
 from ._presence import Presence
 from ._rounds import Kind, Rounds
 
-# Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
+# Seconds to wait for others to report a failure, and in which one that waited, too, is woken and reports it.
 GRACE, WAKING = 3.0, 1.0
 # The number of lines of a rank's text that an error shows.
 _SHOWN = 12
@@ -38,7 +38,7 @@ class Constant(NamedTuple):
 
     Attributes:
         text: one line a fact.
-        code: its hash.
+        code: hash.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Constant(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Constant":
-        """A text, hashed once."""
+        """Returns a text, hashed once."""
         return Constant(text, text_hash(text))
 
 
@@ -56,7 +56,7 @@ class Agreed(NamedTuple):
     Attributes:
         even: whether all passed the same sizes.
         known: whether all have the results of a first call already: for equal sizes, and for unequal ones.
-        sizes: those of each rank, where they differ.
+        sizes: sizes of each rank, where they differ.
     """
 
     even: bool = True
@@ -65,7 +65,7 @@ class Agreed(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Whether all have the results that this call needs, for the sizes that ranks passed."""
+        """Returns whether all have the results that this call needs, for the sizes that ranks passed."""
         return self.known[0 if self.even else 1]
 
 
@@ -78,7 +78,7 @@ class Control:
         lost: whether a peer was lost, so that nothing can be agreed on any more.
         wake: closes everything else at which another rank may wait for this one.
         closing: held by the thread that ends the communicators.
-        calls: of this rank.
+        calls: calls of this rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -104,7 +104,7 @@ class Control:
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (60 bits and a sign), in rank order; see `Rounds.exchange`."""
+        """Every rank's value (60 bits and a sign), in rank order. See `Rounds.exchange`."""
         return self._rounds.exchange(value)
 
     def gather(self, value: object) -> list[object]:
@@ -112,7 +112,7 @@ class Control:
         return self._rounds.gather(value)
 
     def along(self, axes: tuple[str, ...]) -> Rounds:
-        """The rounds of the ranks along some axes alone; the others take no part.
+        """Returns the rounds of the ranks along some axes alone. The others take no part.
 
         Collective over the mesh the first time. Failures of a rank still go to the whole mesh.
         """
@@ -145,11 +145,11 @@ class Control:
 
         Args:
             what: the subject of the agreement, for the error.
-            text: one line a fact; the first line is this rank's next call.
+            text: one line a fact. The first line is this rank's next call.
             constant: further facts that must be the same.
             sizes: numbers that may differ.
-            known: the results that this rank has; see `Agreed`. It may differ.
-            remedy: from the texts of all ranks to further lines of the error.
+            known: the results that this rank has. See `Agreed`. It may differ.
+            remedy: function from the texts of all ranks to further lines of the error.
             begins: whether it is the first message of a call, named by `begin`.
 
         Returns:
@@ -206,7 +206,7 @@ class Control:
                 rounds.share(self._timeout)
 
     def shared(self) -> list[tuple[Rounds, int]]:
-        """The rounds, and the bytes of memory that this rank has set aside for each."""
+        """Returns the rounds, and the bytes of memory that this rank has set aside for each."""
         return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
 
     def meet(self) -> None:
@@ -236,7 +236,10 @@ class Control:
         self.calls.begin(call)
 
     def mismatch(self, calls: list[str]) -> RankError:
-        """The error to raise where ranks meet in a message at different places of a program. Ends the control plane."""
+        """Returns the error to raise where ranks meet in a message at different places of a program.
+
+        Ends the control plane.
+        """
         error = _disagreement(_WHAT, calls, "")
         # For a call around this one, whose next message fails.
         self._board.put(_DIFFERENCES, str(error))
@@ -247,7 +250,10 @@ class Control:
         return error
 
     def failure(self, error: BaseException) -> RankError:
-        """The error to raise when a transfer failed: names the failed ranks and their errors, or missing ranks."""
+        """Returns the error to raise when a transfer failed.
+
+        Names the failed ranks and their errors, or missing ranks.
+        """
         self.lost = True
         self._board.leave()
         # Noted as having left before any connection closes: ranks that wake must not take this one for missing.
@@ -264,14 +270,14 @@ class Control:
         return RankError("\n".join([*lines, *(f"  - {text}" for text, _ in told)]))
 
     def is_theirs(self, error: BaseException) -> bool:
-        """Whether an error of this rank only reports that another one failed."""
+        """Returns whether an error of this rank only reports that another one failed."""
         if self._group is None:
             return False
         in_torch = isinstance(error, dist.DistError)
         return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._presence.gone()))
 
     def tell(self, what: str) -> None:
-        """Posts an error of this rank alone; then gives ranks with errors of their own a moment to leave."""
+        """Posts an error of this rank alone. Then gives ranks with errors of their own a moment to leave."""
         # Posted before this rank counts as having left, so that ranks that see it gone find the reason.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()
@@ -325,7 +331,7 @@ class Control:
         return [(text, late)]
 
     def _missing(self, absent: list[int]) -> str:
-        """The line on ranks whose process is there: the call in which the others wait for them."""
+        """Returns the line on ranks whose process is there: the call in which the others wait for them."""
         here = _ranks([r for r in range(self.size) if r not in absent])
         name, limit = ("timeout", self._timeout) if self._met else ("agreement_timeout", self._agreement_timeout)
         seconds = "" if limit is None else f" for {limit.total_seconds():g} s"
@@ -338,7 +344,7 @@ class Control:
         )
 
     def _cut_off(self) -> str:
-        """The line for a store out of reach: only this rank's own waiting is known."""
+        """Returns the line for a store out of reach: only this rank's own waiting is known."""
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
             f"{_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store, by"
@@ -347,7 +353,7 @@ class Control:
         )
 
     def _new_name(self) -> str:
-        """A name that all ranks have, and that no other control plane has had while the store has been there."""
+        """Returns a name that all ranks share, and that no other control plane of the store has had."""
         if self._group is None:
             return ""
         now = torch.tensor([time.time_ns() if self.rank == 0 else 0])
@@ -356,7 +362,7 @@ class Control:
 
 
 def text_hash(text: str) -> int:
-    """A 60-bit hash of `text` that is the same in every process."""
+    """Returns a 60-bit hash of `text` that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 4
 
 
@@ -387,7 +393,7 @@ def _report(control: Control | None, first: str, own: str) -> None:
 
 
 def _disagreement(what: str, texts: list[str], remedy: str) -> RankError:
-    """The error of ranks that differ; at different calls it adds the remedy."""
+    """Returns the error of ranks that differ; at different calls it adds the remedy."""
     calls = {text.partition("\n")[0] for text in texts}
     apart = len(calls) > 1 and not any(call.startswith("raised ") for call in calls)
     return RankError(f"ranks disagree on {what}:\n" + _differences(texts) + remedy + _SAME_CALLS * apart)
@@ -406,7 +412,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _differences(texts: list[str]) -> str:
-    """The lines that each rank has and others lack; for ranks at different calls, the calls alone."""
+    """Returns the lines that each rank has and others lack; for ranks at different calls, the calls alone."""
     lines = [t.splitlines() or [""] for t in texts]
     if len({mine[0] for mine in lines}) > 1:  # an error has several lines
         lines = [mine if mine[0].startswith("raised ") else mine[:1] for mine in lines]
@@ -427,6 +433,6 @@ def _differences(texts: list[str]) -> str:
 
 
 def _fact(line: str) -> tuple[str, str]:
-    """A line without the path that leads to its name."""
+    """Returns a line without the path that leads to its name."""
     path, equals, value = line.partition(" = ") if " = " in line else line.partition(": ")
     return (path.rpartition(".")[2], value) if equals else (line, "")

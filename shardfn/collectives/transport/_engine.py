@@ -3,11 +3,10 @@
 import ctypes
 import functools
 import os
-import pathlib
 import subprocess
 from typing import Any
 
-from shardfn.kernels import NoCompilerError, build
+from shardfn.kernels import NoCompilerError, load_library
 
 from ._segment import NotSharedError
 
@@ -56,17 +55,17 @@ class Address(int):
 
 
 def addresses(of: "list[int]") -> Any:
-    """An array of addresses."""
+    """Returns an array of addresses."""
     return (ctypes.c_void_p * len(of))(*of)
 
 
 def numbers(of: "list[int]") -> Any:
-    """An array of numbers."""
+    """Returns an array of numbers."""
     return (ctypes.c_int64 * len(of))(*of)
 
 
 def engine() -> Engine:
-    """The engine of this process; a fork makes another, as threads do not survive it.
+    """Returns the engine of this process. A fork makes another, as threads do not survive it.
 
     Raises:
         NotSharedError: as `Engine`.
@@ -82,11 +81,12 @@ def _engine(process: int) -> Engine:
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The compiled functions, or the reason for their absence; cached, so that a compiler that fails runs once."""
-    source = pathlib.Path(__file__).with_name("_memory.cpp")
-    headers = [source.with_name(name) for name in ("_lanes.h", "_blocks.h", "_sum_rows.h")]
+    """Returns the compiled functions, or the reason for their absence.
+
+    Cached, so that a compiler that fails runs once.
+    """
     try:
-        built = build("memory", source, *headers, flags=("-pthread",))
+        built = load_library("collectives/transport/_memory.cpp")
     except (NoCompilerError, OSError, subprocess.SubprocessError) as error:
         return (getattr(error, "stderr", None) or str(error)).strip()
     for name in _ADDRESSES:

@@ -20,7 +20,7 @@ _FIRST, _LONGEST = 0.001, 0.05
 def absent_from(mesh: Mesh, epoch: int) -> list[int]:
     """Waits for all ranks of a mesh to begin an epoch; gives the ranks that have not come within `agreement_timeout`.
 
-    Ranks meet in rounds. A rank that gives up ends its round for all, unless the last rank has come first; the others
+    Ranks meet in rounds. A rank that gives up ends its round for all, unless the last rank has come first. The others
     go on to the next round.
     """
     if mesh.size == 1 or dist.get_backend() == "fake":
@@ -40,7 +40,10 @@ _OUTCOME, _GO, _VOID = "outcome", "go", "void"
 
 
 def _met(board: Board, size: int, deadline: float) -> str:
-    """The outcome of a round, which the last rank to come decides, or the first to give up: all ranks have the same."""
+    """Returns the outcome of a round, which the last rank to come decides, or the first to give up.
+
+    All ranks have the same.
+    """
     board.leave()
     try:
         if board.count(1) == size:

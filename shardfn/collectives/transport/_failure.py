@@ -48,7 +48,7 @@ class Board:
         self.silent = False
 
     def post(self, text: str, about: Sequence[int] = ()) -> None:
-        """Leaves word for all; `about` are the ranks that others have waited for in vain."""
+        """Leaves word for all. `about` are the ranks that others have waited for in vain."""
         # Appended, not set: several ranks may post at once, and none may overwrite another's word.
         self._ask(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
 
@@ -57,7 +57,7 @@ class Board:
         self._ask(lambda store: store.set(f"{self._key}/{name}", text), None)
 
     def get(self, name: str) -> str:
-        """A text that a rank has put; "" if no rank has."""
+        """Returns a text that a rank has put, or "" if no rank has."""
         key = f"{self._key}/{name}"
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else "", "")
 
@@ -67,11 +67,11 @@ class Board:
         return self._ask(lambda store: store.compare_set(key, "", text).decode(), text)
 
     def count(self, num: int, name: str = "count") -> int:
-        """Adds to a counter of the board, and gives its value; 0 if the store does not answer."""
+        """Adds to a counter of the board, and gives its value, or 0 if the store does not answer."""
         return self._ask(lambda store: store.add(f"{self._key}/{name}", num), 0)
 
     def read(self) -> list[tuple[str, list[int]]]:
-        """The posted messages, each with the ranks that it is about."""
+        """Returns the posted messages, each with the ranks that it is about."""
         told = f"{self._key}/told"
         text = self._ask(lambda store: store.get(told).decode(errors="replace") if store.check([told]) else "", "")
         return [tuple(json.loads(line)) for line in dict.fromkeys(text.splitlines())]  # two may have found out the same
@@ -87,7 +87,7 @@ class Board:
             time.sleep(0.02)
 
     def absent(self) -> list[int]:
-        """The other ranks that have not left; all of them if the store does not answer."""
+        """Returns the other ranks that have not left; all of them if the store does not answer."""
         absent = [r for r in range(self._size) if r != self._rank]
         return self._ask(lambda store: [r for r in absent if not store.check([f"{self._key}/{r}"])], absent)
 
@@ -140,7 +140,10 @@ class EndedGroup:
 
 
 def is_of_the_wire(error: BaseException) -> bool:
-    """Whether an error reports a broken transfer: of our own channels, or of a collective that torch ran on gloo."""
+    """Returns whether an error reports a broken transfer.
+
+    Of our own channels, or of a collective that torch ran on gloo.
+    """
     by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO)
     return by_text or isinstance(error, TransportError)
 

@@ -9,7 +9,7 @@ LOSS_CHANNELS: PerMesh[Channels] = PerMesh()
 
 
 def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
-    """The channel of the collectives that a loss calls: that of the mesh's steps, if it has made any.
+    """Returns the channel of the collectives that a loss calls: that of the mesh's steps, if it has made any.
 
     Else one on the mesh's group along `axes`, whose first transfer is collective over the ranks along them.
     """

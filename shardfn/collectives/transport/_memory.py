@@ -1,7 +1,7 @@
 """Transfers through memory between ranks of one host: rings that each rank writes in its own segment and others read.
 
-A transfer is blocks in lanes (`_lanes.h`): each rank writes its blocks into lanes of its segment and counts the bytes;
-the others copy or sum from there, and count the bytes that they have read. A thread that starts or awaits a transfer
+A transfer is blocks in lanes (`_lanes.h`): each rank writes its blocks into lanes of its segment and counts the bytes.
+The others copy or sum from there, and count the bytes that they have read. A thread that starts or awaits a transfer
 moves all bytes that it can, and so does one thread a process, which sleeps until a peer rings a pipe. The proof that
 this cannot deadlock is in docs/design/0020-shared-memory.md.
 """
@@ -23,7 +23,7 @@ from ._engine import Address, Engine, addresses, engine, numbers
 from ._failure import TransportError
 from ._segment import NotSharedError, Offer, Reader, Segment
 
-# Bytes of a channel's rings on each rank, together; each rank's are cut into one ring per rank.
+# Bytes of a channel's rings on each rank, together. Each rank's are cut into one ring per rank.
 RINGS = 8 << 20
 _LEAST_RING = 1 << 19
 MOST_RANKS = 256
@@ -65,18 +65,18 @@ class LanesOffer(NamedTuple):
 class Lanes:
     """One rank's end of a channel through memory. It is made in two steps, between which ranks exchange their offers.
 
-    All ranks start the same transfers in the same order, but for messages with tags. Tensors are contiguous, and
-    on the CPU.
+    All ranks start the same transfers in the same order, but for messages with tags. Tensors are contiguous, and on the
+    CPU.
 
     Args:
         size: the number of ranks.
         index: this one's.
-        timeout: seconds that a wait may take; None means no limit.
-        ring: bytes of a ring, a multiple of 4096; the default is for a step's transfers.
+        timeout: seconds that a wait may take. None means no limit.
+        ring: bytes of a ring, a multiple of 4096. The default is for a step's transfers.
 
     Attributes:
         offer: the data that the others need.
-        nbytes: of the segment.
+        nbytes: bytes of the segment.
 
     Raises:
         NotSharedError: this process cannot offer memory.
@@ -124,7 +124,7 @@ class Lanes:
         return self._start((own, *blocks), to_all=own, alls=blocks)
 
     def all_to_all(self, parts: Blocks, into: Blocks) -> "LaneOp":
-        """Sends each rank its part, and takes theirs; the own one is copied."""
+        """Sends each rank its part, and takes theirs. The own one is copied."""
         into[self.index].copy_(parts[self.index])
         return self._start((*parts, *into), out=parts, come=into)
 
@@ -138,7 +138,7 @@ class Lanes:
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
     def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
-        """A message to or from one rank, where the other end has the same tag."""
+        """Returns a message to or from one rank, where the other end has the same tag."""
         self._check()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
@@ -162,7 +162,7 @@ class Lanes:
         return entry.state(self._engine, asked)
 
     def why(self) -> str:
-        """The cause of a failure; or, while waiting, the ranks of the channel that are waited for."""
+        """Returns the cause of a failure, or, while waiting, the ranks of the channel that are waited for."""
         if self._ends.channel is None:
             return "this communicator has ended"
         text = ctypes.create_string_buffer(4096)
@@ -211,7 +211,7 @@ class LaneOp:
     """A transfer under way. It keeps its tensors alive until the engine no longer touches them.
 
     Attributes:
-        op: the engine's; None before it has started, and once its memory is no longer touched.
+        op: the engine's, or None before it has started, and once its memory is no longer touched.
     """
 
     def __init__(self, kept: Blocks) -> None:
@@ -224,7 +224,7 @@ class LaneOp:
         return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
     def wait(self, made: Engine, asked: int) -> int:
-        """The state, after a while at most."""
+        """Returns the state, after a while at most."""
         if self.op is None:
             return self._state
         self._waiting += 1
@@ -235,7 +235,7 @@ class LaneOp:
             self.ended(made)
 
     def ended(self, made: Engine) -> bool:
-        """Whether nothing touches its memory any more; then lets go of it."""
+        """Returns whether nothing touches its memory any more. Then lets go of it."""
         state = self.state(made, IN | OUT)
         if state and self.op is not None and not self._waiting:
             self._state, op, self.op, self._kept = state, self.op, None, ()
@@ -263,7 +263,7 @@ class _Holdings:
         self.entries: collections.deque[LaneOp] = collections.deque()
 
     def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
-        """The address of another rank's segment, the pipe that wakes it, and the descriptor that shows its end."""
+        """Returns another rank's address of its segment, the pipe that wakes it, and the descriptor of its end."""
         pid = offer.segment.pid
         path = f"/proc/{pid}/fd/{offer.bell}"
         try:

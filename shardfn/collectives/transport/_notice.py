@@ -25,7 +25,7 @@ _NOTICE: PerMesh[Notice] = PerMesh()
 
 
 def notice_of(mesh: Mesh) -> Notice:
-    """The notice of a mesh. It outlives communicators that are made anew after a failure.
+    """Returns the notice of a mesh. It outlives communicators that are made anew after a failure.
 
     Example:
         >>> from shardfn.core import make_mesh

@@ -6,7 +6,7 @@
     rank 1 sends       [ a[2:]  b[:, 2:] ]
     the message        [ a[:2]  b[:, :2]  a[2:]  b[:, 2:] ]        rank by rank, and in it leaf by leaf
 
-A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, and each rank gets
+A gather sends pieces and takes wholes out of the message. A reduction lays wholes out as a message, and each rank gets
 its pieces of it. Both layouts are defined only here; callers send the message.
 """
 
@@ -29,8 +29,8 @@ class Cuts:
 
     Attributes:
         whole: the shape of the tensor.
-        dim: the dim that is cut; None if it is not.
-        bounds: along `dim`, start and stop of each rank's rows; they follow on each other.
+        dim: the dim that is cut, or None if it is not.
+        bounds: along `dim`, start and stop of each rank's rows. They follow on each other.
     """
 
     whole: torch.Size
@@ -38,7 +38,7 @@ class Cuts:
     bounds: tuple[tuple[int, int], ...] = ()
 
     def of(self, x: Tensor, rank: int) -> Tensor:
-        """One rank's piece of the tensor, as a view; the tensor where it is not cut."""
+        """One rank's piece of the tensor, as a view. The tensor where it is not cut."""
         if self.dim is None:
             return x
         lo, hi = self.bounds[rank]
@@ -46,21 +46,21 @@ class Cuts:
 
     @functools.cached_property
     def shapes(self) -> list[torch.Size]:
-        """The shape of each rank's piece; that of the whole alone where it is not cut."""
+        """Returns the shape of each rank's piece. That of the whole alone where it is not cut."""
         return [self.whole] if self.dim is None else _shapes(self.whole, self.dim, self.bounds)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The number of elements of each rank's piece."""
+        """Returns the number of elements of each rank's piece."""
         return [s.numel() for s in self.shapes]
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """The number of rows, along `dim`, of each rank's piece; 1 if it is not cut."""
+        """Returns the number of rows, along `dim`, of each rank's piece, or 1 if it is not cut."""
         return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
-        """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
+        """Returns the part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
         grid, order, first, num = self._grids.get(run[:2]) or self._grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
         # Views of one dim as two: they need no copy, for any strides.
@@ -68,7 +68,7 @@ class Cuts:
 
     @functools.cached_property
     def _grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """The results of `_grid`, by argument."""
+        """Returns the results of `_grid`, by argument."""
         return {}
 
     def _grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -82,7 +82,7 @@ class Cuts:
         return found
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
-        """The rows of the tensor, from `pieces` [ranks, *shape of a piece]."""
+        """Returns the rows of the tensor, from `pieces` [ranks, *shape of a piece]."""
         assert self.dim is not None
         return pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
@@ -93,7 +93,7 @@ class Stretch(NamedTuple):
     Attributes:
         first: the first rank.
         num: the number of ranks.
-        sizes: for each leaf, the number of elements of a rank's piece.
+        sizes: the number of elements of a rank's piece for each leaf.
     """
 
     first: int
@@ -132,18 +132,18 @@ class Packing:
 
     @property
     def cut(self) -> bool:
-        """Whether each rank has pieces, not the wholes."""
+        """Returns whether each rank has pieces, not the wholes."""
         return self.leaves[0].dim is not None
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The number of elements of the message in each rank's pieces."""
+        """Returns the number of elements of the message in each rank's pieces."""
         columns = [leaf.sizes for leaf in self.leaves]
         return columns[0] if len(columns) == 1 else [sum(column) for column in zip(*columns, strict=True)]
 
     @functools.cached_property
     def runs(self) -> list[Stretch]:
-        """The ranks, as runs; those that hold nothing are left out."""
+        """Returns the ranks, as runs. Those that hold nothing are left out."""
         runs, first = [], 0
         # Not by sizes: the pieces of a leaf without elements have equal ones, and may yet differ in shape.
         for _, same in itertools.groupby(zip(*(leaf.rows for leaf in self.leaves), strict=True)):
@@ -155,15 +155,18 @@ class Packing:
         return runs
 
     def shapes(self, rank: int) -> list[torch.Size]:
-        """The shapes of one rank's pieces."""
+        """Returns the shapes of one rank's pieces."""
         return [leaf.shapes[rank] if leaf.dim is not None else leaf.whole for leaf in self.leaves]
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the message, contiguous; a single piece keeps its shape, and is not copied."""
+        """This rank's part of the message, contiguous. A single piece keeps its shape, and is not copied."""
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The wholes, made of the pieces of all ranks; for a single leaf cut along dim 0, the message itself."""
+        """Returns the wholes, made of the pieces of all ranks.
+
+        For a single leaf cut along dim 0, the message itself.
+        """
         first = self.leaves[0]
         if len(self.leaves) == 1 and first.dim in (None, 0):
             return [message.view(first.whole)]
@@ -209,12 +212,12 @@ class Packing:
 
     @functools.cached_property
     def _known_places(self) -> "dict[int, list[Spot]]":
-        """The results of `_places`, by argument."""
+        """Returns the results of `_places`, by argument."""
         return {}
 
     @functools.cached_property
     def _is_grid(self) -> bool:
-        """Whether all leaves are cut along dim 0, into pieces of one size each."""
+        """Returns whether all leaves are cut along dim 0, into pieces of one size each."""
         alike = len(self.runs) == 1 and self.runs[0].num == len(self.sizes)
         return alike and all(leaf.dim == 0 and leaf.sizes[0] for leaf in self.leaves)
 
@@ -236,7 +239,7 @@ class Packing:
         """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
         if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
             return self.lay(wholes)
-        # By `cat`, which makes no view of a place; tensors that it would have to copy first are copied to their places
+        # By `cat`, which makes no view of a place. Tensors that it would have to copy first are copied to their places
         # instead.
         as_they_are = all([x.is_contiguous() for x in wholes])
         if not self.cut:
@@ -277,7 +280,7 @@ class EvenPacking(Packing):
         return torch.cat([_padded(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The wholes, from [ranks * elements of a rank]."""
+        """Returns the wholes, from [ranks * elements of a rank]."""
         grid = message.reshape(len(self.leaves[0].bounds), -1)
         columns = grid.split([_padded_size(leaf) for leaf in self.leaves], 1)
         pairs = zip(self.leaves, columns, strict=True)
@@ -301,7 +304,7 @@ class EvenPacking(Packing):
 
 
 def dealt(total: int, size: int) -> list[int]:
-    """The number of elements that each of `size` ranks sums up of a message that is wanted whole."""
+    """Returns the number of elements that each of `size` ranks sums up of a message that is wanted whole."""
     return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]
 
 

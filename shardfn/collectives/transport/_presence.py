@@ -27,7 +27,7 @@ class Presence:
         self._group = _GROUPS[mesh.ranks]
 
     def gone(self) -> list[int]:
-        """The ranks whose process is known to have ended. It may take a moment until that is noticed."""
+        """Returns the ranks whose process is known to have ended. It may take a moment until that is noticed."""
         return [r for r in self._others if not self._reaches(r)] if is_known(self._group) else []
 
     def _reaches(self, rank: int) -> bool:

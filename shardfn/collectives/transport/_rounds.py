@@ -24,7 +24,7 @@ from ._sharing import shared_lanes
 
 # Bytes of a ring of exchanges, each two cache lines.
 _RING = 4096
-# The bits of a value, which is sent as a number from 0 on; those above them are the kind of the round.
+# The bits of a value, which is sent as a number from 0 on. Those above them are the kind of the round.
 _BITS = 61
 _MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
 
@@ -46,15 +46,16 @@ class Rounds:
     """The rounds of the ranks of one gloo group. All of them take part in each, in the same order.
 
     Args:
-        group: the group; None for one rank.
+        group: the group, or None for one rank.
         rank: this rank's name in errors.
-        failure: from the error of a round to the error to raise.
+        failure: function from the error of a round to the error to raise.
         call: this rank's call, in words.
-        mismatch: from the calls of all ranks to the error to raise where they are in rounds of different kinds.
-        notice: travels with each exchange; None = no notice.
+        mismatch: function from the calls of all ranks to the error to raise where they are in rounds of different
+            kinds.
+        notice: travels with each exchange. None: no notice.
 
     Attributes:
-        rank: as above.
+        rank: rank as above.
         size: the number of ranks.
     """
 
@@ -99,7 +100,7 @@ class Rounds:
         Args:
             value: the value.
             kind: the kind of the round, in which ranks must not differ.
-            timeout: how long to wait for the other ranks; None = the group's.
+            timeout: how long to wait for the other ranks. None: the group's.
 
         Raises:
             RankError: a rank did not answer in time, or is in a round of another kind.
@@ -121,7 +122,10 @@ class Rounds:
         return self._gathered(data, most)
 
     def _round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
-        """The greatest value and the least; through memory also all of them. The first message of every round."""
+        """Returns the greatest value and the least.
+
+        Through memory also all of them. The first message of every round.
+        """
         sent = value + _ZERO | kind << _BITS
         if self._lanes is not None:
             values = self._through_memory(self._lanes, sent, timeout)
@@ -139,7 +143,7 @@ class Rounds:
         return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]
 
     def _gathered(self, data: torch.Tensor, most: int | None = None) -> list[object]:
-        """The values of all ranks, of which each has packed its own; `most` is the greatest number of bytes."""
+        """Returns the values of all ranks, of which each has packed its own. `most` is the greatest number of bytes."""
         if most is None:
             size = torch.tensor([data.numel()])
             self._reduce_max(size)

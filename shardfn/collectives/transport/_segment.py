@@ -16,7 +16,7 @@ _HEAD = mmap.PAGESIZE
 
 
 class NotSharedError(Exception):
-    """Two processes cannot share memory; the message has the reason."""
+    """Two processes cannot share memory. The message has the reason."""
 
 
 class Offer(NamedTuple):
@@ -40,7 +40,7 @@ class Segment:
 
     Attributes:
         offer: the data that others need to read it.
-        view: its bytes.
+        view: bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -75,7 +75,7 @@ class Reader:
     """Another process's segment, which cannot be written here.
 
     Attributes:
-        view: its bytes, as its owner writes them.
+        view: bytes, as its owner writes them.
 
     Raises:
         NotSharedError: the offer leads to no segment, to one of another size or with another word, or is refused.
@@ -101,7 +101,10 @@ class Reader:
 
 
 def _seals() -> int:
-    """The seals that fix a segment's size for good: no reader can be killed by a page that its owner took away."""
+    """Returns the seals that fix a segment's size for good.
+
+    No reader can be killed by a page that its owner took away.
+    """
     import fcntl
 
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

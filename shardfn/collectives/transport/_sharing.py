@@ -27,16 +27,16 @@ class MemoryWork:
         self._lanes, self._entry, self._asked = lanes, entry, asked
 
     def wait(self) -> None:
-        """Waits; raises `TransportError` if it failed."""
+        """Waits, and raises `TransportError` if it failed."""
         self._lanes.wait(self._entry, self._asked)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._lanes.state(self._entry, self._asked) != 0
 
 
 def wished() -> str:
-    """The user's choice: "memory", for ranks that share some, or "gloo" in any case.
+    """Returns the user's choice: "memory", for ranks that share some, or "gloo" in any case.
 
     Raises:
         ValueError: it is neither.
@@ -50,13 +50,13 @@ def wished() -> str:
 
 
 def chosen_channel() -> str:
-    """One line with the user's choice, for agreements of the ranks; empty for the default."""
+    """One line with the user's choice, for agreements of the ranks, empty for the default."""
     way = wished()
     return "" if way == DEFAULT else f"{VARIABLE}={way}"
 
 
 def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
-    """The lanes of a gloo group, or None, with a warning that has the reason if lanes were to be expected.
+    """Returns the lanes of a gloo group, or None, with a warning that has the reason if lanes were to be expected.
 
     If the user has chosen gloo, it returns None at once. Else it is collective over the group; either all ranks get
     lanes or no rank does.
@@ -109,7 +109,7 @@ def _gathered(value: object, group: Any) -> list[Any]:
 
 
 def _machine() -> str:
-    """A text that is equal for processes of one kernel and one network, such as containers on the host's network.
+    """Returns a text equal for processes of one kernel and network, such as containers on the host's network.
 
     A host's name does not identify it: two machines may share it. Network namespaces that do not see one another's
     loopback count as hosts of their own.

@@ -9,7 +9,7 @@ from shardfn._torch import storage_use_count
 
 
 def is_sole_owner(x: Tensor) -> bool:
-    """Whether only `x`, and the tensor that it is a view of, hold its memory.
+    """Returns whether only `x`, and the tensor that it is a view of, hold its memory.
 
     The caller must have made both, for example by `x.detach()`, and must not have passed them on: references to a
     tensor itself are not counted, only tensors that share its memory. Memory that is not torch's own (of numpy, of
@@ -28,7 +28,9 @@ def is_sole_owner(x: Tensor) -> bool:
 
 
 def may_be_added_to(x: Tensor) -> bool:
-    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which no other tensor may share; see `is_sole_owner`.
+    """Returns whether `x.add_(y)` is `x + y` in the memory of `x`, which no other tensor may share.
+
+    See `is_sole_owner`.
 
     Example:
         >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
@@ -40,7 +42,7 @@ def may_be_added_to(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether no two elements lie in one place, and none lies between them."""
+    """Returns whether no two elements lie in one place, and none lies between them."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1:

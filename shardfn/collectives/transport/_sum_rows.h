@@ -3,12 +3,6 @@
 #include <cstdint>
 #include <cstring>
 
-// The loops are compiled for several generations of processors; the loader takes the one it finds.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 #define INLINE inline __attribute__((always_inline))
 
 enum Kind { F32, F64, BF16, F16, I8, I16, I32, I64, BOOL };
@@ -116,7 +110,7 @@ template <class E> INLINE void add_rows(const uint8_t* const* rows, int64_t k, i
 
 }  // namespace sums
 
-extern "C" CLONES inline void sum_rows(int64_t kind, const uint8_t* const* rows, int64_t k, int64_t bytes,
+extern "C" inline void sum_rows(int64_t kind, const uint8_t* const* rows, int64_t k, int64_t bytes,
                                        uint8_t* out) {
     using namespace sums;
     switch (kind) {

@@ -21,7 +21,7 @@ class Traffic:
 
     Attributes:
         by_op: (operation, axes in the mesh's order) -> [calls, bytes].
-        by_dtype: dtype of the elements that are sent -> bytes; None for an unknown dtype.
+        by_dtype: dtype of the elements that are sent -> bytes, or None for an unknown dtype.
     """
 
     by_op: dict[tuple[str, tuple[str, ...]], list[int]] = dataclasses.field(default_factory=dict)
@@ -29,16 +29,16 @@ class Traffic:
 
     @property
     def calls(self) -> int:
-        """The number of collectives."""
+        """Returns the number of collectives."""
         return sum(calls for calls, _ in self.by_op.values())
 
     @property
     def bytes(self) -> int:
-        """The bytes sent, over all operations and axes."""
+        """Returns the bytes sent, over all operations and axes."""
         return sum(sent for _, sent in self.by_op.values())
 
     def __str__(self) -> str:
-        """A line a kind of collective, the most bytes first.
+        """Returns a line a kind of collective, the most bytes first.
 
         Example:
             >>> print(Traffic({("psum", ("dp",)): [2, 64], ("all_gather", ("dp", "tp")): [1, 4096]}))
@@ -59,7 +59,7 @@ class Traffic:
         return as_html(str(self))
 
     def across(self, axis: str, shape: Mapping[str, int]) -> float:
-        """The bytes sent to ranks of another index along `axis`, if each collective sends equal parts to all ranks.
+        """Returns the bytes sent to ranks of another index along `axis`, if collectives send equal parts to all ranks.
 
         So the bytes that one node sends to others are `across("node", mesh.shape)` times the ranks of a node.
 
@@ -118,7 +118,7 @@ def counting_nothing() -> AbstractContextManager[None]:
 def count_traffic() -> AbstractContextManager[Traffic]:
     """Counts the bytes that this rank sends while the context is open.
 
-    Counters nest; each one sees everything below it.
+    Counters nest. Each one sees everything below it.
 
     A captured program is counted whenever it runs.
 

@@ -11,12 +11,12 @@ from shardfn._torch import all_gather_single
 
 
 def as_raw(x: Tensor) -> Tensor:
-    """A tensor's bytes, 1-D."""
+    """Returns a tensor's bytes, 1-D."""
     return x.view(-1).view(torch.uint8)
 
 
 def ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
-    """The sum of rows from the first to the last, in `out` if given; 16-bit floats in 32 bits, rounded once."""
+    """Returns the sum of rows from the first to the last, in `out` if given; 16-bit floats in 32 bits, rounded once."""
     if rows[0].dtype in (torch.bfloat16, torch.float16):
         total = rows[0].float()
         for row in rows[1:]:
@@ -31,7 +31,7 @@ def ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
 
 
 def broadcast_from(rank: int) -> dist.BroadcastOptions:
-    """The options of an asynchronous broadcast."""
+    """Returns the options of an asynchronous broadcast."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
     return options

@@ -51,7 +51,10 @@ class Agreement:
         self._agreed.add((id(plan), what))
 
     def constant(self, plan: Plan, opt_state: PyTree = None) -> Constant:
-        """The hashed description that all calls with this plan share; with an optimizer state, also its layout."""
+        """Returns the hashed description that all calls with this plan share.
+
+        With an optimizer state, also its layout.
+        """
         treedef = None if opt_state is None else tree_structure(opt_state)
         key = id(plan), treedef
         if key not in self._constants:

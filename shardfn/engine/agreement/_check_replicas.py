@@ -42,7 +42,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
 
 
 def _sum(x: Tensor) -> float | complex:
-    """The sum of all elements, or of a corner of a leaf that is not drawn yet, in double precision, some at a time."""
+    """Returns the sum of all elements in double precision, or of a corner of a leaf that is not drawn yet."""
     x = corner(x) if isinstance(x, Draw) else x
     dtype = torch.complex128 if x.is_complex() else torch.float64
     return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
@@ -55,7 +55,7 @@ def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tenso
     nothing.
 
     Raises:
-        RankError: they differ; lists each rank's.
+        RankError: they differ. The message lists each rank's.
     """
     if plan.learnt.compared:
         return
@@ -70,7 +70,7 @@ def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> N
     """Refuses a model state that differs between ranks after the first `update` that has finished it. Collective.
 
     Raises:
-        RankError: it differs; lists each rank's.
+        RankError: it differs. The message lists each rank's.
     """
     if not plan.learnt.compared_end:
         check_same_state(model_state, plan.mesh, control)

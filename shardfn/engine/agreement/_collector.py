@@ -28,7 +28,7 @@ class _Steps:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """The collector does not run while the context is open; if the program has stopped it itself, nothing changes.
+    """The collector does not run while the context is open. If the program has stopped it itself, nothing changes.
 
     It is the process's: other threads' garbage waits, too, and it runs again when the last thread's step is over.
 

@@ -31,7 +31,7 @@ class Comms:
         mesh: the mesh.
         channels: asynchronous traffic.
         control: agreement between ranks.
-        mark: called with the part of the step that begins: "forward", "backward", "update"; only captures use it.
+        mark: called with the part of the step that begins: "forward", "backward", "update". Only captures use it.
         name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
         epoch: the number of these communicators among those of the mesh, the same on all ranks.
         broken: set when a call has failed: transfers may be left over, so the next call begins another epoch.
@@ -56,7 +56,7 @@ COMMS: PerMesh[Comms] = PerMesh()
 
 
 def comms_of(mesh: Mesh) -> Comms:
-    """The communicators of a mesh, made on first use and again after a failure, which is collective.
+    """Returns the communicators of a mesh, made on first use and again after a failure, which is collective.
 
     All steps on a mesh share them, as they run one after another, in the same order on all ranks. No rank makes them
     anew alone: an error that ends them closes the connections of its rank, which ends them on the others, too.
@@ -89,7 +89,7 @@ def comms_of(mesh: Mesh) -> Comms:
 
 
 def _anew(before: Channels, control: Control, meet: Callable[[], None]) -> Channels:
-    """The channels that all ranks had made: a failure may have left one rank with more than another."""
+    """Returns the channels that all ranks had made: a failure may have left one rank with more than another."""
     return before.anew(min(control.exchange(before.num_made)), meet)
 
 
@@ -132,7 +132,9 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
 
 
 def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
-    """The rounds in which the ranks that share leaves agree on an order of use; other ranks may have another order.
+    """Returns the rounds in which the ranks that share leaves agree on an order of use.
+
+    Other ranks may have another order.
 
     Where connections cannot be closed, the rounds also carry failures, so all ranks of the mesh take part.
     """
@@ -140,7 +142,7 @@ def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
 
 
 def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
-    """Whether all ranks of the mesh take part in the rounds of a plan."""
+    """Returns whether all ranks of the mesh take part in the rounds of a plan."""
     return comms.meets or comms.mesh.axis_size(plan.sharing_axes) == comms.mesh.size
 
 
@@ -148,7 +150,7 @@ def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
 def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Sends an error to the other ranks at once, and turns an error that another rank has sent into a `RankError`.
 
-    After any error, communicators are made anew. The error is written to the store; then all connections that another
+    After any error, communicators are made anew. The error is written to the store. Then all connections that another
     rank may wait at are closed, which wakes it: see `Control.failure`. Only ranks that differ at the beginning of a
     call, which all of them have found in the same message, keep their communicators.
     """
@@ -169,7 +171,7 @@ def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
 
     Args:
         mesh: the mesh.
-        call: the call in words; "" if not all ranks need to make it.
+        call: the call in words, or "" if not all ranks need to make it.
     """
     if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
         yield
@@ -217,14 +219,14 @@ def _tell(comms: Comms, error: BaseException) -> None:
 
 
 def described(error: BaseException) -> str:
-    """The text of an error, and the line where it was raised."""
+    """Returns the text of an error, and the line where it was raised."""
     where = traceback.extract_tb(error.__traceback__)
     line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
     return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
 def _live(comms: Comms) -> tuple[Channels, Control]:
-    """The communicators of running steps; a capture has others."""
+    """Returns the communicators of running steps. A capture has others."""
     channels, control = comms.channels, comms.control
     assert isinstance(channels, Channels) and isinstance(control, Control)
     return channels, control

@@ -25,7 +25,7 @@ class Spent:
 
     Attributes:
         calls: how often it was entered.
-        seconds: on this rank's clock.
+        seconds: seconds on this rank's clock.
         sent: bytes that this rank sent.
     """
 
@@ -80,7 +80,7 @@ def measured_into(spans: Spans) -> AbstractContextManager[Spans]:
 def named_range(
     what: str, leaves: Sequence[LeafLayout] = (), members: Sequence[int] = (), asked: int | None = None
 ) -> AbstractContextManager[Any]:
-    """A range of torch's profiler, such as "shardfn.gather params['w']", a span, and a section of a ledger's timeline.
+    """Opens a range of torch's profiler ("shardfn.gather params['w']"), a span, and a section of a ledger's timeline.
 
     Captures get none of them.
 

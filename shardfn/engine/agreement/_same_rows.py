@@ -17,9 +17,9 @@ class SeenBatch(NamedTuple):
     """The facts of a rank's batch that ranks compare.
 
     Attributes:
-        coords: of the rank on the mesh.
+        coords: coordinates of the rank on the mesh.
         sums: checksums of the leaves.
-        varied: for each leaf, whether its rows differ among themselves: equal ones are likely to be equal on all ranks.
+        varied: whether its rows differ among themselves for each leaf: equal ones are likely to be equal on all ranks.
     """
 
     coords: dict[str, int]

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P, raise_all
-from shardfn.memory import DiskTensor, to_host
-from shardfn.state import fetched
+from shardfn.core import P, is_device, raise_all
+from shardfn.state import fetch, succeed
 
 
 class Argument(NamedTuple):
@@ -50,7 +49,7 @@ class Argument(NamedTuple):
     @property
     def away(self) -> bool:
         """Whether its block is kept elsewhere than on the device."""
-        return self.spec is not None and self.given.memory_kind != "device"
+        return self.spec is not None and not is_device(self.given.memory_kind)
 
     @property
     def moves(self) -> bool:
@@ -63,9 +62,8 @@ class Argument(NamedTuple):
 
 
 def on_device(x: GlobalTensor, device: torch.device) -> Tensor:
-    """A copy on the device of a block that is kept on the host or on disk."""
-    found = fetched(x.held, x.placement, device)
-    return found if isinstance(found, Tensor) else found.result()
+    """Returns a copy on the device of a block that is kept on the host or on disk."""
+    return fetch(x.held, x.memory_kind, device)
 
 
 def refuse_away(arguments: Sequence[Argument]) -> None:
@@ -83,18 +81,12 @@ def refuse_away(arguments: Sequence[Argument]) -> None:
 
 
 def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """A result as the successor of a donated leaf: of its shape, its spec and its memory.
+    """Returns a result as the successor of a donated leaf: of its shape, its spec and its memory.
 
-    Host memory is written over, unless the result is in it already; on disk it is a new value, and the file of the one
-    before is used again.
+    Host memory is written over, unless the result is in it already. On disk it is a new value, and the file of the
+    value before is used again.
     """
-    held = given.held
-    if given.memory_kind == "device" or (isinstance(held, Tensor) and x.data_ptr() == held.data_ptr()):
-        return given.with_block(x)
-    if isinstance(held, Tensor):
-        return given.with_block(to_host(x, out=held).result())
-    assert isinstance(held, DiskTensor)  # arguments of other kinds are refused
-    return given.with_block(held.pool.write(x if x.device.type == "cpu" else to_host(x).result()).result())
+    return given.with_block(succeed(given.held, given.memory_kind, x))
 
 
 @dataclasses.dataclass(frozen=True)

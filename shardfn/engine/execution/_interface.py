@@ -20,6 +20,8 @@ from shardfn.core import (
     all_coords,
     block_slices,
     broadcast_prefix,
+    is_device,
+    is_host,
     named_leaves,
     raise_all,
     tree_flatten,
@@ -390,13 +392,13 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
             f"{path} is kept at {x.memory_kind!r}; only the first argument and those in donate= may be kept elsewhere"
             " than on the device"
             for path, x, _ in sharded
-            if x.memory_kind != "device" and path in stay - there
+            if not is_device(x.memory_kind) and path in stay - there
         ]
         + [
             f"{path} is kept at {x.memory_kind!r}, and in_specs has it at 'host'; pass"
             f" sf.reshard(x, sf.Sharding({x.spec!r}, 'host'))"
             for path, x, _ in sharded
-            if x.memory_kind != "host" and path in there
+            if not is_host(x.memory_kind) and path in there
         ]
         + [
             f"{path} is kept on disk as a {type(x.held).__name__}; make it without stacked=True"

@@ -24,7 +24,7 @@ from shardfn.engine.transfers import Metrics
 from shardfn.graph import Leaf
 from shardfn.memory import Coded, TracedStored
 from shardfn.nn import looping
-from shardfn.state import Likeness, as_graph_value, entered, graph_inputs, returned
+from shardfn.state import Likeness, as_graph_value, codes_of, entered, graph_inputs, returned
 
 
 class Input(NamedTuple):
@@ -187,7 +187,7 @@ def _note_inputs(gm: GraphModule, inputs: Sequence[Input]) -> None:
         if x.axes is not None:
             node.meta["enters"] = Leaf(x.path, x.axes, x.trained)
         if isinstance(x.value, GlobalTensor):
-            own = x.value.held.blocks if isinstance(x.value.held, Coded) else x.value.held
+            own = codes_of(x.value.held)
             node.meta["memory"], node.meta["stored"] = x.value.memory_kind, (tuple(own.shape), own.dtype)
         elif x.on_host:
             node.meta["memory"] = "host"

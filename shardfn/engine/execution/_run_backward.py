@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, Stored, named_leaves, tree_map
+from shardfn.core import PyTree, RankError, StoredValue, named_leaves, tree_map
 from shardfn.engine.agreement import (
     Comms,
     catch_up,
@@ -113,7 +113,7 @@ class Performer:
 
     def enter(
         self,
-        blocks: Sequence[Tensor | Stored],
+        blocks: Sequence[StoredValue],
         *,
         even: bool,
         model_state: PyTree,
@@ -230,7 +230,7 @@ class Performer:
         seed = torch.full_like(total, scale if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
-    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
+    def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> Outcome:
         """The sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
 
         Raises:
@@ -257,9 +257,7 @@ class Performer:
         return out
 
 
-def run_forward(
-    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
-) -> Any:
+def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
@@ -280,7 +278,7 @@ def run_forward(
 def run_backward(
     plan: Plan,
     comms: Comms,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     parts: StepParts,
     args: tuple[Any, ...],
     *,
@@ -346,7 +344,7 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
 
 
 def _gatherer(
-    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
+    plan: Plan, comms: Comms, blocks: Sequence[StoredValue], order: UseOrder, *, keep: bool = True
 ) -> Gatherer:
     return Gatherer(
         plan.layers,

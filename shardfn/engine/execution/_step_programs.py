@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError
-from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Blocks, Found, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
-from shardfn.memory import TracedStored, on_host
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, as_graph_value, closed, loaded, scale_of, taken
+from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._program import CapturedProgram, Input, Program, Results, capture_program
@@ -88,7 +87,7 @@ class StepPrograms:
         if self.eager:
 
             def apply(comms: Comms, now: TrainState, grads: Blocks, kept: PyTree) -> TrainState:
-                return update(plan, comms.channels, parts, now, grads, model_state=kept, finish=finish, scale=None)
+                return update(plan, comms.channels, parts, now, grads.pop, model_state=kept, finish=finish, scale=None)
 
             return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
         grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
@@ -207,7 +206,10 @@ def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tupl
         blocks, given, factor = tree_unflatten(treedef, values)
         step = StepRun.of_blocks(parts, plan, comms, blocks, given, None if scale is None else factor, even=even)
         grads, kept, metrics = step.gradients()
-        return Results(([_stored_apart(plan, i, x) for i, x in sorted(grads.items())], kept), metrics, step.received)
+        # A gradient on disk as a separate value: others share the value of all leaves that are sent together.
+        pool = pool_of(plan)
+        found = [apart(x, plan.leaves[i].ways.summed, pool) for i, x in sorted(grads.items())]
+        return Results((found, kept), metrics, step.received)
 
     inputs = _state_inputs(plan, *held, donated=False)
     # Before the end of the step, ranks may hold parts of a sum that is made there.
@@ -249,7 +251,7 @@ def update_program(
             comms.mark("update")
             kept = finished(finish, kept)
             blocks, opt_state = update_blocks(
-                plan, comms.channels, optimizer, blocks, opt_state, by_leaf(plan, own), None
+                plan, comms.channels, optimizer, blocks, opt_state, by_leaf(plan, own).pop, None
             )
         return Results((blocks, opt_state, kept))
 
@@ -300,18 +302,9 @@ def _notes(parts: StepParts) -> dict[str, Any]:
     return {} if parts.table is None else {"pipeline": parts.table}
 
 
-def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:
-    """Returns a gradient on disk as a separate value: others share the value of all leaves that are sent together."""
-    if isinstance(x, Tensor | TracedStored):
-        return x
-    with on_host():
-        apart: Any = closed(loaded(x), plan.leaves[leaf].ways.summed, pool_of(plan))
-    return apart
-
-
 def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
     """Returns a gradient in the memory of its block: the host, where a leaf on disk was read and changed."""
-    if x.memory_kind == "disk" and isinstance(x.held, Tensor):
+    if is_disk(x.memory_kind) and isinstance(x.held, Tensor):
         return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
     return x
 
@@ -335,7 +328,7 @@ def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 def _layouts(tree: PyTree) -> Any:
     """Returns the properties of a tree of global tensors that a graph relies on."""
     leaves, treedef = tree_flatten(tree)
-    held: list[Tensor | Stored] = [x.held for x in leaves]
+    held: list[StoredValue] = [x.held for x in leaves]
     kinds = [x.memory_kind for x in leaves]
     shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
     return treedef, *kinds, *shapes

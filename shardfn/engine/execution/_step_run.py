@@ -1,11 +1,7 @@
-"""One training step, written once: loss -> gradients -> measures -> skip -> update.
+"""`StepRun`: the parts of one step on this rank's blocks, which an eager call and a capture run alike.
 
-    out            = differentiate()            the loss, and its gradients summed over ranks
-    metrics, scale = measure(out)               the numbers that all ranks get of it
-    state          = choose(metrics, update)    update(out, scale), or the old state
-
-`StepRun` has the parts on this rank's blocks. An eager step does each part at once, and a capture of the same parts
-writes a graph. The pure executor makes the parts of differentiable functions, inside a transform of torch.func.
+The eager calls follow (a step, its gradients, and the update by gradients), and then the metrics of a step: the global
+loss, the norm of the averaged gradient, and the aux values of the loss.
 """
 
 import contextlib
@@ -17,9 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing, traced_once
 from shardfn.collectives import StoppedError, local, psum
-from shardfn.core import PyTree, RankError, Stored, tree_leaves, tree_map
+from shardfn.core import PyTree, RankError, StoredValue, tree_leaves, tree_map
 from shardfn.engine.agreement import Comms, named_range
 from shardfn.engine.loss import Finish, wrapped_like
 from shardfn.engine.plan import Chunks, Plan
@@ -36,8 +31,8 @@ from shardfn.engine.transfers import (
     summed_squares,
     summed_values,
 )
-from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares, summing_exactly
-from shardfn.state import Ahead, Parts, TrainState, loaded, looked_at, scale_of, taken
+from shardfn.optim import summing_exactly
+from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
 
 from ._run_backward import run_backward
 from ._update import StateBlocks, blocks_of, early, next_state, update_in
@@ -95,7 +90,7 @@ class StepRun:
     parts: StepParts
     plan: Plan
     comms: Comms
-    read: Callable[[], tuple[Sequence[Tensor | Stored], PyTree]]
+    read: Callable[[], tuple[Sequence[StoredValue], PyTree]]
     write: Callable[[], AbstractContextManager[StateBlocks]]
     args: tuple[Any, ...]
     loss_scale: Tensor | None
@@ -128,7 +123,7 @@ class StepRun:
     ) -> "StepRun":
         """Returns the run of a step on a state, which an update consumes if the step donates."""
 
-        def read() -> tuple[Sequence[Tensor | Stored], PyTree]:
+        def read() -> tuple[Sequence[StoredValue], PyTree]:
             return [x.held for x in tree_leaves(state.params)], looked_at(state.model_state)
 
         def write() -> AbstractContextManager[StateBlocks]:
@@ -171,7 +166,7 @@ class StepRun:
                 channels,
                 parts.optimizer,
                 self.write(),
-                grads,
+                grads.take,
                 model_state=out.model_state,
                 finish=parts.finish,
                 scale=scale,
@@ -184,7 +179,7 @@ class StepRun:
         metrics, scale = self.measure(out)
         del metrics["skipped"]
         with torch.no_grad():
-            return scaled(self.plan, out.reducer.gradients(), scale), out.model_state, metrics
+            return scaled(self.plan, out.reducer.gradients().take_all(), scale), out.model_state, metrics
 
 
 class UpdateArgs(NamedTuple):
@@ -344,10 +339,10 @@ def _made_of(
 
 def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
-    parts = out.reducer.store.parts
+    store = out.reducer.store
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for unit in parts:
-        x = parts[unit]
+    for unit in store.units:
+        x = store.share(unit)
         assert isinstance(x, Tensor)
         by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
     squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
@@ -385,30 +380,12 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
     """
     kinds: dict[tuple[tuple[str, ...], int], list[int]] = {}
-    parts = out.reducer.store.parts
-    for unit in parts:  # in one order, so that the sum has the same bits
+    store = out.reducer.store
+    for unit in store.units:  # in one order, so that the sum has the same bits
         kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
     sums: dict[tuple[str, ...], Tensor] = {}
     for (axes, added), own in kinds.items():
-        x = _sums(parts, own).to(out.total.device, torch.float64).sum()
+        x = store.squares(own).to(out.total.device, torch.float64).sum()
         x = x if plan.num_left == 1 else x / (plan.num_left * added)
         sums[axes] = sums[axes] + x if axes in sums else x
     return sums
-
-
-def _sums(of: Parts, units: list[int]) -> Tensor:
-    """The sum of squares of each share; shares on disk are loaded one after another."""
-    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
-    if len(parts) < len(units):
-        found = [(of.square(u), u) for u in units]
-        return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
-    # In a capture the squares of large parts are written down once, for the layers of a stack are many.
-    if not capturing() or all(map(is_small, parts)):
-        return sum_squares(parts)
-    small = [part for part in parts if is_small(part)]
-    together = iter(sum_squares(small).unbind() if small else ())
-    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
-
-
-def _square(part: Tensor) -> list[Tensor]:
-    return [large_square(part).to(dtype_of_squares([part]))]

@@ -7,7 +7,7 @@ cost in memory, on disk or in the gradient's memory.
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,10 @@ from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import (
     MemoryKind,
     PyTree,
-    Stored,
+    StoredValue,
+    is_device,
+    is_disk,
+    is_host,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -27,7 +30,6 @@ from shardfn.engine.loss import Finish, finished, plain_arithmetic, put_in, wrap
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import WEIGHTED, StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout, Unit
-from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
 from shardfn.state import (
     Ahead,
@@ -37,15 +39,19 @@ from shardfn.state import (
     Promised,
     TrainState,
     Update,
+    in_memory,
+    kind_when_loaded,
+    load_at,
     looked_at,
-    opened,
     state_owners,
     stream,
     taken,
 )
 
+# Gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
+Take = Callable[[int], StoredValue]
 # Blocks of params, optimizer state and model state.
-StateBlocks = tuple[Sequence[Tensor | Stored], PyTree, PyTree]
+StateBlocks = tuple[Sequence[StoredValue], PyTree, PyTree]
 
 
 def update(
@@ -53,7 +59,7 @@ def update(
     channels: AnyChannels,
     parts: StepParts,
     state: TrainState,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     *,
     model_state: PyTree = (),
     finish: Finish | None = None,
@@ -66,14 +72,14 @@ def update(
         channels: communicators of the step.
         parts: the optimizer, and whether `state` is consumed.
         state: current state.
-        grads: gradients that the optimizer takes, by leaf; consumed.
+        take: gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
         model_state: model state that the loss has returned.
         finish: end of the step for the model state; None without one.
         scale: factor of the gradients, which is applied first; None means 1.
     """
     write = taken(blocks_of(state), donate=parts.donate)
     how: dict[str, Any] = {"model_state": model_state, "finish": finish, "scale": scale}
-    return next_state(plan, state, update_in(plan, channels, parts.optimizer, write, grads, **how))
+    return next_state(plan, state, update_in(plan, channels, parts.optimizer, write, take, **how))
 
 
 @plain_arithmetic()
@@ -82,7 +88,7 @@ def update_in(
     channels: AnyChannels,
     optimizer: GradientTransformation,
     write: AbstractContextManager[tuple[PyTree, PyTree, PyTree]],
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     *,
     model_state: PyTree,
     finish: Finish | None,
@@ -96,7 +102,7 @@ def update_in(
         channels: communicators of the step.
         optimizer: optimizer.
         write: context manager with the old blocks, which may be written to in the context.
-        grads: gradients by leaf; consumed.
+        take: gives the gradient of a leaf, and lets go of it.
         model_state: model state that the loss has returned.
         finish: end of the step for the model state.
         scale: factor of the gradients.
@@ -107,7 +113,7 @@ def update_in(
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
     with write as (params, opt_state, kept), torch.no_grad():
-        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale, done)
+        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, take, scale, done)
         return blocks, opt_state, put_in(kept, model_state)
 
 
@@ -132,19 +138,20 @@ def update_blocks(
     plan: Plan,
     channels: AnyChannels,
     optimizer: GradientTransformation,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     opt_state: PyTree,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     scale: Tensor | None,
     done: Done | None = None,
-) -> tuple[list[Tensor | Stored], PyTree]:
+) -> tuple[list[StoredValue], PyTree]:
     """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
     if not plan.at_home:
-        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        done = done or Done()
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
+    own: list[Any] = [take(i) if t else None for i, t in enumerate(train)]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
@@ -164,15 +171,16 @@ def update_blocks(
 def _as_stream(
     plan: Plan,
     optimizer: GradientTransformation,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     opt_state: PyTree,
-    grads: dict[int, Tensor | Stored],
+    take: Take,
     scale: Tensor | None,
+    done: Done,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.ways.summed.memory_kind)
+        None if leaf is None or i in done.params else Column(take(i), leaf.ways.summed.memory_kind)
         for i, leaf in enumerate(train)
     ]
     return whole_update(plan, optimizer, params, own, opt_state, scale)
@@ -211,15 +219,14 @@ def whole_update(
     )
 
 
-def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
+def _column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
     """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
         return Column(block, leaf.home, read)
-    place = "device" if leaf.home == "device" else "host"
-    with contextlib.nullcontext() if leaf.home == "device" else on_host():
-        return Column(own_rows(plan, leaf, opened(block, leaf.ways.kept)), place, read)
+    with in_memory(leaf.home):
+        return Column(own_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -246,14 +253,14 @@ def whole(plan: Plan) -> PyTree:
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
-def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+def wrap(plan: Plan, blocks: Sequence[StoredValue]) -> PyTree:
     """This rank's blocks as a tree of global tensors."""
     pairs = zip(blocks, plan.leaves, strict=True)
     whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, leaf.frozen) for x, leaf in pairs]
     return tree_unflatten(plan.treedef, whole)
 
 
-def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+def own_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
     cut = plan.own_cuts.get(leaf.path)
@@ -361,11 +368,11 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
 
 def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
-    if not leaf.trainable or leaf.ways.state.memory_kind != "disk" or leaf.ways.summed.memory_kind == "device":
+    if not leaf.trainable or not is_disk(leaf.ways.state.memory_kind) or is_device(leaf.ways.summed.memory_kind):
         return False
     if leaf.refreshed and not leaf.ways.kept.is_plain:
         return False
-    return leaf.ways.kept.is_stored or leaf.ways.summed.memory_kind == "host" or leaf.shape.numel() <= small
+    return leaf.ways.kept.is_stored or is_host(leaf.ways.summed.memory_kind) or leaf.shape.numel() <= small
 
 
 def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:

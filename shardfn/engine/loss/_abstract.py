@@ -10,12 +10,15 @@ from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 
 def is_abstract(leaves: list[Any]) -> bool:
-    """Whether any of these tensors has no data, or torch's fake mode is on, in which no tensor has."""
+    """Returns whether any of these tensors has no data, or torch's fake mode is on, in which no tensor has."""
     active = dispatch_mode(FAKE) is not None
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
-    """The tree, with its tensors replaced by tensors without data. Those on "meta" count as being on `device`."""
+    """Returns the tree, with its tensors replaced by tensors without data.
+
+    Those on "meta" count as being on `device`.
+    """
     leaves, treedef = tree_flatten(tree)
     return tree_unflatten(treedef, fakes(leaves, device))

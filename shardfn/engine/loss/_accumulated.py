@@ -42,7 +42,7 @@ class Accumulated(Transform):
         inner: the loss.
         num_microbatches: how many there are.
         has_state: whether it is called with a model state before the batch, and returns it; a step carries its own.
-        split: cuts the batch; None = every leaf is cut along dim 0.
+        split: cuts the batch. None: every leaf is cut along dim 0.
     """
 
     transform: ClassVar[str] = "accumulate"
@@ -53,7 +53,7 @@ class Accumulated(Transform):
     split: Split | None = None
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
-        """The loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
+        """Returns the loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
         if self.has_state:
             return self._carried(params, *args)
         batch, *rest = args
@@ -62,10 +62,10 @@ class Accumulated(Transform):
         return _mean([loss(params, micro, *rest) for micro in batches])
 
     def cut(self, batch: PyTree) -> list[PyTree]:
-        """The microbatches of a batch.
+        """Returns the microbatches of a batch.
 
         Raises:
-            TypeError, ValueError: it cannot be cut; the message gives the reason and the remedy.
+            TypeError, ValueError: it cannot be cut. The message gives the reason and the remedy.
         """
         if self.split is None:
             return split_batch(batch, self.num_microbatches)
@@ -85,7 +85,7 @@ class Accumulated(Transform):
 
 
 def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
-    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
+    """Returns the loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
 
     Raises:
         ValueError: it takes a model state before the batch.
@@ -104,7 +104,7 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
 
 
 def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
-    """The batch as a step is to be given it: cut already, if a function of the user's cuts it."""
+    """Returns the batch as a step is to be given it: cut already, if a function of the user's cuts it."""
     around = loss
     while isinstance(around, Accumulated):
         if around.split is not None:
@@ -126,14 +126,14 @@ def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Cal
 
 
 def of_whole_batch(loss: Loss) -> Loss:
-    """The inner loss, for a batch that is not cut into microbatches."""
+    """Returns the inner loss, for a batch that is not cut into microbatches."""
     while isinstance(loss, Accumulated):
         loss = loss.inner
     return loss
 
 
 def num_microbatches(loss: Loss) -> int:
-    """The number of microbatches into which a loss cuts its batch."""
+    """Returns the number of microbatches into which a loss cuts its batch."""
     num = 1
     while isinstance(loss, Accumulated):
         num, loss = num * loss.num_microbatches, loss.inner
@@ -144,7 +144,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     """Cuts every leaf of a batch in `n` pieces along dim 0, whose rows differ by at most one.
 
     Raises:
-        ValueError: leaves have different numbers of rows; lists them.
+        ValueError: leaves have different numbers of rows. The message lists them.
     """
     if n == 1:
         return [batch]
@@ -161,7 +161,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
 
 
 def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
-    """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0; other leaves are whole in each part.
+    """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0. Other leaves are whole in each part.
 
     Args:
         batch: a tree of tensors.
@@ -180,7 +180,7 @@ def _pieces(x: Tensor, n: int) -> Sequence[Tensor]:
 
 
 def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
-    """The result of the user's `split`, as a list.
+    """Returns the result of the user's `split`, as a list.
 
     Raises:
         TypeError: it is not a sequence of batches.
@@ -203,7 +203,7 @@ def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
 
 
 def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
-    """The loss for these microbatches: unless they have the same shapes, it must return a `WeightedMean`.
+    """Returns the loss for these microbatches: unless they have the same shapes, it must return a `WeightedMean`.
 
     Raises:
         ValueError: they differ, and the loss is a pipeline, whose ranks exchange tensors of one shape.
@@ -240,7 +240,7 @@ _SHOWN = 4
 
 
 def _rows_told(batch: PyTree) -> list[str]:
-    """The leaves of a batch that are cut, with their numbers of rows."""
+    """Returns the leaves of a batch that are cut, with their numbers of rows."""
     pairs = named_leaves(batch, "batch")
     return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _cuts(x)]
 

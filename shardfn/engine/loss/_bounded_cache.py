@@ -33,7 +33,7 @@ class BoundedCache(Generic[_Kept]):
         return len(self._kept)
 
     def find(self, key: object) -> _Kept | None:
-        """The value of a key, which counts as its use; None if it is not kept."""
+        """Returns the value of a key, which counts as its use, or None if it is not kept."""
         if key not in self._kept:
             return None
         self._kept[key] = made = self._kept.pop(key)
@@ -43,12 +43,12 @@ class BoundedCache(Generic[_Kept]):
         """Keeps a value as the most recently used one.
 
         Returns:
-            The value that has left to make room; None if there was room.
+            The value that has left to make room, or None if there was room.
         """
         self._kept.pop(key, None)
         self._kept[key] = made
         return self._kept.pop(next(iter(self._kept))) if len(self._kept) > self.size else None
 
     def values(self) -> Iterable[_Kept]:
-        """The values, from the least recently used to the most recently used."""
+        """Yields the values, from the least recently used to the most recently used."""
         return self._kept.values()

@@ -35,7 +35,7 @@ def check_function(who: str, f: Any) -> None:
 
 
 def function_name(f: Any) -> str:
-    """The name of a function, also of one whose first arguments are bound.
+    """Returns the name of a function, also of one whose first arguments are bound.
 
     Example:
         >>> import functools
@@ -48,7 +48,7 @@ def function_name(f: Any) -> str:
 
 
 def module_name(x: Any) -> str | None:
-    """The class name of a module, or of a class of modules; None for anything else."""
+    """Returns the class name of a module, or of a class of modules, or None for anything else."""
     if isinstance(x, type):
         return x.__name__ if issubclass(x, nn.Module) else None
     return type(x).__name__ if isinstance(x, nn.Module) else None
@@ -122,7 +122,7 @@ def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -
 
 
 def _innermost(f: Any) -> Any:
-    """The function inside this package's transforms. Other decorators stay, as they may change arguments."""
+    """Returns the function inside this package's transforms. Other decorators stay, as they may change arguments."""
     while True:
         if hasattr(type(f), "transform") and hasattr(f, "inner"):
             f = f.inner

@@ -21,6 +21,7 @@ from shardfn.core import (
     broadcast_prefix,
     did_you_mean,
     draw_block,
+    is_disk,
     named_leaves,
     raise_all,
     tree_leaves,
@@ -64,7 +65,7 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
                 continue
             if isinstance(spec, Sharding) and name == "batch":
                 problems.append(f"{path} is {spec!r}; a batch is given whole, so write {spec.spec!r}.")
-            if isinstance(spec, Sharding) and spec.memory_kind == "disk" and zero.directory is None:
+            if isinstance(spec, Sharding) and is_disk(spec.memory_kind) and zero.directory is None:
                 problems.append(
                     f"{path} is to be kept on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
                 )

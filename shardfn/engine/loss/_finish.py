@@ -42,7 +42,7 @@ def check_finish(finish: Any, *, has_state: bool) -> None:
 
 
 def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
-    """The model state after the end of a step; the same without a function. The mesh must be bound.
+    """Returns the model state after the end of a step; the same without a function. The mesh must be bound.
 
     Args:
         finish: the function.
@@ -50,8 +50,8 @@ def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
 
     Raises:
         TypeError: a leaf of the result is not a tensor.
-        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to its argument;
-            every such leaf is listed by path.
+        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to its argument.
+            Every such leaf is listed by path.
     """
     if finish is None:
         return model_state

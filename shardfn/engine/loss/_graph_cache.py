@@ -80,7 +80,7 @@ class GraphCache(Generic[_Kept]):
         return len(self._entries)
 
     def find(self, key: object) -> _Kept | None:
-        """The graph of a signature, which counts as a hit and as its use; None if it is not kept."""
+        """Returns the graph of a signature, which counts as a hit and as its use, or None if it is not kept."""
         entry = self._entries.find(key)
         if entry is None:
             return None
@@ -91,10 +91,10 @@ class GraphCache(Generic[_Kept]):
         """Keeps a graph as the most recently used one, and evicts another if there are too many.
 
         Args:
-            key: its signature.
+            key: signature.
             made: the graph, with all that belongs to it.
             name: the captured function, for the warning.
-            shown: its arguments by path, for the warning; see `argument_shapes`.
+            shown: arguments by path, for the warning. See `argument_shapes`.
         """
         evicted = self._entries.keep(key, _Entry(made, name, shown))
         if evicted is not None:
@@ -121,7 +121,7 @@ class GraphCache(Generic[_Kept]):
 
 
 def argument_shapes(tree: PyTree, root: str) -> dict[str, str]:
-    """The shape of each tensor of a tree, and the value of each other leaf, by path.
+    """Returns the shape of each tensor of a tree, and the value of each other leaf, by path.
 
     Example:
         >>> import torch
@@ -135,7 +135,7 @@ def argument_shapes(tree: PyTree, root: str) -> dict[str, str]:
 
 
 def _changes(entries: Iterable[_Entry[_Kept]]) -> str:
-    """The arguments that differ between graphs of one name, each with its first few values."""
+    """Returns the arguments that differ between graphs of one name, each with its first few values."""
     values: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:
         for path, text in entry.shown.items():

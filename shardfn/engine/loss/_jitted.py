@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from shardfn.capture import CaptureError, capture, capturing, quiet
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
-from shardfn.core import Mesh, PyTree, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
+from shardfn.core import Mesh, PyTree, is_disk, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -211,7 +211,7 @@ class ResultSlot(NamedTuple):
 
 def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
     """A leaf with another block; a block on disk has been read."""
-    kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
+    kind = "host" if is_disk(leaf.memory_kind) else leaf.memory_kind
     return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
 
 
@@ -281,7 +281,7 @@ def leaf_signature(x: Any) -> Any:
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
         # A block on disk is read to the device, and then contiguous.
-        own = (tuple(x.held.shape), x.dtype) if x.memory_kind == "disk" else leaf_signature(x.local)
+        own = (tuple(x.held.shape), x.dtype) if is_disk(x.memory_kind) else leaf_signature(x.local)
         return tuple(x.shape), x.spec, x.mesh, x.memory_kind, own
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(x), repr(x) if isinstance(x, float) else x

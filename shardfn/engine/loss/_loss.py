@@ -1,6 +1,6 @@
 """The forms of a loss, and the result of one evaluation.
 
-`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss
+`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`. The loss
 itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
 """
 
@@ -49,7 +49,7 @@ class Value(NamedTuple):
 
 
 def totals(values: Sequence[Value]) -> tuple[Tensor, Tensor | None]:
-    """The sums of microbatches' losses and, where they have some, of their weights."""
+    """Returns the sums of microbatches' losses and, where they have some, of their weights."""
     total = torch.stack([v.total for v in values]).sum()
     weights = [v.weight for v in values if v.weight is not None]
     return total, torch.stack(weights).sum() if weights else None
@@ -88,7 +88,7 @@ def naming_used_up() -> Iterator[None]:
 
 
 def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    """Calls the loss and checks what it returns; the weight and aux are constants.
+    """Calls the loss and checks what it returns. The weight and aux are constants.
 
     Raises:
         TypeError: the loss is not a tensor, or aux is not a dict of scalars.
@@ -107,7 +107,7 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
     """Refuses a weight that requires a gradient: it would be left out of the step's.
 
     Raises:
-        ValueError: it does; lists the remedies.
+        ValueError: it does. The message lists the remedies.
     """
     if weight is not None and weight.requires_grad:
         raise ValueError(
@@ -134,7 +134,7 @@ def refuse_negative(weight: Tensor | float | None) -> None:
 
 
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    """The result of the loss, checked, with its graph; see `evaluate`."""
+    """Returns the result of the loss, checked, with its graph. See `evaluate`."""
     with noting_leaves(params, args[:1]):
         out = loss(params, *args)
     aux: Any = {}
@@ -168,12 +168,12 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
 
 
 def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: str = "") -> Tensor:
-    """A value that a loss or a stage returns, as one that varies along the batch's axes and `axes`.
+    """Returns a value that a loss or a stage returns, as one that varies along the batch's axes and `axes`.
 
     Args:
         name: the value, in words.
         x: the value.
-        axes: more axes along which it may vary; a step averages a loss over those of the batch alone.
+        axes: more axes along which it may vary. A step averages a loss over those of the batch alone.
         otherwise: another remedy, which ends the message.
 
     Raises:
@@ -195,7 +195,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
 
 
 def _hint(out: Any) -> str:
-    """A remedy for a loss that is not a tensor."""
+    """Returns a remedy for a loss that is not a tensor."""
     if out is None:
         return " Is there a return at its end?"
     if isinstance(out, numbers.Number):

@@ -10,23 +10,23 @@ class Masks(NamedTuple):
     """The trainable leaves of a step over several losses: those that any of them trains.
 
     Attributes:
-        step: the step's mask, a prefix tree of bools; None allows all.
-        losses: by name, the mask of the loss; None means all leaves that the step trains.
+        step: the step's mask, a prefix tree of bools. None allows all.
+        losses: the mask of the loss by name. None means all leaves that the step trains.
     """
 
     step: PyTree
     losses: Mapping[str, PyTree]
 
     def of(self, tree: PyTree, frozen: Sequence[bool], paths: Sequence[str]) -> list[bool]:
-        """Whether each leaf is trained.
+        """Returns whether each leaf is trained.
 
         Args:
-            tree: of the leaves.
+            tree: tree of the leaves.
             frozen: whether a leaf is frozen where no mask names it.
-            paths: of the leaves.
+            paths: paths of the leaves.
 
         Raises:
-            ValueError: a loss trains a leaf that the step freezes, or no leaf at all; or the step trains a leaf that no
+            ValueError: a loss trains a leaf that the step freezes, or no leaf at all, or the step trains a leaf that no
                 loss trains. All are listed.
         """
         allowed = _mask("trainable", self.step, tree, frozen)

@@ -18,12 +18,12 @@ from ._transform_order import Transform
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Transform):
-    """A loss computed in a policy's precision; `sharded_step` keeps, sends and updates in the policy's dtypes too.
+    """A loss computed in a policy's precision. `sharded_step` keeps, sends and updates in the policy's dtypes too.
 
     Attributes:
         inner: the loss.
         policy: the precision.
-        loss_scale: the factor of the loss while a step differentiates it; None = 1.
+        loss_scale: the factor of the loss while a step differentiates it. None: 1.
         has_state: whether it is called with a model state before the batch, which is not cast; a step carries its own.
     """
 
@@ -38,7 +38,7 @@ class Mixed(Transform):
     )
 
     def __call__(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """The loss, in the policy's output dtype."""
+        """Returns the loss, in the policy's output dtype."""
         leaves, treedef = tree_flatten(params)
         dtypes = self._computed(params, leaves, treedef)
         # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
@@ -70,13 +70,13 @@ class Mixed(Transform):
 
 
 def policy_in(loss: Loss) -> Policy | None:
-    """The policy of a step's loss, perhaps accumulated; None without one."""
+    """Returns the policy of a step's loss, perhaps accumulated, or None without one."""
     loss = of_whole_batch(loss)
     return loss.policy if isinstance(loss, Mixed) else None
 
 
 def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientTransformation:
-    """The optimizer that keeps wide copies of the leaves that the policy keeps narrow."""
+    """Returns the optimizer that keeps wide copies of the leaves that the policy keeps narrow."""
     if policy.master is None or not policy.keeps_master:
         return optimizer
 

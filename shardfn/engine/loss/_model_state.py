@@ -45,7 +45,7 @@ APART = 1e-3
 class ModelState:
     """The model state of one step on its way through the forwards, in their order.
 
-    `through` is around each forward; after one, `now` is the state that it has returned. It never writes to the blocks
+    `through` is around each forward. After one, `now` is the state that it has returned. It never writes to the blocks
     that it was made of.
 
     Args:
@@ -61,7 +61,7 @@ class ModelState:
 
         Raises:
             TypeError: (afterwards) a leaf that the loss returns is not a tensor.
-            ValueError: it returns another tree, or leaves of other shapes or dtypes; all are listed.
+            ValueError: it returns another tree, or leaves of other shapes or dtypes. All are listed.
         """
         before = self.now
         with _MODEL_STATE.bound(self):
@@ -85,7 +85,10 @@ def innermost_state() -> ModelState:
 
 
 def past_the_batch(loss: Loss) -> Loss:
-    """A loss with a state as one without: `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`."""
+    """Returns a loss with a state as one without.
+
+    `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`.
+    """
 
     def threaded(params: PyTree, *args: Any) -> Any:
         state = innermost_state()
@@ -102,7 +105,7 @@ def past_the_batch(loss: Loss) -> Loss:
 
 
 def first_model_state(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """A tree of whole tensors, the same on all ranks, as global tensors: this rank's blocks."""
+    """Returns a tree of whole tensors, the same on all ranks, as global tensors: this rank's blocks."""
     check_fit(tree, specs)
     leaves, treedef = tree_flatten(tree)
     made = broadcast_prefix(specs, tree, is_spec, names=("state_specs", "model_state"))
@@ -122,7 +125,7 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
     """Refuses a first model state that the specs do not fit.
 
     Raises:
-        TypeError: a leaf is not a tensor; all are listed.
+        TypeError: a leaf is not a tensor. All are listed.
         ValueError: a leaf has fewer dims than its spec, or the trees differ.
     """
     named = named_leaves(tree, "model_state")
@@ -159,7 +162,7 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     """Refuses a state whose model state does not fit the step.
 
     Raises:
-        ValueError: it has a model state and should not, or lacks one; or leaves are cut otherwise, which are listed.
+        ValueError: it has a model state and should not, or lacks one, or leaves are cut otherwise, which are listed.
     """
     leaves = tree_leaves(tree)
     if leaves and not has_state:
@@ -193,7 +196,7 @@ def check_returned(before: PyTree, after: PyTree, who: str) -> None:
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: the trees differ, or leaves have other shapes or dtypes; all are listed by path.
+        ValueError: the trees differ, or leaves have other shapes or dtypes. All are listed by path.
     """
     old, treedef = tree_flatten(before)
     new, made = tree_flatten(after)
@@ -224,7 +227,7 @@ def check_returned(before: PyTree, after: PyTree, who: str) -> None:
 
 
 def put_in(blocks: PyTree, new: PyTree) -> PyTree:
-    """The model state after a step, in the memory of `blocks`."""
+    """Returns the model state after a step, in the memory of `blocks`."""
     leaves, treedef = tree_flatten(blocks)
     memory = {b.untyped_storage()._cdata for b in leaves}
     # A loss may return one leaf in the place of another: all are read before one is written.
@@ -240,7 +243,7 @@ def wrapped_like(blocks: Sequence[Tensor], old: PyTree) -> PyTree:
 
 
 def shapes_of(model_state: PyTree) -> Any:
-    """The properties of a model state that a compiled step relies on, as a value that can be compared.
+    """Returns the properties of a model state that a compiled step relies on, as a value that can be compared.
 
     No layout describes its leaves.
     """
@@ -275,7 +278,7 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
 
 
 def _summary(x: Tensor) -> tuple[float, float]:
-    """A sum that differs between permutations of elements, and the sum of their magnitudes."""
+    """Returns a sum that differs between permutations of elements, and the sum of their magnitudes."""
     flat = x.detach().reshape(-1).to(torch.float64)
     weights = 1 + torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).cos() / 2
     return float((flat * weights).sum()), float((flat.abs() * weights).sum())

@@ -14,7 +14,7 @@ _INDICES = re.compile(r"(\[\d+\])+$")
 
 
 def no_tensors(tree: PyTree, name: str) -> list[str]:
-    """A line for each leaf of a tree, called `name`, that is not a tensor, with the remedy.
+    """Returns a line for each leaf of a tree, called `name`, that is not a tensor, with the remedy.
 
     Lists are trees here. For a list of numbers, however deep, there is one line, with the first number.
 
@@ -39,7 +39,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
 
 
 def _are_named(tree: PyTree) -> bool:
-    """Whether a tree is the list that a module's `named_parameters()` yields."""
+    """Returns whether a tree is the list that a module's `named_parameters()` yields."""
     pairs = isinstance(tree, list | tuple) and bool(tree) and all(isinstance(x, tuple) and len(x) == 2 for x in tree)
     return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
 

@@ -51,7 +51,8 @@ def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         batch: the batch, or nothing.
 
     Raises:
-        ValueError: in place of torch's error about a write to a parameter, as at all stages of ZeRO; names it.
+        ValueError: in place of torch's error about a write to a parameter, as at all stages of ZeRO. The message names
+            it.
     """
     try:
         yield
@@ -104,7 +105,10 @@ def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
 
 
 def _has_storage(x: Any) -> bool:
-    """Whether `x` is a plain tensor, or one of a capture: others, and values inside torch.func, have no storage."""
+    """Returns whether `x` is a plain tensor, or one of a capture.
+
+    Others, and values inside torch.func, have no storage.
+    """
     return type(x) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(x)
 
 
@@ -121,7 +125,7 @@ def _shapes(name: str, tree: PyTree = ()) -> str:
 
 
 def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
-    """The leaves of the batch whose dtype or device is not that of the parameters, with the remedy."""
+    """Returns the leaves of the batch whose dtype or device is not that of the parameters, with the remedy."""
     own = [x for _, x in _tensors("params", params) if x.is_floating_point()]
     if not own:
         return []
@@ -137,7 +141,7 @@ def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
 
 
 def _of_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
-    """The leaf of the batch whose last dim is not that of the matrix which it meets in a product, with the remedy."""
+    """Yields the leaf of the batch whose last dim differs from the matrix in its product, with the remedy."""
     found = _PRODUCT.search(str(error))
     if found is None:
         return
@@ -163,7 +167,7 @@ def _of_list(batch: Sequence[Any]) -> str:
 
 
 def _ranges(batch: PyTree = ()) -> list[str]:
-    """The least and largest values of integer leaves: one may be an index that a table does not have."""
+    """Returns the least and largest values of integer leaves: one may be an index that a table does not have."""
     return [
         f"{path} has values from {int(x.min())} to {int(x.max())}."
         for path, x in named_leaves(batch, "batch")

@@ -2,7 +2,7 @@
 
 Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So
 autograd itself does the work between layers (sums of several uses, hooks, recomputation). Engine calls (fetching a
-leaf, receiving a gradient) are not copied; the copied layer makes them again.
+leaf, receiving a gradient) are not copied. The copied layer makes them again.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _ALONE = Ambient[set[int]]("handles that one layer alone uses, while a backward 
 def taking_early(root: Tensor) -> Iterator[None]:
     """While a captured backward of `root` runs, lets copied layers hand over gradients of leaves that only they use.
 
-    Autograd would call the hooks of all of a layer's leaves when the layer is done; the loop's graph has each gradient
+    Autograd would call the hooks of all of a layer's leaves when the layer is done. The loop's graph has each gradient
     sent as soon as it is known.
     """
     if not capturing():
@@ -62,8 +62,8 @@ class _Templates:
         kept: the objects that identify the function, kept alive so that no others get their addresses.
         calls: how many scans of it have ended.
         seen: how carry and x looked where the function ran.
-        splices: by looks, its template.
-        structure: of (carry, y).
+        splices: template by looks.
+        structure: structure of (carry, y).
         own: whether a template uses values that only its own scan has.
         fails: whether its layers cannot be copied.
     """
@@ -134,7 +134,10 @@ def _make(made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence
 
 
 def _identity(run: Run) -> tuple[Any, Any]:
-    """The key that identifies a scan's function, and the objects whose addresses it holds; None without a key."""
+    """Returns the key that identifies a scan's function, and the objects whose addresses it holds.
+
+    None without a key.
+    """
     if not isinstance(run, ScanBody) or not isinstance(run.f, types.FunctionType):
         return None, None
     f = run.f
@@ -151,7 +154,7 @@ class Splice:
 
     Args:
         template: the steps of a layer.
-        recorder: of the capture that is running.
+        recorder: recorder of the capture that is running.
     """
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
@@ -161,8 +164,8 @@ class Splice:
         self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-        """The body's result for a layer."""
-        # So that autograd knows whose gradient a layer makes; the whole leaf is fetched inside.
+        """Returns the body's result for a layer."""
+        # So that autograd knows whose gradient a layer makes. The whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         with not_following():  # its steps have their casts
             values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
@@ -172,7 +175,7 @@ class Splice:
         return [kinds[kind][i] for kind, i in self._template.outs]
 
     def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies the forward; returns the values, and the tensors that are saved for the backward."""
+        """Copies the forward, and returns the values, and the tensors that are saved for the backward."""
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
             copy.let(node, t)
@@ -186,7 +189,7 @@ class Splice:
     def backward(
         self, x: Sequence[Tensor], ends: Sequence[Tensor], saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Copies the backward; returns the gradients of carry and x."""
+        """Copies the backward, and returns the gradients of carry and x."""
         plan = self._template.backward(tuple(None if g is None else g.stride() for g in cotangents))
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.saved, saved, strict=True):
@@ -236,13 +239,16 @@ class _SplicedLayer(torch.autograd.Function):
 
 
 def _is_hooked() -> bool:
-    """Whether hooks change the tensors saved for the backward, as those of a remat or an offload around the scan."""
+    """Returns whether hooks change the tensors saved for the backward, for example of a remat around the scan."""
     hooks = saved_tensors_hooks()
     return hooks is not None and not packs_leaves(hooks[0])
 
 
 def _is_watched(layers: Sequence[PyTree]) -> bool:
-    """Whether a dispatch mode watches the run. It would see nothing of a copied layer, and a template's ops twice."""
+    """Returns whether a dispatch mode watches the run.
+
+    It would see nothing of a copied layer, and a template's ops twice.
+    """
     if splitting():  # product by product
         return True
     watched = any(getattr(m, "_mode_key", None) is None for m in dispatch_modes())

@@ -30,9 +30,9 @@ class TemplateBackward(NamedTuple):
     """The backward of a template for some of its outputs.
 
     Attributes:
-        steps: its steps.
-        cotangents: by output, the placeholder of its cotangent; None for an output without one.
-        grads: by input, the node of its gradient; None for those that arrive by a step, or not at all.
+        steps: steps.
+        cotangents: the placeholder of its cotangent by output, or None for an output without one.
+        grads: the node of its gradient by input, or None for those that arrive by a step, or not at all.
     """
 
     steps: list[Written]
@@ -63,7 +63,7 @@ class Template:
         body: the layer's function.
         carry: tensors like the carry.
         x: the layer's leaves.
-        recorder: of the capture that is running.
+        recorder: recorder of the capture that is running.
 
     Attributes:
         inputs: the placeholders of carry and x.
@@ -128,16 +128,19 @@ class Template:
 
     @property
     def made(self) -> Sequence[Tensor]:
-        """The tensors of `values`."""
+        """Returns the tensors of `values`."""
         return self._values
 
     @property
     def layouts(self) -> Layouts:
-        """The strides of cotangents that have the strides of their values."""
+        """Returns the strides of cotangents that have the strides of their values."""
         return tuple(t.stride() if t.requires_grad else None for t in self._values)
 
     def backward(self, given: Layouts) -> TemplateBackward:
-        """The backward for cotangents of the values with these strides; None for a value without a cotangent."""
+        """Returns the backward for cotangents of the values with these strides.
+
+        None for a value without a cotangent.
+        """
         if given not in self._backwards:
             self._backwards[given] = self._differentiate(given)
         return self._backwards[given]
@@ -252,9 +255,9 @@ def check_same(one: Template, other: Template) -> None:
     """Refuses layers that do not do the same.
 
     Raises:
-        CaptureError: they differ; names the first op that does, by line.
+        CaptureError: they differ. The message names the first op that does, by line.
     """
-    # From nodes of the one to their counterparts in the other; a node outside of both must be the same in both.
+    # From nodes of the one to their counterparts in the other. A node outside of both must be the same in both.
     pairs: dict[Any, Any] = dict(zip(one.inputs, other.inputs, strict=True))
     a, b = one.backward(one.layouts), other.backward(other.layouts)
     differing(one.steps, other.steps, pairs, one.values, other.values)
@@ -281,7 +284,7 @@ def differing(
         others: those that the other returns.
 
     Raises:
-        CaptureError: they differ; names the first op that does, by line.
+        CaptureError: they differ. The message names the first op that does, by line.
     """
     for s, t in zip(first, second, strict=False):
         if not _alike(s, t, pairs):
@@ -297,7 +300,7 @@ def differing(
 def without_data(
     mode: FakeTensorMode, dtype: torch.dtype, size: Any, device: torch.device, stride: Any = None
 ) -> FakeTensor:
-    """A new tensor without data and without a node in the graph; contiguous unless `stride` is given."""
+    """Returns a new tensor without data and without a node in the graph; contiguous unless `stride` is given."""
     with DisableTorchDispatch():
         meta = torch.empty(size, dtype=dtype, device="meta")
         return FakeTensor(mode, meta if stride is None else meta.as_strided(size, stride), device)

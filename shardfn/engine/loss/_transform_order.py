@@ -23,7 +23,7 @@ class TransformRow(NamedTuple):
     Attributes:
         level: the kind of function that it is around.
         within: the transforms that may be directly around it.
-        twice: the error where a step takes it over twice; None = that is allowed.
+        twice: the error where a step takes it over twice. None: that is allowed.
     """
 
     level: Level
@@ -182,10 +182,10 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
 
 
 def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
-    """The transforms that a step takes over from its loss, outermost first, and the function inside them.
+    """Returns the transforms that a step takes over from its loss, outermost first, and the function inside them.
 
     Raises:
-        ValueError: a transform occurs twice that may occur once; or the function is a program already.
+        ValueError: a transform occurs twice that may occur once, or the function is a program already.
     """
     found: list[Any] = []
     for x in _inward(f):
@@ -200,7 +200,10 @@ def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
 
 
 def _inward(f: Any) -> Iterator[Any]:
-    """The results of transforms from the outside in: those that a step takes over, and the first that it does not."""
+    """Yields the results of transforms from the outside in.
+
+    Those that a step takes over, and the first that it does not.
+    """
     while isinstance(f, Transform):
         yield f
         if TABLE[f.transform].level == "inside a loss":

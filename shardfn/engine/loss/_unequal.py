@@ -10,7 +10,7 @@ _LEAF = re.compile(r"(batch.*): (torch\.\w+) (\[.*\])")
 
 
 def remedy_of_absent(texts: list[str]) -> str:
-    """The remedy for leaves of a batch that some ranks have and others lack; empty without such leaves."""
+    """Returns the remedy for leaves of a batch that some ranks have and others lack, empty without such leaves."""
     found = [{m[1]: m for line in text.splitlines() if (m := _LEAF.fullmatch(line))} for text in texts]
     if not all(found):  # a rank without a batch is at another call
         return ""
@@ -39,7 +39,7 @@ def naming_unequal(batch: PyTree, specs: PyTree, mesh: Mesh, sizes: Sequence[Seq
         batch: this rank's rows.
         specs: how the global batch is cut.
         mesh: the mesh.
-        sizes: by rank, those of `describe_batch`; empty where they are equal.
+        sizes: by rank, those of `describe_batch`, empty where they are equal.
     """
     try:
         yield

@@ -36,7 +36,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         has_state: whether it takes a model state, and returns one, which goes past all of these.
 
     Raises:
-        ValueError: the loss is jitted twice, or has two policies; or a transform was made with has_state=True.
+        ValueError: the loss is jitted twice, or has two policies, or a transform was made with has_state=True.
     """
     _refuse_unannounced_state(loss, has_state=has_state)
     around, inner = taken_over(loss)

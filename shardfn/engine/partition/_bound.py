@@ -15,7 +15,7 @@ def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
     """Gives a pipelined loss, and the partitioned functions of a step's loss, their leaves.
 
     Raises:
-        ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it; or a function is partitioned
+        ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it, or a function is partitioned
             twice.
     """
     loss = _bound(unwrapped.loss, LeafViews(planner))
@@ -48,7 +48,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
 
 
 def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
-    """The loss with its partitioned functions bound; the loss itself if it has no such functions."""
+    """Returns the loss with its partitioned functions bound; the loss itself if it has no such functions."""
     found: list[Partitioned] = []
 
     def change(f: Any, pick: Pick) -> Any:

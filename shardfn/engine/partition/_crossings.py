@@ -1,7 +1,7 @@
 """Operations of a program that send along other axes than the one along which it is partitioned: crossings.
 
 Ranks along the other axes exchange parts of the operands, as the partition cuts them. So all of them must use the same
-parts. Their blocks of other values may differ in size; then each rank plans a graph of its own, and one of these plans
+parts. Their blocks of other values may differ in size. Then each rank plans a graph of its own, and one of these plans
 decides for all how crossings are computed. Dims in which ranks differ are not cut at crossings, so all other plans can
 follow the decision.
 """
@@ -49,7 +49,7 @@ class EveryRank:
         return [s for s in strategies if all(f.kind != "partial" for f in s.ins)]
 
     def taken(self, program: PartitionProgram) -> list[Strategy]:
-        """The strategies that a program of the graph takes at its crossings, in order."""
+        """Returns the strategies that a program of the graph takes at its crossings, in order."""
         found = dict(_computed(program))
         return [found[n] for n in self._nodes]
 
@@ -63,7 +63,7 @@ def _computed(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]]:
 
 
 def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[int]]:
-    """The axes along which ranks have blocks of several sizes, each with one index for each kind of rank.
+    """Returns the axes along which ranks have blocks of several sizes, each with one index for each kind of rank.
 
     The first is 0. Ranks of one kind have blocks of the same sizes of everything.
     """
@@ -77,7 +77,7 @@ def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[
 
 
 def _held(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
-    """For each value that is cut, the length of each rank's block."""
+    """Yields the length of each rank's block for each value that is cut."""
     for step in program.steps:
         if isinstance(step, Loop):
             yield from _held(step.body)

@@ -14,12 +14,12 @@ _UNBIND = torch.ops.aten.unbind
 
 
 def free_leaf() -> Held:
-    """A leaf whose form is still to be found."""
+    """Returns a leaf whose form is still to be found."""
     return Held(WHOLE, frozenset(), free=True)
 
 
 def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int) -> dict[PlannedValue, Form]:
-    """The forms in which the first operations that read free leaves take them."""
+    """Returns the forms in which the first operations that read free leaves take them."""
     found: dict[PlannedValue, Form] = {}
     for node in scope.nodes:
         choice = plan.choices[node]
@@ -35,7 +35,7 @@ def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held]
 
 
 def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
-    """The inputs that are taken apart into the layers of a loop, and read by nothing else."""
+    """Returns the inputs that are taken apart into the layers of a loop, and read by nothing else."""
     users: dict[PlannedValue, list[Node]] = {}
     for node in scope.nodes:
         for value in scope.operands[node]:

@@ -36,13 +36,13 @@ def partition_graph(
     value_price: float = 0.0,
     every_rank: EveryRank | None = None,
 ) -> PartitionProgram:
-    """The program of a graph along an axis.
+    """Returns the program of a graph along an axis.
 
     Args:
-        graph: a captured forward, without writes; each node's `meta["val"]` has the whole shape.
+        graph: a captured forward, without writes. Each node's `meta["val"]` has the whole shape.
         axis: the mesh axis.
-        num: its ranks.
-        forms: of inputs that are cut; the others are whole.
+        num: ranks.
+        forms: forms of inputs that are cut. The others are whole.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
         value_price: the price of a byte of a value that a rank holds, in bytes that are sent.
@@ -63,7 +63,7 @@ def partition_graph(
 
 
 def held_at_start(form: Form) -> Held:
-    """A leaf in the form in which the program receives it."""
+    """Returns a leaf in the form in which the program receives it."""
     return Held(form, frozenset([form]), form.kind == "cut")
 
 
@@ -82,15 +82,15 @@ class _ProgramWriter:
         self._section: Any = None
 
     def enter(self, value: PlannedValue, form: Form) -> int:
-        """The slot of an input."""
+        """Returns the slot of an input."""
         self._forms[value] = form
         return self._slot(value, form)
 
     def written(self, ends: Sequence[Any], forms: Sequence[Form | None]) -> PartitionProgram:
-        """The program, once its inputs are entered.
+        """Returns the program, once its inputs are entered.
 
         Args:
-            ends: the values that it returns; others than tensors stay unchanged.
+            ends: the values that it returns. Others than tensors stay unchanged.
             forms: the form of each; None: the form in which it is made.
         """
         for node in self._scope.nodes:
@@ -136,7 +136,7 @@ class _ProgramWriter:
             self._compute(node)
 
     def _need(self, value: PlannedValue, form: Form) -> int:
-        """The slot of a value in a form, made if it is not there."""
+        """Returns the slot of a value in a form, made if it is not there."""
         form = needed_form(value, form)
         if value.outer is not None and not self.has(value, form):
             self.asked.append((value, form))
@@ -176,7 +176,7 @@ class _ProgramWriter:
         src = self._need(move.source, form)
         others = tuple(self._need(v, WHOLE) for v in self._scope.operands[value.node][1:])
         dst = self._slot(value, form)
-        # The strategy's own `run` has the shape of a block; this view is of the whole value.
+        # The strategy's own `run` has the shape of a block. This view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
             ins=(form, *(WHOLE for _ in others)), outs=(form,), run=whole_look(value.node)
         )
@@ -214,5 +214,5 @@ class _ProgramWriter:
 
 
 def short(line: str | None) -> str:
-    """A line of the user's code, or that it is not known."""
+    """Returns a line of the user's code, or that it is not known."""
     return line or "a line unknown"

@@ -14,7 +14,7 @@ from ._partition_program import PartitionProgram
 def agreed_program(
     call: LossCall, before: Sequence[str], made: Callable[[], list[PartitionProgram]]
 ) -> PartitionProgram:
-    """The program of a call along an axis whose graph is that of its program along others.
+    """Returns the program of a call along an axis whose graph is that of its program along others.
 
     Where ranks along the others have blocks of several sizes, each has a graph of its own. They agree without a
     message: each plans for a rank of every kind, and the first kind decides which values are sent along the other axes.

@@ -43,7 +43,7 @@ class NotedRanks(Ranks):
         return _noted(pvary, x, (self.axis,), list(x.shape), self._notes)
 
     def convert(self, x: Any, step: Convert) -> Any:
-        """A conversion, noted; for values that the capture does not follow, done."""
+        """Returns a conversion, noted; for values that the capture does not follow, done."""
         if not _followed(x, self._notes):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
@@ -51,7 +51,7 @@ class NotedRanks(Ranks):
 
 
 def ranks_along(axis: str) -> Ranks:
-    """The ranks along an axis, as a program that runs sees them."""
+    """Returns the ranks along an axis, as a program that runs sees them."""
     notes = recorder()
     return NotedRanks(axis, notes) if isinstance(notes, Noting) else Ranks(axis, moe.FUNCTIONS_OF_OPS)
 
@@ -66,7 +66,7 @@ def _followed(x: Any, notes: Noting) -> bool:
 
 
 def _noted(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
-    """Writes a call of a primitive down; its result is a tensor without data."""
+    """Writes a call of a primitive down. Its result is a tensor without data."""
     tracer = notes.tracer
     proxy = tracer.create_proxy("call_function", target, (tracer.proxy(node_of(x, notes)), *args), {})
     made = without_data(x.fake_mode, x.dtype, shape, x.device)

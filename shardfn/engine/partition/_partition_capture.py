@@ -113,7 +113,7 @@ def apart() -> Iterator[None]:
 
 
 # The names that torch gives to derivatives with which ops are registered. The graph holds these ops, and `nn` calls
-# them so that they are noted as differentiated; any other op with such a derivative would be noted as if it had none.
+# them so that they are noted as differentiated. Any other op with such a derivative would be noted as if it had none.
 _OPS = "copied_rows", "combined_rows", "multiplied_rows"
 _OF_AN_OP = tuple(f"GeneratedBackwardFor_shardfn_kernels_{name}_" for name in _OPS)
 

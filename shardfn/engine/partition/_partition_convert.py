@@ -25,7 +25,7 @@ OfPart = Callable[[Tensor, int, int, int], Tensor]
 
 
 def converted(x: Any, step: Convert, axis: str) -> Any:
-    """The value in the form that the step names."""
+    """Returns the value in the form that the step names."""
     before, after = step.before, step.after
     if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
         return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once
@@ -66,7 +66,7 @@ def _each_part(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int],
     Args:
         x: this rank's value.
         form: in which it is cut, before or afterwards.
-        shape: of the whole.
+        shape: shape of the whole.
         held: the lengths that the parts have in `x`.
         convert: one part.
     """
@@ -81,7 +81,7 @@ def _each_part(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int],
 
 
 def _by(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """The cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
+    """Returns the cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
     return x if multiple == 1 else x.unflatten(dim, (x.shape[dim] // multiple, multiple))
 
 

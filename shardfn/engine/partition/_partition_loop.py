@@ -79,7 +79,7 @@ class _BoundBody:
         return made.requires_grad_(wanted)
 
     def run(self, run: Run, carry_def: Any, x: PyTree, ys: list[PyTree]) -> list[Tensor]:
-        """The function's result, flat; its steps are in `steps`."""
+        """Returns the function's result, flat. Its steps are in `steps`."""
         given, x_def = self._given, tree_structure(x)
         last = next(iter(reversed(self._notes.tracer.graph.nodes)))
         with self._notes.inside(self._mark):
@@ -102,7 +102,7 @@ class _BoundBody:
     def looped(
         self, carry: Sequence[Tensor], layers: Sequence[Sequence[Tensor]], ends: Sequence[Node], like: Any
     ) -> tuple[PyTree, list[PyTree]]:
-        """The node that runs the body for all layers, and its results."""
+        """Returns the node that runs the body for all layers, and its results."""
         notes = self._notes
         nodes = [node_of(t, notes) for t in carry], [[node_of(t, notes) for t in x] for x in layers]
         args = (*nodes, self._nodes, list(ends))

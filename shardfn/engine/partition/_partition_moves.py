@@ -12,11 +12,11 @@ class Knows(Protocol):
     """Which forms values have at one point of a program."""
 
     def form_of(self, value: PlannedValue) -> Form:
-        """The form in which it is made."""
+        """Returns the form in which it is made."""
         ...
 
     def has(self, value: PlannedValue, form: Form) -> bool:
-        """Whether it is there in a form."""
+        """Returns whether it is there in a form."""
         ...
 
 
@@ -36,12 +36,12 @@ class FormMove(NamedTuple):
 
 
 def needed_form(value: PlannedValue, form: Form) -> Form:
-    """The form to convert to: a value without a gradient needs no `pvary`, and stays whole."""
+    """Returns the form to convert to: a value without a gradient needs no `pvary`, and stays whole."""
     return WHOLE if form == VARYING and not value.differentiable else form
 
 
 def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
-    """The last step that brings a value into a form, which `needed_form` has returned."""
+    """Returns the last step that brings a value into a form, which `needed_form` has returned."""
     if known.has(value, form):
         return FormMove("there")
     own = known.form_of(value)
@@ -70,7 +70,7 @@ def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
 def conversion_bytes(
     before: Form, after: Form, numel: int, itemsize: int, num: int, *, differentiable: bool
 ) -> tuple[str, float, float]:
-    """The primitive that takes a value from form to form, and the bytes that a rank sends, forward and backward.
+    """Returns the primitive that takes a value from form to form, and a rank's bytes, forward and backward.
 
     Example:
         >>> conversion_bytes(WHOLE, VARYING, 8, 4, 2, differentiable=True)

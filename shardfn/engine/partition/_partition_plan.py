@@ -33,7 +33,7 @@ class FlatLoss:
         treedef: the structure of its parameters.
         rest_def: the structure of its other arguments.
         static: the leaves of these, with None in place of tensors.
-        able: for each of these tensors, whether a gradient may arrive at it.
+        able: whether a gradient may arrive at it for each of these tensors.
         num_leaves: how many leaves the parameters have.
         out_def: the structure of its last result.
         out: the leaves of that, with None in place of tensors.
@@ -67,8 +67,8 @@ class LossCall:
         loss: the loss.
         leaves: the leaves of its parameters.
         views: the block of a whole tensor that each of these is.
-        tensors: its other arguments.
-        whole: the axes along which it sees leaves as wholes; it is planned along the first.
+        tensors: other arguments.
+        whole: the axes along which it sees leaves as wholes. It is planned along the first.
         value_price: see `partition_graph`.
     """
 
@@ -88,7 +88,7 @@ class LossCall:
         whole: tuple[str, ...],
         value_price: float = 0.0,
     ) -> "LossCall":
-        """The call `loss(params, *args)`, with the tensors among its arguments apart from the rest."""
+        """Returns the call `loss(params, *args)`, with the tensors among its arguments apart from the rest."""
         leaves, treedef = tree_flatten(params)
         rest, rest_def = tree_flatten(tuple(args))
         tensors = [x for x in rest if isinstance(x, Tensor)]
@@ -102,13 +102,13 @@ class LossCall:
         return captured_forward(self.loss, self.leaves, [v.along(self.whole) for v in self.views], self.tensors)
 
     def trained(self, inputs: Sequence[Node]) -> Callable[[Node], bool]:
-        """Whether a gradient may arrive at an input of its graph."""
+        """Returns whether a gradient may arrive at an input of its graph."""
         num = len(self.leaves)
         others = {n for n, able in zip(inputs[num:], self.loss.able, strict=True) if able}
         return {*inputs[:num], *others}.__contains__
 
     def planned(self, gm: GraphModule, every_rank: EveryRank | None = None) -> PartitionProgram:
-        """The program of its graph; `every_rank` narrows down the strategies that it may use."""
+        """Returns the program of its graph. `every_rank` narrows down the strategies that it may use."""
         axis, inputs = self.whole[0], [n for n in gm.graph.nodes if n.op == "placeholder"]
         forms, num = {}, axis_size(axis)
         for node, view in zip(inputs, self.views, strict=False):
@@ -125,7 +125,7 @@ class LossCall:
 def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
-    """The graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
+    """Returns the graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
     with disable_current_modes(), apart(), looping(noted_loop), as_ops():
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))

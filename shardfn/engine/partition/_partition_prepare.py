@@ -13,16 +13,16 @@ from shardfn.graph import known_op, where_of, without_writes
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.addmm.default: _ATEN.mm.default, _ATEN.baddbmm.default: _ATEN.bmm.default}
-# Checks, which have no effect on values; by their names, since ours is defined later.
+# Checks, which have no effect on values. By their names, since ours is defined later.
 _CHECKS = {"aten._assert_async.msg", "shardfn.check.default"}
 
 
 def prepare(gm: GraphModule) -> GraphModule:
-    """Rewrites a captured forward; see above.
+    """Rewrites a captured forward. See above.
 
     Raises:
-        ValueError: lists ops whose write no operation replaces, or that draw without a key, send, or have an
-            effect, with their lines.
+        ValueError: lists ops whose write no operation replaces, or that draw without a key, send, or have an effect,
+            with their lines.
     """
     refused = list(_refused(gm)) or list(without_writes(gm))
     raise_all(ValueError, "partition(loss) cannot hold these operations of the loss:", refused)

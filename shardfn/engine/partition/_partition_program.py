@@ -1,6 +1,6 @@
 """A program partitioned along a mesh axis, as data: steps over slots. A slot holds one value in one form.
 
-The planner (`_partition.py`) writes it, once a signature; it runs step by step.
+The planner (`_partition.py`) writes it, once a signature. It runs step by step.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ class Conversion(NamedTuple):
     """One conversion of a value by a collective.
 
     Attributes:
-        name: of the primitive.
-        shape: of the whole value.
+        name: name of the primitive.
+        shape: shape of the whole value.
         forward: bytes that a rank sends in the forward.
         backward: and in the backward, for its transpose.
         line: the user's line of the op that asks for it.
-        because: the op, if it has no rule for operands in their forms; else "".
+        because: the op, if it has no rule for operands in their forms, else "".
         times: how often it is sent: once for each layer of a loop.
     """
 
@@ -51,8 +51,8 @@ class Compute(NamedTuple):
 
     Attributes:
         node: the op, whose arguments name nodes.
-        slots: of its operands, in order, and of the values beside them that the strategy names.
-        dsts: of its results, by position; unused ones are missing.
+        slots: slots of its operands, in order, and of the values beside them that the strategy names.
+        dsts: destinations of its results, by position; unused ones are missing.
         strategy: how.
         single: whether it returns one tensor.
         line: the user's.
@@ -70,11 +70,11 @@ class Loop(NamedTuple):
     """A step: a program that runs once for each layer, on a carry and the layer's values.
 
     Attributes:
-        body: from the slots of the carry, of x, and of outside values, to the next carry and y.
+        body: function from the slots of the carry, of x, and of outside values, to the next carry and y.
         carry: the slots of the first carry.
         layers: for each layer the slots of its x.
         outside: slots of the values that all layers read.
-        dsts: of the last carry, and of the y of each layer, by position.
+        dsts: destinations of the last carry, and of the y of each layer, by position.
         line: the user's.
     """
 
@@ -94,7 +94,7 @@ class Passage(NamedTuple):
 
     Attributes:
         section: the section that the capture has noted for them; mostly None.
-        steps: their numbers.
+        steps: numbers.
         ins: slots that they need, and that others fill.
         outs: slots that they fill, and that others need.
     """
@@ -111,15 +111,15 @@ class PartitionProgram:
 
     Attributes:
         axis: the mesh axis.
-        num: its ranks.
+        num: ranks.
         inputs: the slot of each input.
         constants: slot -> tensor, for tensors that the program closes over.
-        steps: in order.
+        steps: steps in order.
         outputs: a slot, or a value that is no tensor.
         num_slots: the number of slots.
-        sections: for each step, the "section" that the capture has noted beside its op.
+        sections: the "section" that the capture has noted beside its op for each step.
         passages: the steps by section, in order.
-        last_use: by step, the slots that no later step needs.
+        last_use: the slots that no later step needs by step.
         sent: the collectives, in order.
     """
 
@@ -147,7 +147,7 @@ def _made(step: Step) -> tuple[int, ...]:
 
 
 def passages(program: PartitionProgram) -> list[Passage]:
-    """The steps by section, with the slots that each needs and supplies."""
+    """Returns the steps by section, with the slots that each needs and supplies."""
     steps, sections = program.steps, program.sections
     starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
     kept = [x for is_slot, x in program.outputs if is_slot]

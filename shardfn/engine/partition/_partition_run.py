@@ -30,7 +30,7 @@ _MARKS = {sent_along: send_along}
 
 
 def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
-    """The results, whole on all ranks.
+    """Returns the results, whole on all ranks.
 
     Args:
         program: made for the bound mesh.

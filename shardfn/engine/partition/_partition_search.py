@@ -1,9 +1,9 @@
 """Chooses the strategy of each op of a partitioned program: a search over the whole program, for the fewest bytes.
 
-A state of the search has the forms of the values that a later op reads; its price is the bytes sent so far, forward and
+A state of the search has the forms of the values that a later op reads. Its price is the bytes sent so far, forward and
 backward. Ops are decided in order. Among states with equal forms only the cheapest is kept, and among all states the
 `width` cheapest. So where few values are alive, between two blocks, the search keeps every state that matters. With a
-width of 1 it is greedy; the result is the better plan of the two widths.
+width of 1 it is greedy. The result is the better plan of the two widths.
 
 A loop is one op, whose strategies are the forms of its carry: for each the body is searched once, and its price counts
 for every run. Values that it reads from outside are brought into their forms once, before the loop.
@@ -97,11 +97,11 @@ class Search:
     def best(
         self, scope: Scope, start: Mapping[PlannedValue, Held], ends: Sequence[tuple[PlannedValue, Form | None]]
     ) -> SearchedPlan:
-        """The cheapest plan that is found.
+        """Returns the cheapest plan that is found.
 
         Args:
             scope: the scope to plan.
-            start: its inputs.
+            start: inputs.
             ends: the values that it must have in the end, and their forms; None: the form in which they are made.
         """
         widths = {1, self.width}
@@ -114,7 +114,7 @@ class Search:
         ends: Sequence[tuple[PlannedValue, Form | None]],
         width: int,
     ) -> SearchedPlan:
-        """The cheapest plan that is found with a width."""
+        """Returns the cheapest plan that is found with a width."""
         begun = self.numbered(start)
         states, at = [SearchState(0.0, 0.0, {}, None)], self._known_by((scope, width))
         for inputs, nodes in self._runs_of(scope):
@@ -132,7 +132,7 @@ class Search:
         begun: Mapping[PlannedValue, int],
         width: int,
     ) -> list[SearchState]:
-        """The cheapest states after some ops."""
+        """Returns the cheapest states after some ops."""
         for node in nodes:
             found: dict[int, tuple[float, SearchState, NumberedChange]] = {}
             for state in states:
@@ -145,7 +145,7 @@ class Search:
         return states
 
     def _runs_of(self, scope: Scope) -> list[tuple[list[PlannedValue], list[Node]]]:
-        """The ops of a scope in runs, each with the inputs that its first op is the first to read."""
+        """Returns the ops of a scope in runs, each with the inputs that its first op is the first to read."""
         if scope not in self._runs:
             left, runs = dict.fromkeys(scope.inputs), [([], [])]
             for node in scope.nodes:
@@ -162,7 +162,7 @@ class Search:
         return self._keys.setdefault(key, len(self._keys))
 
     def numbered(self, held: Mapping[PlannedValue, Held]) -> dict[PlannedValue, int]:
-        """The numbers of values' `Held`."""
+        """Returns the numbers of values' `Held`."""
         out: dict[PlannedValue, int] = {}
         for value, x in held.items():
             out[value] = self._numbers.setdefault(x, len(self._known))
@@ -173,10 +173,10 @@ class Search:
     def changes(
         self, scope: Scope, node: Node, state: SearchState, begun: Mapping[PlannedValue, int]
     ) -> list[NumberedChange]:
-        """The changes to a state that an op can make, one for each strategy that applies.
+        """Returns the changes to a state that an op can make, one for each strategy that applies.
 
         Args:
-            scope: of the op.
+            scope: scope of the op.
             node: the op.
             state: before it.
             begun: the numbers of the `Held` of inputs that no op has read yet.
@@ -209,7 +209,7 @@ class Search:
         return self._marks[key]
 
     def _read_by(self, scope: Scope, node: Node) -> list[PlannedValue]:
-        """The operands of an op, and the values that they are views of."""
+        """Returns the operands of an op, and the values that they are views of."""
         if node not in self._reads:
             found: dict[PlannedValue, None] = {}
             for operand in scope.operands[node]:
@@ -260,7 +260,7 @@ class Search:
                 yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
-        """The strategies of an op whose operands are in these forms."""
+        """Returns the strategies of an op whose operands are in these forms."""
         key = node, forms
         if key not in self.offers:
             rule = known_op(node.target).sharding
@@ -292,7 +292,7 @@ class Search:
     def _body(
         self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
     ) -> SearchedPlan:
-        """The plan of a body whose carry is in these forms, searched once."""
+        """Returns the plan of a body whose carry is in these forms, searched once."""
         key = loop.scope, forms, width, tuple(begin.values())
         if key not in self._plans:
             inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
@@ -303,12 +303,15 @@ class Search:
 
 
 def _can_be(own: Form, form: Form) -> bool:
-    """Whether a value can be brought into a form: only ops make partial ones, and own rows are such."""
+    """Returns whether a value can be brought into a form: only ops make partial ones, and own rows are such."""
     return form.kind not in ("partial", "rows") or own == form or (form == PARTIAL and own.kind == "rows")
 
 
 def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
-    """The forms in which a carry may pass from layer to layer: whole, or one shape of value cut along one dim."""
+    """Yields the forms in which a carry may pass from layer to layer.
+
+    Whole, or one shape of value cut along one dim.
+    """
     carry = loop.given[: loop.num_carry]
     yield (WHOLE,) * len(carry)
     for shape in dict.fromkeys(v.seen.shape for v in carry if v.differentiable):
@@ -319,7 +322,7 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:
-    """An op as its rule sees it."""
+    """Returns an op as its rule sees it."""
     given, counter = iter(operands), iter(range(len(operands)))
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _named(next(given), next(counter)))
     outs = tuple(seen(x) for x in results(node) if x is not None)
@@ -331,5 +334,5 @@ def _named(value: PlannedValue, number: int) -> Operand:
 
 
 def name_of(value: PlannedValue) -> str:
-    """The name by which rules know a value."""
+    """Returns the name by which rules know a value."""
     return f"{value.node.name}.{value.at}"

@@ -45,7 +45,7 @@ class SearchChoice(NamedTuple):
 
     Attributes:
         strategy: how it is computed; for a loop, the forms of the carry and of its results.
-        plan: for a loop, that of its body.
+        plan: plan for a loop, that of its body.
     """
 
     strategy: Strategy
@@ -60,7 +60,7 @@ class SearchedPlan:
         price: bytes that it sends, and a little for each message; without conversions of `outside` values.
         total: with these, for one run of the loop's body.
         choices: by op.
-        forms: of the ends.
+        forms: forms of the ends.
         outside: the values around a body that it reads, and the forms in which it reads them.
     """
 
@@ -77,8 +77,8 @@ class SearchPrices(NamedTuple):
     Attributes:
         num: ranks along the axis.
         held: of a byte of a free leaf that a rank holds, in bytes that are sent.
-        value: of a byte of a computed value that gets a gradient.
-        work: of a floating-point operation of a rank.
+        value: value of a byte of a computed value that gets a gradient.
+        work: work of a floating-point operation of a rank.
     """
 
     num: int
@@ -125,9 +125,9 @@ class SearchState(NamedTuple):
     """One point of a plan.
 
     Attributes:
-        price: of all ops so far.
+        price: price of all ops so far.
         outside: the part of it for values from around a body.
-        held: by value, the number of its `Held` in a table of the search.
+        held: the number of its `Held` in a table of the search by value.
         trail: the choices so far: (trail before, node, choice), or None.
         mark: a hash of `held`: the xor of 128 random bits for each value and number.
     """
@@ -139,7 +139,7 @@ class SearchState(NamedTuple):
     mark: int = 0
 
     def after(self, change: NumberedChange, node: Node, dead: Sequence[PlannedValue]) -> "SearchState":
-        """The state after an op, and without the values that no later one reads."""
+        """Returns the state after an op, and without the values that no later one reads."""
         held = self.held | change.held
         for value in dead:
             held.pop(value, None)
@@ -148,7 +148,7 @@ class SearchState(NamedTuple):
         return SearchState(self.price_after(change), outside, held, trail, self.mark ^ change.mark)
 
     def price_after(self, change: NumberedChange) -> float:
-        """The price after an op."""
+        """Returns the price after an op."""
         # One by one, in a fixed order: so a plan's price has the same bits whether or not changes were cached.
         return sum(change.costs, self.price)
 
@@ -157,7 +157,7 @@ class Draft:
     """Collects the change by one op.
 
     Args:
-        prices: of the search.
+        prices: prices of the search.
         known: the `Held` of a value before the op.
         weight: the number of equal ops that the op represents.
     """
@@ -243,7 +243,7 @@ class Draft:
 
 
 def held_elements(value: PlannedValue, form: Form, num: int) -> int:
-    """How many elements the rank with the most of a value has of it."""
+    """Returns how many elements the rank with the most of a value has of it."""
     shape = value.seen.shape
     if form.kind != "cut":
         return math.prod(shape)

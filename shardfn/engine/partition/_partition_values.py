@@ -43,8 +43,8 @@ class PlannedValue:
 
     Attributes:
         node: the node that makes it.
-        at: its position among the node's results.
-        seen: its whole shape.
+        at: position among the node's results.
+        seen: whole shape.
         differentiable: whether a gradient may arrive.
         look_at: the value that it is a view of, or whose rows it has.
         part_of: the value that it is a part, a view, or a cast of; if it joins inputs, the first of them.
@@ -86,7 +86,7 @@ class LoopValues:
 
     @property
     def outside(self) -> list[PlannedValue]:
-        """The values of the body that are values around it."""
+        """Returns the values of the body that are values around it."""
         return [v for v in self.scope.inputs if v.outer is not None]
 
 
@@ -96,11 +96,11 @@ class Scope:
 
     Attributes:
         inputs: the values that it is given.
-        nodes: its operations, without those that only take one of several results.
-        made: the results of each operation; None for results that are not tensors.
-        operands: of each operation, in the order of its arguments.
-        loops: of the operations that are loops.
-        dead: by operation, the values that no later one needs.
+        nodes: operations, without those that only take one of several results.
+        made: the results of each operation, or None for results that are not tensors.
+        operands: operands of each operation, in the order of its arguments.
+        loops: loops of the operations that are loops.
+        dead: the values that no later one needs by operation.
         weights: the number of equal operations that one represents, if more than 1 (`_repeats.py`).
     """
 
@@ -120,17 +120,17 @@ class Scope:
         return self._flops[node]
 
     def one(self, node: Node) -> PlannedValue:
-        """The one result of a node."""
+        """Returns the one result of a node."""
         (value,) = self.made[node]
         assert value is not None
         return value
 
 
 def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[[Node], Tensor]) -> Scope:
-    """The program outside of all loops, which holds the others.
+    """Returns the program outside of all loops, which holds the others.
 
     Args:
-        graph: a captured forward, without writes; each node's `meta["val"]` has the whole shape.
+        graph: a captured forward, without writes. Each node's `meta["val"]` has the whole shape.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
     """
@@ -149,7 +149,7 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
 
 
 def is_look(node: Node) -> bool:
-    """Whether an op only views or copies its operand; see `LOOKS`."""
+    """Returns whether an op only views or copies its operand. See `LOOKS`."""
     packet = getattr(node.target, "overloadpacket", None)
     if node.op == "call_function" and packet in _ROWS:
         return all(not _has_gradients(n.meta["val"]) for n in operands_of(node)[1:])
@@ -158,21 +158,21 @@ def is_look(node: Node) -> bool:
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The tensors among the arguments, in order, with repetitions."""
+    """Returns the tensors among the arguments, in order, with repetitions."""
     found: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
     return found
 
 
 def results(node: Node) -> list[Tensor | None]:
-    """The results of an op, flat; None for those that are not tensors."""
+    """Returns the results of an op, flat, or None for those that are not tensors."""
     val: Any = node.meta.get("val")
     val = () if val is None else val
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
 
 
 def seen(x: Tensor) -> Operand:
-    """A tensor as a rule sees it."""
+    """Returns a tensor as a rule sees it."""
     return Operand(tuple(x.shape), x.element_size())
 
 
@@ -213,7 +213,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
 
 
 def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
-    """Whether an op joins inputs, or parts of them: then the result counts as a leaf, as they do."""
+    """Returns whether an op joins inputs, or parts of them: then the result counts as a leaf, as they do."""
     roots = list(scope.operands[node]) if packet is _ATEN.cat else []
     for k, value in enumerate(roots):
         while value.part_of is not None:

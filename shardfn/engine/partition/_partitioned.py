@@ -33,7 +33,7 @@ _VALUE_PRICE = 1 / 4
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned(Transform):
-    """A loss that sees whole leaves along an axis; `sharded_step` gives it blocks.
+    """A loss that sees whole leaves along an axis. `sharded_step` gives it blocks.
 
     Attributes:
         inner: the loss, as written for one device.
@@ -54,7 +54,7 @@ class Partitioned(Transform):
     )
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
-        """The loss of this rank's blocks, the same on all ranks along the axes."""
+        """Returns the loss of this rank's blocks, the same on all ranks along the axes."""
         axes = tuple(axis for axis in self.axes if axis_size(axis) > 1)
         if not axes:
             return self.inner(params, *args)
@@ -75,14 +75,14 @@ class Partitioned(Transform):
         *args: Any,
         programs: "_Programs | None" = None,
     ) -> Any:
-        """The loss of leaves that are blocks along these axes: the last is partitioned around the others.
+        """Returns the loss of leaves that are blocks along these axes: the last is partitioned around the others.
 
         Args:
             axes: the axes.
             views: the leaves.
-            params: their blocks.
+            params: blocks.
             *args: the other arguments.
-            programs: those of the call around this one; None: it is the outermost.
+            programs: programs of the call around this one; None: it is the outermost.
         """
         if not axes:
             return self.inner(params, *args)
@@ -126,7 +126,7 @@ class Partitioned(Transform):
         return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
 
     def programs(self) -> list[PartitionProgram]:
-        """The programs that were made, one for each signature and axis."""
+        """Returns the programs that were made, one for each signature and axis."""
         return [x.program for own in self._programs.values() for x in own.values()]
 
 
@@ -156,6 +156,6 @@ _Programs = dict[Any, _PreparedLoss]
 
 
 def _autocast(leaves: Sequence[Any]) -> Any:
-    """The dtypes that autocast gives to products, which captures depend on."""
+    """Returns the dtypes that autocast gives to products, which captures depend on."""
     kinds = sorted({x.device.type for x in leaves})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

@@ -24,7 +24,7 @@ class StageFunction(NamedTuple):
     Attributes:
         of: the loss.
         part: the method to call.
-        place: where the layers are; None for parts without layers.
+        place: where the layers are, or None for parts without layers.
     """
 
     of: Pipelined
@@ -40,7 +40,7 @@ class StageFunction(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A description in words."""
+        """Returns a description in words."""
         place = self.place
         if place is None:
             return "in front of the layers" if self.part == "enter" else "behind the layers"
@@ -62,12 +62,12 @@ class PartitionedPipeline(Pipelined):
 
     @staticmethod
     def made(parted: Partitioned, of: Pipelined) -> "PartitionedPipeline":
-        """The stages of `of`, partitioned as `parted` is."""
+        """Returns the stages of `of`, partitioned as `parted` is."""
         same = {f.name: getattr(of, f.name) for f in dataclasses.fields(Pipelined)}
         return PartitionedPipeline(**same, of=of, parted=parted)
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss."""
+        """Returns the loss."""
         if axis_size(self.axis) == 1:
             return self.parted(params, batch, *key)
         return super().__call__(params, batch, *key)

@@ -96,11 +96,11 @@ class Proposer:
         return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
 
     def least_held(self) -> float:
-        """The least bytes, over all forms, that the rank with the most keeps."""
+        """Returns the least bytes, over all forms, that the rank with the most keeps."""
         return self._held(self.least())
 
     def proposal(self, forms: Sequence[Form]) -> Proposal:
-        """The groups' forms by leaf, with their costs."""
+        """Returns the groups' forms by leaf, with their costs."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
         return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
 
@@ -135,7 +135,7 @@ class Proposer:
     # The search.
 
     def best(self, limit: float) -> Proposal:
-        """The cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
+        """Returns the cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
         if self._held(whole) <= limit and not self._work_price:
             return self.proposal(self._improved(whole, limit))
@@ -228,7 +228,7 @@ class Proposer:
     # The first step.
 
     def _at_price(self, price: float) -> list[Form]:
-        """The forms that a search chooses when a byte that a rank holds has this price."""
+        """Returns the forms that a search chooses when a byte that a rank holds has this price."""
         search = Search(self._num, _FREE_WIDTH, price, work_price=self._work_price)
         search.offers = self._search.offers
         found: dict[PlannedValue, Form] = {}
@@ -246,7 +246,7 @@ class Proposer:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
         found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
-        # The second of equal layers decides for the others; leaves that no operation reads get their least form.
+        # The second of equal layers decides for the others. Leaves that no operation reads get their least form.
         least = self.least()
         return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
 

@@ -53,11 +53,11 @@ class Unplaced:
     """A loss for whose leaves specs are searched.
 
     Attributes:
-        loss: as written for one device, of one microbatch.
-        params: its leaves.
-        args: its other arguments.
-        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has; else None.
-        stages: the axis of the stages; None without stages.
+        loss: loss as written for one device, of one microbatch.
+        params: leaves.
+        args: other arguments.
+        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has, else None.
+        stages: the axis of the stages, or None without stages.
         num_stages: how many ranks lie along it.
     """
 
@@ -70,7 +70,7 @@ class Unplaced:
 
     @staticmethod
     def of(loss: Callable[..., Any], params: PyTree, args: Sequence[Any], sizes: Mapping[str, int]) -> "Unplaced":
-        """The part of a loss that a rank runs, on a mesh of these sizes.
+        """Returns the part of a loss that a rank runs, on a mesh of these sizes.
 
         Raises:
             ValueError: it is partitioned already.
@@ -99,7 +99,7 @@ class SpecSearch:
     Attributes:
         of: the loss.
         mesh: has the axes.
-        axes: their names, in order.
+        axes: names, in order.
         kept: the bytes that are kept of each leaf.
         limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
         cluster: the machines whose rates price work; None: work is free.
@@ -113,10 +113,11 @@ class SpecSearch:
     cluster: Cluster | None = None
 
     def found(self) -> PyTree:
-        """The specs.
+        """Returns the specs.
 
         Raises:
-            ValueError: the leaves do not fit, with any cut; names the biggest, the limit, and one that would fit.
+            ValueError: the leaves do not fit, with any cut. The message names the biggest, the limit, and one that
+                would fit.
         """
         treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
@@ -128,7 +129,7 @@ class SpecSearch:
     def _within(self) -> "_CutLeaves":
         """Cuts leaves to fit the limit, if possible.
 
-        Earlier axes keep leaves whole for later ones to cut; if these cannot, earlier ones cut more, and at last all.
+        Earlier axes keep leaves whole for later ones to cut. If these cannot, earlier ones cut more, and at last all.
         """
         limit = self._limit()
         found = self._cuts(limit, 1.0)
@@ -164,7 +165,7 @@ class SpecSearch:
         return _CutLeaves([v.spec for v in views], scanned, held)
 
     def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
-        """The call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
+        """Returns the call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
         names, of = self.axes, self.of
         before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
         return LossCall.of(before, of.params, of.args, views, names[k:])
@@ -172,7 +173,10 @@ class SpecSearch:
     def _along(
         self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
     ) -> Proposal:
-        """The forms of leaves along axis `k`, in a graph of blocks along those before: within a limit, or the least."""
+        """Returns the forms of leaves along axis `k`, in a graph of blocks along those before.
+
+        Within a limit, or the least.
+        """
         nodes, of = inputs[: len(self.kept)], self.of
         kept = {n: self._held(i) for i, n in enumerate(nodes)}
         rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
@@ -181,7 +185,7 @@ class SpecSearch:
         return proposer.best(max(limit, proposer.least_held()))
 
     def _price(self, k: int, gm: GraphModule) -> float:
-        """The bytes that axis `k` sends in the time of a floating-point operation."""
+        """Returns the bytes that axis `k` sends in the time of a floating-point operation."""
         if self.cluster is None:
             return 0.0
         by_dtype: dict[torch.dtype, int] = {}
@@ -193,7 +197,7 @@ class SpecSearch:
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
     def _held(self, i: int) -> HeldBytes:
-        """The bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
+        """Returns the bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
             return kept
@@ -201,7 +205,7 @@ class SpecSearch:
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
     def _totals(self) -> list[float]:
-        """The bytes that are kept of each leaf, before any of these axes cuts it."""
+        """Returns the bytes that are kept of each leaf, before any of these axes cuts it."""
         held = map(self._held, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
@@ -239,7 +243,7 @@ class _CutLeaves:
 
 
 def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
-    """A leaf that is cut along one more axis, within the blocks that others leave."""
+    """Returns a leaf that is cut along one more axis, within the blocks that others leave."""
     if form.kind != "cut":
         return view
     names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]
@@ -248,12 +252,12 @@ def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
 
 
 def _scanned(node: Node) -> bool:
-    """Whether an input is taken apart into the layers of a scan, and used in no other way."""
+    """Returns whether an input is taken apart into the layers of a scan, and used in no other way."""
     return bool(node.users) and all(map(_in_layers, node.users))
 
 
 def _in_layers(node: Node) -> bool:
-    """Whether an op takes a leaf apart into the layers of a scan."""
+    """Returns whether an op takes a leaf apart into the layers of a scan."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     along: Any = node.args[1] if len(node.args) > 1 else 0
     layers: bool = packet is torch.ops.aten.unbind and along == 0
@@ -261,5 +265,5 @@ def _in_layers(node: Node) -> bool:
 
 
 def _unpartitioned(of: Pipelined) -> Pipelined:
-    """A pipelined loss whose functions are those for one device."""
+    """Returns a pipelined loss whose functions are those for one device."""
     return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

@@ -15,7 +15,7 @@ from ._partition_values import PlannedValue, Scope, find_last_uses, results
 
 
 class _Repetition(NamedTuple):
-    """Operations `start` to `stop`; each from `start + period` on is like the one `period` before it."""
+    """Operations `start` to `stop`. Each from `start + period` on is like the one `period` before it."""
 
     start: int
     stop: int
@@ -23,10 +23,10 @@ class _Repetition(NamedTuple):
 
 
 def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[PlannedValue]]:
-    """Shortens a scope to two layers of each run of equal ones; see above.
+    """Shortens a scope to two layers of each run of equal ones. See above.
 
     Args:
-        scope: the program outside of all loops; it is changed.
+        scope: the program outside of all loops. It is changed.
         ends: the values that it must have in the end.
 
     Returns:
@@ -46,7 +46,7 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
 
 
 def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
-    """The longest run of three layers or more that is not in `done`."""
+    """Returns the longest run of three layers or more that is not in `done`."""
     kinds: dict[Any, int] = {}
     keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
     best: _Repetition | None = None
@@ -80,7 +80,10 @@ def _kind(node: Node, scope: Scope) -> Any:
 
 
 def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
-    """The inputs that correspond in a run's layers; None if some operations do not read corresponding values."""
+    """Returns the inputs that correspond in a run's layers.
+
+    None if some operations do not read corresponding values.
+    """
     nodes = scope.nodes
     place = {v: (i, k) for i, n in enumerate(nodes) for k, v in enumerate(scope.made[n]) if v is not None}
     group: dict[PlannedValue, list[PlannedValue]] = {}
@@ -107,7 +110,7 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
 
 
 def _shorten(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
-    """Leaves two layers; returns whether that was possible: if later operations read only the last layer."""
+    """Leaves two layers, and returns whether that was possible: if later operations read only the last layer."""
     start, period = run.start, run.period
     num = (run.stop - start) // period
     last, second = start + (num - 1) * period, start + period

@@ -20,7 +20,7 @@ def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
 
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """The inverse of `padded`: the layers, without unused rows."""
+    """Returns the inverse of `padded`: the layers, without unused rows."""
     used = used_rows(per_stage)
     return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
 
@@ -37,7 +37,7 @@ def used_rows(per_stage: Sequence[int]) -> list[int]:
 
 
 def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
-    """A stack with unused rows, whose used rows are replaced."""
+    """Returns a stack with unused rows, whose used rows are replaced."""
 
     def fill(old: Tensor, new: Tensor) -> Tensor:
         return old.index_copy(0, torch.tensor(used, device=old.device), new)

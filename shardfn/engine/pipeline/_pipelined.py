@@ -84,9 +84,9 @@ class Pipelined(Transform):
     Its kinds define the parts and how they run: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
 
     Attributes:
-        blocks: from params to the stack, or, with several chunks, to a sequence of stacks.
+        blocks: blocks from params to the stack, or, with several chunks, to a sequence of stacks.
         axis: the axis along which stages lie.
-        schedule: from the numbers of ranks and microbatches to the actions of each rank in a step.
+        schedule: function from the numbers of ranks and microbatches to the actions of each rank in a step.
         num_chunks: how many stacks there are.
         turns: whether the stages pass through the ranks forwards and then backwards.
         per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
@@ -108,12 +108,12 @@ class Pipelined(Transform):
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
-        """The input of the first layer."""
+        """Returns the input of the first layer."""
 
     @property
     @abc.abstractmethod
     def begins(self) -> tuple[str, Callable[..., Any]]:
-        """The function that `enter` runs, and its name for users."""
+        """Returns the function that `enter` runs, and its name for users."""
 
     @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
@@ -133,10 +133,13 @@ class Pipelined(Transform):
 
     @abc.abstractmethod
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss, from the output of the last layer."""
+        """Returns the loss, from the output of the last layer."""
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss, stage after stage, while all other ranks wait. A step runs stages at the same time instead."""
+        """Returns the loss, stage after stage, while all other ranks wait.
+
+        A step runs stages at the same time instead.
+        """
         h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
             lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
@@ -147,7 +150,7 @@ class Pipelined(Transform):
         return self.leave(params, h, batch, *key)
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
-        """The stacks, or this rank's blocks of them.
+        """Returns the stacks, or this rank's blocks of them.
 
         Raises:
             ValueError: their number is not that of chunks.
@@ -164,18 +167,18 @@ class Pipelined(Transform):
         return found
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """The parts of a stack, or of a tree like it, whose layers differ in their leaves, and which may be uncut."""
+        """Returns the parts of a stack, or of a tree like it, whose layers differ in leaves, and which may be uncut."""
         return [stack]
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """By kind, whether ranks have different rows of its stack; `rows` are as in `shares`."""
+        """Returns whether ranks have different rows of its stack, by kind. `rows` are as in `shares`."""
         return [True for _ in rows]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """By rank, how many layers it has of a stack.
+        """Returns how many layers it has of a stack, by rank.
 
         Args:
-            rows: by kind and rank, how many rows.
+            rows: how many rows by kind and rank.
 
         Raises:
             ValueError: the rows of a rank are not those of layers that run one after another.
@@ -183,33 +186,33 @@ class Pipelined(Transform):
         return list(rows[0])
 
     def filled(self, stack: PyTree) -> PyTree:
-        """A stack, or this rank's block of it, without unused rows."""
+        """Returns a stack, or this rank's block of it, without unused rows."""
         if self.per_stage is None:
             return stack
         if axis_size(self.axis) == 1:
             named = named_leaves(stack, "blocks")
             check_rows({path: len(x) for path, x in named}, self.per_stage)
         if axis_size(self.axis) > 1:
-            own = self.per_stage[axis_index(self.axis)]
+            own = self.per_stage[int(axis_index(self.axis))]
             return tree_map(lambda x: x.narrow(0, 0, own), stack)
         return unpadded(stack, self.per_stage)
 
     def tied(self, params: PyTree) -> PyTree:
-        """The parameters that the layers of this rank depend on."""
+        """Returns the parameters that the layers of this rank depend on."""
         return self.stacks(params)
 
     def without_stacks(self, params: PyTree) -> PyTree:
-        """The parameters for code outside of the layers, in which stacks on several ranks have no values."""
+        """Returns the parameters for code outside of the layers, in which stacks on several ranks have no values."""
         if axis_size(self.axis) == 1:
             return params
         own = {id(x) for x in tree_leaves(self.stacks(params))}
         return tree_map(lambda x: ElsewhereTensor.of(x) if id(x) in own else x, params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
-        """By chunk, the number of the layer in the first row of a rank's block.
+        """Returns the number of the layer in the first row of a rank's block, by chunk.
 
         Args:
-            rows: by chunk, how many layers each rank has.
+            rows: how many layers each rank has by chunk.
             rank: the rank's index.
         """
         out, before = [], 0
@@ -221,40 +224,43 @@ class Pipelined(Transform):
 
     @property
     def without_collectives(self) -> tuple["Pipelined", tuple[str, ...]]:
-        """A loss of the same shapes that sends nothing along some axes, along which it takes whole leaves; the axes."""
+        """Returns a loss of the same shapes that sends nothing along some axes, along which it takes whole leaves.
+
+        The axes.
+        """
         return self, ()
 
     def with_functions(self, change: Change) -> "Pipelined":
-        """The loss with each function of a part of the parameters replaced by `change(function, pick)`."""
+        """Returns the loss with each function of a part of the parameters replaced by `change(function, pick)`."""
         del change
         return self
 
     def with_state(self) -> "Pipelined":
-        """The loss for a step with a model state; each function takes its part."""
+        """Returns the loss for a step with a model state. Each function takes its part."""
         return dataclasses.replace(self, has_state=True)
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
-        """The model state with the layers' part from the ranks that ran them; `here` is this rank's."""
+        """Returns the model state with the layers' part from the ranks that ran them. `here` is this rank's."""
         del stage, here
         return state  # of a stack each rank has its own rows
 
     def reverses(self, chunk: int) -> bool:
-        """Whether the layers of a stack come in reverse."""
+        """Returns whether the layers of a stack come in reverse."""
         return self.turns and chunk % 2 == 1
 
     def stages(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """By rank and chunk, the stage."""
+        """Returns the stage, by rank and chunk."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
     def _varying(self, params: PyTree, rows: StageRows) -> PyTree:
-        """The parameters; leaves that are not cut along the axis vary along it."""
+        """Returns the parameters, and leaves that are not cut along the axis vary along it."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
         return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
 
     def _rows_of_all(self, params: PyTree) -> StageRows:
-        """How many rows of the stacks each rank has."""
+        """Returns how many rows of the stacks each rank has."""
         if self.per_stage:
             return [[list(self.per_stage)]]
         if self.views is None:
@@ -265,7 +271,7 @@ class Pipelined(Transform):
         return [[rows_of_ranks(tree_leaves(k), self.axis) for k in self.kinds(s)] for s in wholes]
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
-        """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
+        """Runs the layers of all ranks on `h`, each on its own rank. The result is on all ranks."""
         num, rank, rows_of_kinds = axis_size(self.axis), int(axis_index(self.axis)), self._rows_of_all(params)
         rows = [list(self.per_stage)] if self.per_stage else [self.shares(of_stack) for of_stack in rows_of_kinds]
         firsts = [self.firsts(rows, r) for r in range(num)]
@@ -319,7 +325,7 @@ class Enclosed(Pipelined):
         return self.leave(params, h, batch, *key) if place.ends else h
 
     def with_functions(self, change: Change) -> Pipelined:
-        """The loss with other functions for `first` and `last`."""
+        """Returns the loss with other functions for `first` and `last`."""
         return dataclasses.replace(self, first=change(self.first, every_leaf), last=change(self.last, every_leaf))
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
@@ -341,7 +347,7 @@ class PipelinedLayers(Enclosed):
     block: Callable[..., PyTree]
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """The layers."""
+        """Returns the layers."""
         del batch
         stack = self.filled(self.stacks(params)[place.chunk])
         if not self.has_state:
@@ -385,35 +391,35 @@ class PipelinedLayers(Enclosed):
         return h, tree_map(lambda *rows: torch.stack(rows), *new) if self.has_state else None
 
     def with_functions(self, change: Change) -> Pipelined:
-        """The loss with other functions for `first`, `block` and `last`."""
+        """Returns the loss with other functions for `first`, `block` and `last`."""
         return dataclasses.replace(super().with_functions(change), block=change(self.block, self.rows))
 
     def rows(self, tree: PyTree) -> list[PyTree]:
-        """The leaves that `block` may be called with, from a tree of `LeafView`s: a row of each stack."""
+        """Returns the leaves that `block` may be called with, from a tree of `LeafView`s: a row of each stack."""
         return [tree_map(lambda view: view.row(), stack) for stack in self.stacks(tree)]
 
     def _used_rows(self) -> list[int]:
         """Which rows of this rank's block of a stack are layers."""
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
-            return list(range(self.per_stage[axis_index(self.axis)]))
+            return list(range(self.per_stage[int(axis_index(self.axis))]))
         return used_rows(self.per_stage)
 
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
-    """The pipelined loss that a step's loss is made of, if it is."""
+    """Returns the pipelined loss that a step's loss is made of, if it is."""
     inner = taken_over(loss)[1]
     return inner if isinstance(inner, Pipelined) else None
 
 
 def stage_axes(loss: Loss) -> tuple[str, ...]:
-    """The axis along which ranks have different layers, if the loss is pipelined."""
+    """Returns the axis along which ranks have different layers, if the loss is pipelined."""
     of = pipelined_in(loss)
     return () if of is None else (of.axis,)
 
 
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
-    """The actions of each rank in a step of a pipelined loss; None if all stages are on one rank.
+    """Returns the actions of each rank in a step of a pipelined loss, or None if all stages are on one rank.
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
@@ -438,12 +444,12 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
 
 
 def lengths_text(lengths: dict[str, int]) -> str:
-    """How many layers each leaf has."""
+    """Returns how many layers each leaf has."""
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
 
 def _length(stack: PyTree) -> int:
-    """How many layers a stack has.
+    """Returns how many layers a stack has.
 
     Raises:
         ValueError: none, or its leaves differ.
@@ -458,7 +464,7 @@ def _length(stack: PyTree) -> int:
 
 
 def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
-    """By rank along an axis, how many rows of a stack it has: a block, or all where the stack is not cut."""
+    """Returns how many rows of a stack it has, by rank along an axis: a block, or all where the stack is not cut."""
     rows, num = leaves[0].shape[0], axis_size(axis)
     if axis not in leaves[0].spec.dim_axes(0):
         return [rows] * num
@@ -474,7 +480,7 @@ def _rows_by_rank(stack: PyTree, axis: str) -> list[int]:
 
 
 def _tie(stacks: PyTree) -> Tensor | None:
-    """A sum that depends on the leaves that this rank trains."""
+    """Returns a sum that depends on the leaves that this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
 

@@ -37,7 +37,7 @@ class LeavesOf(NamedTuple):
     i: int
 
     def __call__(self, params: PyTree) -> list[PyTree]:
-        """The leaves of this function alone."""
+        """Returns the leaves of this function alone."""
         return [self.of.blocks(params)[self.i]]
 
 
@@ -60,16 +60,16 @@ class PipelinedFunctions(Enclosed):
         return []
 
     def tied(self, params: PyTree) -> PyTree:
-        """All leaves of the layers."""
+        """Returns all leaves of the layers."""
         return self._owned(params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
-        """By chunk, the stage."""
+        """Returns the stage, by chunk."""
         del rows
         return list(self.stages(axis_size(self.axis))[rank])
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """The functions of a stage, whose number is `place.row`."""
+        """Returns the functions of a stage, whose number is `place.row`."""
         del batch
         owned, states = self._owned(params), self._states()
         for i in self._of_stage(place.row):
@@ -97,7 +97,7 @@ class PipelinedFunctions(Enclosed):
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
 
     def _states(self) -> list[PyTree]:
-        """By function, its model state; empty without one.
+        """By function, its model state, empty without one.
 
         Raises:
             ValueError: their number is not that of functions.
@@ -115,7 +115,7 @@ class PipelinedFunctions(Enclosed):
         """By function, its leaves.
 
         Raises:
-            ValueError: their number is not that of functions; or there are fewer functions than stages.
+            ValueError: their number is not that of functions, or there are fewer functions than stages.
         """
         found, num = self.blocks(params), axis_size(self.axis) * self.num_chunks
         if not isinstance(found, list | tuple) or len(found) != len(self.functions):

@@ -20,11 +20,11 @@ class LeafAdapters(Protocol):
 
     @property
     def sites(self) -> Mapping[str, Any]:
-        """By path, the leaves that have one."""
+        """Returns the leaves that have one, by path."""
         ...
 
     def apply(self, params: PyTree, adapters: PyTree) -> PyTree:
-        """The parameters as the module takes them."""
+        """Returns the parameters as the module takes them."""
         ...
 
 
@@ -35,7 +35,8 @@ class PipelinedModule(Pipelined):
     Attributes:
         loss: `loss(params, batch[, key])`.
         function: the module that it calls.
-        adapters: of the module's leaves; those of its layers lie on the ranks of their layers. None without any.
+        adapters: adapters of the module's leaves. Those of its layers lie on the ranks of their layers. None without
+            any.
     """
 
     loss: Callable[..., Any]
@@ -43,13 +44,13 @@ class PipelinedModule(Pipelined):
     adapters: LeafAdapters | None = None
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss."""
+        """Returns the loss."""
         if axis_size(self.axis) == 1:
             return self.loss(self._adapted(params), batch, *key)
         return super().__call__(params, batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
-        """All leaves: code outside of the layers may compute arguments of each layer from any of them."""
+        """Returns all leaves: code outside of the layers may compute arguments of each layer from any of them."""
         return params
 
     def with_state(self) -> Pipelined:
@@ -65,15 +66,15 @@ class PipelinedModule(Pipelined):
 
     @property
     def begins(self) -> tuple[str, Callable[..., Any]]:
-        """The loss, up to the first layer."""
+        """Returns the loss, up to the first layer."""
         return "loss", self.loss
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
-        """The arguments of the first layer."""
+        """Returns the arguments of the first layer."""
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """The stacks of each kind of layers, with their adapters."""
+        """Returns the stacks of each kind of layers, with their adapters."""
         if self.adapters is None:
             return self.function.kinds.stacks(stack)
         return [stack]
@@ -83,11 +84,11 @@ class PipelinedModule(Pipelined):
         return self.function.kinds.cut(rows)
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """How many layers each rank has, of all kinds."""
+        """Returns how many layers each rank has, of all kinds."""
         return self.function.kinds.shares(rows)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """The loss, up to the end of this stage."""
+        """Returns the loss, up to the end of this stage."""
         num = self._num_layers(params, place)
         if not num and not place.ends:
             return given
@@ -95,12 +96,12 @@ class PipelinedModule(Pipelined):
         return self._run(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """The loss from its first own layer to the end of the last."""
+        """Returns the loss from its first own layer to the end of the last."""
         num = self._num_layers(params, place)
         return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The part of the loss after the layers."""
+        """Returns the part of the loss after the layers."""
         return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def _num_layers(self, params: PyTree, place: Place) -> int:
@@ -112,7 +113,7 @@ class PipelinedModule(Pipelined):
         return kinds.end(place.row, rows, last=last) - place.row
 
     def _adapted(self, params: PyTree) -> PyTree:
-        """The module's parameters, with the adapters in their places, and without unused rows."""
+        """Returns the module's parameters, with the adapters in their places, and without unused rows."""
         path, stack = self.function.path, self.filled(self.blocks(params))
         if self.adapters is None:
             return {**params, path: stack}

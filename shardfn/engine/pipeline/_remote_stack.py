@@ -22,7 +22,7 @@ class ElsewhereTensor(MetadataTensor):
 
     @staticmethod
     def of(x: Tensor) -> "ElsewhereTensor":
-        """A placeholder with the shape, dtype and device of this rank's block of a stacked leaf, cached by these."""
+        """Returns a cached placeholder with the shape, dtype and device of this rank's block of a stacked leaf."""
         with DisableTorchFunctionSubclass():
             return _like(tuple(x.shape), x.dtype, x.device)
 

@@ -19,13 +19,13 @@ from ._stage_state import check_stage_state
 
 
 def first_kept(plan: Plan, parts: StepParts, tree: PyTree, specs: PyTree) -> PyTree:
-    """A first model state as a step keeps it: this rank's blocks.
+    """Returns a first model state as a step keeps it: this rank's blocks.
 
     Args:
         plan: the layout.
-        parts: of the step.
+        parts: parts of the step.
         tree: of whole tensors, the same on all ranks.
-        specs: its specs, a prefix tree.
+        specs: specs, a prefix tree.
 
     Raises:
         TypeError: a leaf is not a tensor, or the loss is pipelined and the tree not a `PipelineState`.
@@ -56,8 +56,8 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         By chunk, how many layers each rank has of its stack.
 
     Raises:
-        ValueError: leaves of the stacks are not cut along the axis, or others are; a stack has fewer layers than there
-            are stages, or leaves with different numbers of them; or ZeRO cuts leaves along the axis. Every leaf is
+        ValueError: leaves of the stacks are not cut along the axis, or others are. A stack has fewer layers than there
+            are stages, or leaves with different numbers of them, or ZeRO cuts leaves along the axis. Every leaf is
             listed.
     """
     num = plan.mesh.axis_size(of.axis)
@@ -65,7 +65,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
     if not all(kind for of_stack in kinds for kind in of_stack):
         raise ValueError(NO_LAYERS)
-    # Where there are several kinds, some may be uncut; then they are like leaves outside of layers.
+    # Where there are several kinds, some may be uncut. Then they are like leaves outside of layers.
     inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
     problems = []
     for i, leaf in enumerate(plan.leaves):
@@ -106,7 +106,10 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
 
 
 def _cut_ones(plan: Plan, kinds: list[list[int]], axis: str) -> list[int]:
-    """The leaves of the kinds of layers of a stack that must be cut: of any that a spec cuts, or of all if none is."""
+    """Returns the leaves of the kinds of layers of a stack that must be cut.
+
+    Of any that a spec cuts, or of all if none is.
+    """
     cut = [kind for kind in kinds if any(axis in plan.leaves[i].compute.axes for i in kind)]
     return [i for kind in cut or kinds for i in kind]
 

@@ -44,7 +44,7 @@ class StageLink:
         self._here: dict[StageAction, list[Tensor]] = {}
 
     def receive(self, action: Action) -> list[Tensor]:
-        """The message that an action waits for; empty if it waits for none."""
+        """Returns the message that an action waits for, empty if it waits for none."""
         place, before, _ = self._of[action]
         if before is None:
             return []
@@ -86,7 +86,7 @@ class StageLink:
         self._sent = kept
 
     def _comes(self, action: Action) -> bool:
-        """Whether an action waits for another rank."""
+        """Returns whether an action waits for another rank."""
         before = self._of[action].before
         return before is not None and before.rank != self._rank
 
@@ -105,6 +105,6 @@ class StageLink:
         return self._channel.arrival(like, source, tag)
 
     def _tag(self, to: StageAction) -> int:
-        """The first of the tags of the tensors that go to an action."""
+        """Returns the first of the tags of the tensors that go to an action."""
         number = (to.microbatch * self._num_stages + to.stage) * 2 + (to.kind == "forward")
         return number * len(self._like)

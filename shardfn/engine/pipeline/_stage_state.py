@@ -21,8 +21,8 @@ class PipelineState(NamedTuple):
 
     Attributes:
         first: a tree, of the first function.
-        blocks: of the layers: stacked as their leaves are, with the spec `P("pp")`; with several chunks a list of
-            stacks; for a list of functions a list with a tree for each.
+        blocks: blocks of the layers: stacked as their leaves are, with the spec `P("pp")`; with several chunks a list
+            of stacks; for a list of functions a list with a tree for each.
         last: a tree, of the last function.
 
     Example:
@@ -37,7 +37,7 @@ class PipelineState(NamedTuple):
 
 
 def current_state() -> PipelineState:
-    """The model state after the forwards so far."""
+    """Returns the model state after the forwards so far."""
     return innermost_state().now
 
 
@@ -81,13 +81,13 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
 
     Args:
         state: the first model state, of whole tensors.
-        specs: its specs, a prefix tree.
+        specs: specs, a prefix tree.
         axis: along which stages lie; None: there is one rank.
-        rows: by chunk, how many layers a stack of parameters has; None: the layers are functions, of a tree each.
+        rows: how many layers a stack of parameters has by chunk; None: the layers are functions, of a tree each.
 
     Raises:
         TypeError: it is not a `PipelineState`.
-        ValueError: a part is cut that is not, or the other way; or there are other numbers of layers.
+        ValueError: a part is cut that is not, or the other way, or there are other numbers of layers.
     """
     if not isinstance(state, PipelineState):
         raise TypeError(

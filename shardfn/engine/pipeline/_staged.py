@@ -56,7 +56,7 @@ from ._stage_link import StageLink
 
 @dataclasses.dataclass(frozen=True)
 class _StageOutput:
-    """The values for the next stage; not a loss, so that a policy does not cast them."""
+    """The values for the next stage, not a loss, so that a policy does not cast them."""
 
     h: Any
 
@@ -76,12 +76,12 @@ class Staged:
     Args:
         plan: the layout.
         comms: the communicators.
-        loss: of one microbatch; pipelined, perhaps of mixed precision.
+        loss: loss of one microbatch; pipelined, perhaps of mixed precision.
         table: the actions of each rank.
         batches: the microbatches, the same on each rank along the axis.
         rest: the key, if the loss takes one.
         has_aux: whether the loss returns an aux.
-        model_state: with which the microbatches begin; its shapes count.
+        model_state: with which the microbatches begin. Its shapes count.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Staged:
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         # The message that `receive` has taken for the one action that runs now.
         self._arrived: list[Tensor] = []
-        # By microbatch and chunk, from its forward to its backward; a W needs nothing of it.
+        # By microbatch and chunk, from its forward to its backward. A W needs nothing of it.
         self._open: dict[tuple[int, int], _Underway] = {}
 
     def receive(self, action: Action) -> None:
@@ -135,7 +135,7 @@ class Staged:
         return None
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """The loss, or the tensors that were sent on and the gradients that came back."""
+        """Returns the loss, or the tensors that were sent on and the gradients that came back."""
         opened = self._open.pop(action[1:])
         if opened.value is not None:
             pairs = [(opened.value.total, seed(opened.value.total, opened.value.weight))]
@@ -162,7 +162,7 @@ class Staged:
         self._line.close()
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """The sums that the last stage has, as one value, sent to the others."""
+        """Returns the sums that the last stage has, as one value, sent to the others."""
         plan, stages = self._plan, self._plan.learnt.stages
         if plan.captured:
             ends = stages.take_ends(self._ends())
@@ -185,7 +185,10 @@ class Staged:
         return [Value(row[0].to(dtype), weight, aux)]
 
     def kept(self, model_state: PyTree) -> PyTree:
-        """The model state. Parts that several ranks have and one stage changes come from the rank of that stage."""
+        """Returns the model state.
+
+        Parts that several ranks have and one stage changes come from the rank of that stage.
+        """
         of = self._of
         if not of.has_state:
             return model_state
@@ -214,7 +217,7 @@ class Staged:
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
     def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
-        """This stage's inputs: the tensors that get a gradient, and the tree; empty and None at the first stage."""
+        """This stage's inputs: the tensors that get a gradient, and the tree, empty and None at the first stage."""
         if stage == 0:
             return [], None
         plan = self._plan
@@ -227,7 +230,7 @@ class Staged:
         return inputs, tree_unflatten(self._shape.treedef, self._arrived)
 
     def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
-        """This stage as a loss that begins with `given`; but for the last one, it returns the values to send on."""
+        """This stage as a loss that begins with `given`, but for the last one, it returns the values to send on."""
         of, final = self._of, stage == self._table.num_stages - 1
 
         def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
@@ -237,10 +240,10 @@ class Staged:
         return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
 
     def _checked(self, h: PyTree) -> list[Tensor]:
-        """The leaves of a stage's result, which must be like those of its input.
+        """Returns the leaves of a stage's result, which must be like those of its input.
 
         Raises:
-            TypeError: they are not; lists every leaf.
+            TypeError: they are not. The message lists every leaf.
         """
         leaves, treedef = tree_flatten(h)
         if treedef != self._shape.treedef:
@@ -262,12 +265,12 @@ class Staged:
 
 
 def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
-    """The shapes of the result of `first`, found once for batches of one shape.
+    """Returns the shapes of the result of `first`, found once for batches of one shape.
 
     Args:
         plan: the layout.
         of: the pipelined loss.
-        mixed: its precision.
+        mixed: precision.
         given: the arguments behind the parameters, and the model state.
     """
     leaves, treedef = tree_flatten(given)
@@ -296,7 +299,7 @@ def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[An
 
 
 def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
-    """The `_kinds` of the last stage's result: found on any rank, without computing it; see `_shape`."""
+    """Returns the `_kinds` of the last stage's result: found on any rank, without computing it. See `_shape`."""
     of = pipelined_in(loss)
     assert of is not None
     leaves, treedef = tree_flatten(given)
@@ -351,7 +354,7 @@ def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
 
 
 def _kinds(seen: list[Value]) -> Any:
-    """The dtypes of the loss and its weight, and the names of aux; None without a loss."""
+    """Returns the dtypes of the loss and its weight, and the names of aux, or None without a loss."""
     if not seen:
         return None
     last = seen[-1]

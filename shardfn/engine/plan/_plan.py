@@ -5,17 +5,15 @@ A plan is a layout, and never changes; `Learnt` has all that its steps learn.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import Tensor
 
 from shardfn.collectives import Following, following
 from shardfn.core import (
     Mesh,
     PyTree,
-    Stored,
     Zero,
     tree_unflatten,
 )
@@ -27,7 +25,7 @@ from shardfn.leaves import (
     refresh_units,
 )
 from shardfn.optim import Phase
-from shardfn.state import layers_of, piled
+from shardfn.state import layers_of
 
 from ._chunks import Chunks
 from ._exchanged import blocks_of_batch_axes, exchanging
@@ -199,19 +197,10 @@ class Plan:
             out += [x] if not leaf.layers else [None] * len(leaf.layers) if x is None else layers_of(x)
         return out
 
-    def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
-        if not self.has_stacks:
-            return tensors
-        out: dict[int, Tensor | Stored] = {}
-        first = 0
-        for i, leaf in enumerate(self.leaves):
-            if leaf.layers and first in tensors:
-                out[i] = piled([tensors.pop(first + k) for k in range(len(leaf.layers))])
-            elif first in tensors:
-                out[i] = tensors.pop(first)
-            first += len(leaf.layers) or 1
-        return out
+    @functools.cached_property
+    def first_layers(self) -> list[int]:
+        """By leaf, the number of its first layer: a leaf that is no stack is a layer itself."""
+        return [0, *itertools.accumulate(1 if self.whole else len(x.layers) or 1 for x in self.leaves)][:-1]
 
     def guessed_order(self, used: UseOrder) -> list[int]:
         """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.

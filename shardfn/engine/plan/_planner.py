@@ -23,6 +23,8 @@ from shardfn.core import (
     Zero,
     broadcast_prefix,
     chunk_bounds,
+    is_device,
+    is_disk,
     is_frozen,
     raise_all,
     tree_flatten,
@@ -188,7 +190,7 @@ class Planner:
             train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
-        homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        homes = [s.memory_kind if isinstance(s, Sharding) and not is_device(s.memory_kind) else None for s in specs]
         codes: list[Codes | None] = [s.codes if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
@@ -289,7 +291,7 @@ class Planner:
                 f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups"
                 f" of {GROUP} that share a scale; cut another dim, or leave out codes={codes!r}"
             )
-        if "disk" in (home, self.zero.params):
+        if is_disk(home or self.zero.params) or is_disk(self.zero.params):
             yield f"{named} would be on disk; codes={codes!r} are kept on the device or on the host"
 
 
@@ -306,13 +308,13 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
         if x.frozen is not leaf.frozen:
             return False
         held = x.held
-        code = None if isinstance(held, Tensor) else held.code
+        code = None if isinstance(held, Tensor) else x.code
         if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
             return False
     return True
 
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
-    used = any("disk" in (leaf.home, leaf.ways.summed.memory_kind, leaf.ways.state.memory_kind) for leaf in leaves)
+    used = any(is_disk(kind) for leaf in leaves for kind in leaf.places.memories)
     if zero.disk is not None and not used:
         raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, Channels, GlobalTensor, LeafCrossing, Overlap, cross, overlaps
-from shardfn.core import Mesh, P, Stored, block_slices
+from shardfn.core import Mesh, P, StoredValue, block_slices, read_rows
 from shardfn.engine.agreement import Comms
-from shardfn.memory import host_empty
+from shardfn.state import empty_block, kind_when_loaded, start_move
 
 from ._reshard_request import Transit
 
@@ -49,9 +49,7 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
 
     def take(box: Box) -> Tensor:
         where = _within(box, t.x.shape, t.x.spec, t.x.mesh)
-        if isinstance(held, Tensor):
-            return held[where]
-        rows = held.read(where[0].start, where[0].stop) if where else held.read()
+        rows = read_rows(held, where[0].start, where[0].stop) if where else read_rows(held)
         return rows.result()[(slice(None), *where[1:])] if where else rows.result()
 
     return take
@@ -67,7 +65,7 @@ class _IncomingBlock:
         self._t = t
         held = None if t.into is None else t.into.held
         self._block: Tensor | None = held if isinstance(held, Tensor) else None
-        self._held: Tensor | Stored | None = None
+        self._held: StoredValue | None = None
 
     def put(self, box: Box, piece: Tensor) -> None:
         """Puts a part into it."""
@@ -81,9 +79,8 @@ class _IncomingBlock:
             return
         # Also where no part came: a block may be empty.
         self._held = block = self._made()
-        if self._t.dst.memory_kind == "disk":
-            assert self._t.pool is not None
-            self._held = self._t.pool.write(block).result()
+        kind, pool = self._t.dst.memory_kind, self._t.pool
+        self._held = start_move(block, kind_when_loaded(kind), kind, block.device, pool).result()
         self._block = None
 
     def leaf(self) -> GlobalTensor:
@@ -94,9 +91,7 @@ class _IncomingBlock:
         if self._block is None:
             t, mesh = self._t, self._t.mesh
             shape = t.dst.block_shape(t.x.shape, mesh.shape, mesh.coords)
-            on_device = t.dst.memory_kind == "device"
-            dtype = t.dst.dtype
-            self._block = torch.empty(shape, dtype=dtype, device=mesh.device) if on_device else host_empty(shape, dtype)
+            self._block = empty_block(shape, t.dst.dtype, t.dst.memory_kind, mesh.device)
         return self._block
 
 

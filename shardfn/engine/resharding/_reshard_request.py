@@ -15,8 +15,9 @@ from shardfn.core import (
     Placement,
     PyTree,
     Sharding,
-    Stored,
+    StoredValue,
     broadcast_prefix,
+    is_disk,
     raise_all,
     tree_leaves,
     tree_paths,
@@ -75,7 +76,7 @@ class Transit:
         verb = "to" if self.into is None else "into"
         return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} {verb} {ends[1]}"
 
-    def made(self, held: Tensor | Stored) -> GlobalTensor:
+    def made(self, held: StoredValue) -> GlobalTensor:
         """The new leaf, made of its block; or the leaf whose block has been overwritten."""
         if self.into is not None:
             return self.into
@@ -203,9 +204,9 @@ def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
         yield "the mesh is closed; make another one"
     if t.x.stacked and not pure:
         yield "it holds the blocks of several members; take one by member(tree, i), or call this under torch.func.vmap"
-    if t.asked.memory_kind == "disk" and t.pool is None and t.into is None and not t.stays:
+    if is_disk(t.asked.memory_kind) and t.pool is None and t.into is None and not t.stays:
         yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
-    if pure and "disk" in (t.src.memory_kind, t.asked.memory_kind):
+    if pure and any(map(is_disk, (t.src.memory_kind, t.asked.memory_kind))):
         yield "a block on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"
     if pure and not t.on_one_mesh:
         yield "between meshes there is no graph and no derivative; call this outside of jit and torch.func, detached"

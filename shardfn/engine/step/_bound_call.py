@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh, transforming
-from shardfn.core import Mesh, P, PyTree, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    is_device,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.engine.agreement import comms_of, losing_no_peer
 from shardfn.engine.execution import REMEDY, Argument, FunctionArgs, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
@@ -148,7 +158,7 @@ class BoundCall:
         shared = False
         for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
             cut = type(x) is GlobalTensor and a.spec is not None
-            away = cut and x.memory_kind != "device" and not a.on_host
+            away = cut and not is_device(x.memory_kind) and not a.on_host
             held = x.held if cut else x.local if type(x) is GlobalTensor else x
             if cut and not away and isinstance(held, Tensor):
                 same = (held.shape, held.stride(), held.dtype, held.device) == want[4]

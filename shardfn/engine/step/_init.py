@@ -18,10 +18,11 @@ from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
-    Stored,
+    StoredValue,
     block_slices,
     deferred,
     draw_block,
+    is_device,
     named_leaves,
     raise_all,
     tree_entries,
@@ -49,9 +50,8 @@ from shardfn.engine.plan import (
 )
 from shardfn.engine.transfers import StepParts, begin, pool_of, together
 from shardfn.leaves import LeafLayout
-from shardfn.memory import Coded
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, closed, state_owners
+from shardfn.state import TrainState, encode, state_owners, store
 
 from ._resume import blocks_for, check_movable, merged, resumed
 
@@ -95,7 +95,7 @@ def first_params(plan: Plan, draw: Draw) -> PyTree:
     """Parameters alone, each moved to its memory before the next is drawn."""
     pool = pool_of(plan)
     with torch.no_grad():
-        return wrap(plan, [closed(draw(i).to(x.dtypes.param), x.ways.kept, pool) for i, x in enumerate(plan.leaves)])
+        return wrap(plan, [store(draw(i).to(x.dtypes.param), x.ways.kept, pool) for i, x in enumerate(plan.leaves)])
 
 
 def abstract_params(plan: Plan) -> PyTree:
@@ -150,17 +150,10 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
     return TrainState(params, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
 
 
-def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor | Stored]:
-    """Blocks in the form in which parameters are kept, if they have no data or need not move."""
-    out: list[Tensor | Stored] = []
-    for leaf, block in zip(plan.leaves, blocks, strict=True):
-        x, code = block.to(leaf.dtypes.param), leaf.places.code
-        if code is not None:
-            coded = Coded.of(x, code)
-            out.append(coded.with_blocks(coded.blocks, leaf.home))
-        else:
-            out.append(x)
-    return out
+def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[StoredValue]:
+    """Returns blocks in the form in which parameters are kept, if they have no data or need not move."""
+    pairs = zip(plan.leaves, blocks, strict=True)
+    return [encode(block.to(leaf.dtypes.param), leaf.ways.kept) for leaf, block in pairs]
 
 
 def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
@@ -180,12 +173,12 @@ def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple
 
 def _one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
     first, pool = _OneByOne(plan, optimizer), pool_of(plan)
-    blocks: list[Tensor | Stored] = []
+    blocks: list[StoredValue] = []
     for i, leaf in enumerate(plan.leaves):
         block = draw(i)
         if leaf.trainable:
             first.add(i, own_rows(plan, leaf, block))
-        blocks.append(closed(block.to(leaf.dtypes.param), leaf.ways.kept, pool))
+        blocks.append(store(block.to(leaf.dtypes.param), leaf.ways.kept, pool))
     return wrap(plan, blocks), first.state()
 
 
@@ -204,7 +197,7 @@ class _OneByOne:
         self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows), self._optimizer)
         self._entries = tree_entries(self._like)
         none = tree_unflatten(plan.treedef, [None] * len(plan.leaves))
-        self._found: dict[Any, Tensor | Stored] = self._named(self._optimizer.init(none))
+        self._found: dict[Any, StoredValue] = self._named(self._optimizer.init(none))
 
     def add(self, leaf: int, rows: Tensor) -> None:
         """Makes the state of one leaf, and moves it to its memory."""
@@ -222,8 +215,8 @@ class _OneByOne:
             elif self._train[owner] == leaf:
                 # A state may start as the parameters themselves; it gets memory of its own.
                 x = found[entry]
-                own = x.clone() if at.memory_kind == "device" and x.untyped_storage()._cdata == storage else x
-                self._found[entry] = closed(own, at, self._pool)
+                own = x.clone() if is_device(at.memory_kind) and x.untyped_storage()._cdata == storage else x
+                self._found[entry] = store(own, at, self._pool)
 
     def state(self) -> PyTree:
         """The whole state.

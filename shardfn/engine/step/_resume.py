@@ -9,7 +9,10 @@ from torch import Tensor
 from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
 from shardfn.core import (
     PyTree,
-    Stored,
+    StoredValue,
+    is_disk,
+    is_host,
+    load,
     named_leaves,
     raise_all,
     tree_entries,
@@ -24,7 +27,7 @@ from shardfn.engine.resharding import reshard
 from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, closed, cuts_of, loaded, widest
+from shardfn.state import TrainState, cuts_of, store, widest
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
@@ -91,12 +94,12 @@ def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], row
     return like.with_block(_placed(plan, value, like))
 
 
-def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | Stored:
-    if like.memory_kind == "disk":
-        return closed(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
+def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
+    if is_disk(like.memory_kind):
+        return store(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
-        here = loaded(value)
-    return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
+        here = load(value)
+    return here if is_host(like.memory_kind) else here.to(plan.mesh.device, copy=True)
 
 
 def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
@@ -109,9 +112,7 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
         return {leaf.path: paths[leaf.path].local.to(leaf.dtypes.param) for leaf in missing}
 
 
-def _whole(
-    plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
-) -> list[Tensor | Stored]:
+def _whole(plan: Plan, channels: AnyChannels, blocks: list[StoredValue], casts: dict[str, Tensor]) -> list[StoredValue]:
     """Gathers blocks where this rank has only its rows."""
     if not casts:
         return blocks
@@ -123,7 +124,7 @@ def _whole(
             rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
             # All ranks refresh the same units: a block that was committed whole takes part with its rows.
-            rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
+            rows[i] = own_rows(plan, leaf, load(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))
 
 
@@ -190,7 +191,7 @@ def check_movable(state: TrainState) -> None:
         ValueError: lists the leaves.
     """
     pairs = named_leaves(state, "state")
-    there = [path for path, x in pairs if isinstance(x, GlobalTensor) and x.memory_kind == "disk"]
+    there = [path for path, x in pairs if isinstance(x, GlobalTensor) and is_disk(x.memory_kind)]
     raise_all(
         ValueError,
         "a state on disk is in the directory of its step; save it and restore the checkpoint into step.init(params):",

@@ -18,11 +18,11 @@ from shardfn.collectives import (
     AnyRounds,
     gather_wires,
 )
-from shardfn.core import Pending, RankError, Stored
+from shardfn.core import Pending, RankError, StoredValue, is_disk
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Turn, UseOrder
 from shardfn.leaves import LeafLayout, Unit
-from shardfn.state import fetched
+from shardfn.state import prefetch
 
 from ._gathered import (
     GatheredUnit,
@@ -56,7 +56,7 @@ class Gatherer:
         self,
         leaves: Sequence[LeafLayout],
         units: Sequence[Unit],
-        blocks: Sequence[Tensor | Stored],
+        blocks: Sequence[StoredValue],
         channels: AnyChannels,
         rounds: AnyRounds,
         order: UseOrder,
@@ -66,7 +66,7 @@ class Gatherer:
         keep: bool = True,
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
-        self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        self._on_disk = {u for u, unit in enumerate(units) if any(is_disk(leaves[i].home) for i in unit.leaves)}
         # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
@@ -212,7 +212,7 @@ class Gatherer:
         """This rank's pieces of the leaves of a unit; those in other memories are being fetched."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
-            out.append(fetched(self._blocks[i], self._leaves[i].ways.kept, self._device))
+            out.append(prefetch(self._blocks[i], self._leaves[i].home, self._device))
         return out
 
     def _move(self) -> Turn:

@@ -1,37 +1,42 @@
-"""This rank's shares of the summed gradients, from their arrival to the update."""
+"""This rank's shares of the summed gradients, from their arrival to the update, each in the memory where it waits."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, psum
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, is_device, is_host, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
-from shardfn.memory import to_device
-from shardfn.state import Ahead, Parts, StoredSlice, closed, loaded
+from shardfn.memory import on_host, to_host
+from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
+from shardfn.state import Ahead, fetch, slices_of, stack_values, store
 
+from ._local_sums import added
 from ._pools import pool_of
+
+# Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
+# go on to the disk until they are there.
+LEAVING_BYTES = IN_FLIGHT_BYTES
 
 
 class GradientStore:
     """The gradients of a step by unit, and at last by leaf, each in the memory where it waits for the update.
 
-    `receive` adds the part of a unit that arrives; after the last, `finish` sums along the axes that are left, and
-    `pop_all` gives each leaf the part that the optimizer takes. Between the two, `parts` has this rank's shares, 1-D:
-    those of all ranks are disjoint.
+    `receive` adds the part of a unit that arrives. After the last part, `finish` sums along the axes that are left, and
+    `split` cuts the sums into the parts of leaves that the optimizer takes. The update calls `take` for each leaf.
+    Between `finish` and `split`, `share` returns the share of a unit on this rank, 1-D: the shares of all ranks are
+    disjoint.
 
     Args:
         plan: the layout.
         wires: by unit, the wire on which its parts arrive.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
-
-    Attributes:
-        parts: the shares, by unit.
     """
 
     def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
@@ -39,25 +44,69 @@ class GradientStore:
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
-        # All ranks along these axes have the same ones.
+        # All ranks along these axes have the same units.
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
         self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
-        self.parts = Parts(
-            [self._home(u) for u in range(len(own))], [self._dtype(u) for u in range(len(own))], self._pool
-        )
-        # By unit that is wanted whole, its sum: here, or on its way.
+        self._homes: list[MemoryKind] = [self._home(u) for u in range(len(own))]
+        self._stay = [is_device(home) for home in self._homes]
+        self._dtypes = [self._members(u)[0].dtypes.accum for u in range(len(own))]
+        # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
+        # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
+        # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
+        # update touches none of them: it gets its gradients by `Ahead.take`.
+        self._at: dict[int, StoredValue] = {}
+        self._coming: dict[int, Pending[Tensor]] = {}
+        self._writing: dict[int, Pending[StoredValue]] = {}
+        self._leaving: dict[int, int] = {}
+        # The units whose tensor in `_at` is a sum; see `added`.
+        self._summed: set[int] = set()
+        self._ahead: Ahead | None = None
+        self._taken: dict[int, Pending[Any]] = {}
+        # By unit that is wanted whole, its sum: here, or on its way. By layer, the parts for the optimizer.
         self._wholes: dict[int, Tensor | Pending[Tensor]] = {}
+        self._parts: dict[int, StoredValue] = {}
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._at or unit in self._coming or unit in self._writing
+
+    @property
+    def units(self) -> list[int]:
+        """The units that have a share here, or have gone into an update that runs already; sorted."""
+        return sorted({*self._at, *self._coming, *self._writing, *self._taken})
 
     def give_to(self, ahead: Ahead) -> None:
-        """From now on complete gradients go to an update that runs already."""
-        self.parts.give_to(ahead)
+        """From now on gives complete gradients to an update that runs already, if it takes them."""
+        self._ahead = ahead
+
+    def share(self, unit: int) -> StoredValue:
+        """Returns this rank's share of a unit, in the memory where it waits."""
+        self._arrive(unit)
+        return self._at[unit]
+
+    def squares(self, units: Sequence[int]) -> Tensor:
+        """Returns the sum of squares of each share; shares on disk are loaded one after another."""
+        parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
+        if len(parts) < len(units):
+            return torch.cat([self._square(u) for u in units])
+        # In a capture the squares of large parts are written down once, for the layers of a stack are many.
+        if not capturing() or all(map(is_small, parts)):
+            return sum_squares(parts)
+        small = [part for part in parts if is_small(part)]
+        together = iter(sum_squares(small).unbind() if small else ())
+        return torch.stack([next(together) if is_small(x) else traced_once("squares", _large, [x])[0] for x in parts])
+
+    def _square(self, unit: int) -> Tensor:
+        """Returns the sum of squares, [1], of a unit, and waits for it, also if it has gone into an update."""
+        if self._ahead is not None and unit in self._taken:
+            return self._ahead.square(unit)
+        return sum_squares([load(self.share(unit))])
 
     def is_summed_in_one(self, unit: int) -> bool:
-        """Whether one transfer makes a unit's sum whole: not if it is added to earlier parts, or to later ones.
+        """Returns whether one transfer makes a unit's sum whole: not if it is added to earlier or to later parts.
 
         The same when it is sent and when it arrives, as the unit is not added to in between.
         """
-        alone = unit not in self.parts and unit not in self._late and self._plan.chunks is None
+        alone = unit not in self and unit not in self._late and self._plan.chunks is None
         return alone and self._overlaps and self._wires[unit].sums_in_one
 
     @functools.cached_property
@@ -66,29 +115,21 @@ class GradientStore:
         if self._plan.captured or self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
-            wire.is_alone
-            and self._home(u) == "device"
-            and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
+            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._members(u))
             for u, wire in enumerate(self._wires)
         ]
 
     def receive(self, unit: int, pending: Pending[Tensor], *, last: bool) -> None:
-        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier ones."""
+        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier parts."""
         with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
             x = pending.result()
         if last and self.is_summed_in_one(unit):
-            self._keep_whole(unit, x)
-        else:
-            self._keep(unit, x, last=last)
-
-    def _keep_whole(self, unit: int, whole: Tensor) -> None:
-        self._wholes[unit] = whole
-        # A half each, so that a norm counts every element once.
-        halves = whole.split_with_sizes(dealt(whole.numel(), 2))
-        self.parts.add(unit, halves[self._wires[unit].index], last=True)
-
-    def _keep(self, unit: int, part: Tensor, *, last: bool) -> None:
-        self.parts.add(unit, part, last=last)
+            self._wholes[unit] = x
+            # A half each, so that a norm counts every element once.
+            halves = x.split_with_sizes(dealt(x.numel(), 2))
+            self._add(unit, halves[self._wires[unit].index], last=True)
+            return
+        self._add(unit, x, last=last)
         wire = self._wires[unit]
         if last and self._overlaps and unit not in self._late and not wire.scatters and wire.size > 1:
             with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
@@ -96,51 +137,62 @@ class GradientStore:
 
     def finish(self) -> None:
         """Sums along the remaining axes, once a step, when its microbatches have been added up."""
-        for u in self.parts:
+        for u in self.units:
             if self._wires[u].scatters:
                 leaf = self._members(u)[0]
                 if self._plan.mesh.axis_size(leaf.extra_axes) > 1:
-                    self.parts.add(u, psum(self._popped(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
-                self.parts.finish(u)
+                    self._add(u, psum(self._popped(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
+                self._end_sum(u)
         for u in sorted(self._late):
-            self.parts.add(u, psum(self._popped(u), self._late_axes), last=True)
-            self.parts.finish(u)
+            self._add(u, psum(self._popped(u), self._late_axes), last=True)
+            self._end_sum(u)
 
-    def pop_all(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> dict[int, Tensor | Stored]:
-        """By layer, the part of the sum that the optimizer takes: this rank's rows, or the whole block.
+    def split(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> None:
+        """Cuts the sums into the parts of leaves that the optimizer takes: this rank's rows, or the whole block.
 
         Args:
             order: of units, the same on all ranks.
             is_made_here: whether the memory of a layer's sum was made on this rank, for it alone.
         """
-        return {i: x for u in order if not self.parts.is_taken(u) for i, x in self._pop(u, is_made_here)}
+        for u in order:
+            if u not in self._taken:
+                self._parts.update(self._split(u, is_made_here))
 
-    def _pop(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, Tensor | Stored]]:
+    def take(self, leaf: int) -> StoredValue:
+        """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
+        first, layers = self._plan.first_layers[leaf], self._plan.leaves[leaf].layers
+        if not layers:
+            return self._parts.pop(first)
+        return stack_values([self._parts.pop(first + k) for k in range(len(layers))])
+
+    def take_all(self) -> dict[int, StoredValue]:
+        """Returns by leaf the parts that the optimizer takes, and lets go of them."""
+        return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
+
+    def _split(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
         leaves, members, wire = self._plan.reduce_units[unit].leaves, self._members(unit), self._wires[unit]
-        arrives = wire.scatters or wire.size == 1
+        arrives, home = wire.scatters or wire.size == 1, self._homes[unit]
         with named_range("reduce", self._plan.layers, leaves):
-            flat = self.parts.pop(unit) if arrives else self._whole(unit)
-        home = self.parts.home(unit)
+            flat = self._pop(unit) if arrives else self._whole(unit)
         if isinstance(flat, Tensor):
-            flat = flat.to(self._dtype(unit))
-            here = wire.size == 1 and home == "device"
+            flat = flat.to(self._dtypes[unit])
+            here = wire.size == 1 and self._stay[unit]
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
         pieces = _pieces(wire.packing, wire.index, flat)
         if not arrives:
-            self.parts.drop(unit)
+            for place in (self._coming, self._writing, self._at):
+                place.pop(unit, None)
         if not wire.scatters:
             pieces = [self._landed(leaf, x, home) for leaf, x in zip(members, pieces, strict=True)]
         return zip(leaves, pieces, strict=True)
 
-    def _landed(self, leaf: LeafLayout, x: Tensor | Stored, home: MemoryKind) -> Tensor | Stored:
+    def _landed(self, leaf: LeafLayout, x: StoredValue, home: MemoryKind) -> StoredValue:
         """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         summed = leaf.ways.summed
-        if not isinstance(x, Tensor):
-            return x
         if leaf.dim is not None and summed.spec == leaf.shard:
-            x = leaf.rows(x, self._plan.zero_rank(leaf)).contiguous()
-        return x if home == summed.memory_kind else closed(x, summed, self._pool)
+            x = leaf.rows(load(x), self._plan.zero_rank(leaf)).contiguous()
+        return x if home == summed.memory_kind else store(load(x), summed, self._pool)
 
     def _whole(self, unit: int) -> Tensor:
         if unit not in self._wholes:
@@ -149,23 +201,20 @@ class GradientStore:
         return whole.result() if isinstance(whole, Pending) else whole
 
     def _join(self, unit: int) -> None:
-        part = self.parts[unit]
+        part = self.share(unit)
         assert isinstance(part, Tensor)
         self._wholes[unit] = self._wires[unit].join(part)
 
+    def _pop(self, unit: int) -> StoredValue:
+        self._arrive(unit)
+        return self._at.pop(unit)
+
     def _popped(self, unit: int) -> Tensor:
         """The share of a unit, which is let go; on the device, wherever it has waited."""
-        part = self.parts.pop(unit)
-        if isinstance(part, Tensor) and self.parts.home(unit) == "device":
-            return part
-        return to_device(loaded(part), self._plan.mesh.device).result()
+        return fetch(self._pop(unit), self._homes[unit], self._plan.mesh.device)
 
     def _members(self, unit: int) -> list[LeafLayout]:
         return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
-
-    def _dtype(self, unit: int) -> torch.dtype:
-        """The dtype in which a unit is added up."""
-        return self._members(unit)[0].dtypes.accum
 
     def _home(self, unit: int) -> MemoryKind:
         """The memory in which a unit is added up; the device, if its form must change after it arrives."""
@@ -173,17 +222,89 @@ class GradientStore:
         arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
         return members[0].ways.summed.memory_kind if arrives else "device"
 
+    def _add(self, unit: int, part: Tensor, *, last: bool) -> None:
+        """Adds a share that lies on the device; a share that is kept elsewhere begins its way, and is added there.
 
-def _pieces(packing: Packing, rank: int, flat: Tensor | Stored) -> list[Tensor | Stored]:
+        Args:
+            unit: number of the unit.
+            part: the share, in the dtype in which it travelled. Without other shares it stays on the device in this
+                dtype, and a whole gradient travels on in it.
+            last: whether nothing will be added to it any more.
+        """
+        if not self._stay[unit]:
+            self._arrive(unit)
+            if last and self._ahead is not None and unit in self._ahead.units:
+                taken = self._ahead.take(unit, to_host(part), self._at.pop(unit, None), self._dtypes[unit])
+                self._taken[unit] = taken
+            else:
+                self._coming[unit] = to_host(part)
+            self._leaving[unit] = part.nbytes
+            self._hold_back()
+            return
+        before = self._at.get(unit)
+        assert before is None or isinstance(before, Tensor)
+        part = added(before, part if before is None else part.to(self._dtypes[unit]), unit, self._summed)
+        self._at[unit] = part if last else part.to(self._dtypes[unit])
+
+    def _end_sum(self, unit: int) -> None:
+        """Brings a sum to which nothing will be added any more to its dtype."""
+        x = self._at.get(unit)
+        if isinstance(x, Tensor):
+            self._at[unit] = x.to(self._dtypes[unit])
+
+    def _hold_back(self) -> None:
+        """Sends on the shares that have arrived; waits for the oldest ones while too many are on their way."""
+        for unit in [u for u in self._leaving if self._has_left(u)]:
+            del self._leaving[unit]
+        while sum(self._leaving.values()) > LEAVING_BYTES and len(self._leaving) > 1:
+            oldest = next(iter(self._leaving))
+            self._arrive(oldest)
+            self._leaving.pop(oldest, None)
+
+    def _has_left(self, unit: int) -> bool:
+        coming = self._coming.get(unit)
+        if coming is not None and coming.done():
+            self._send_on(unit)
+        coming = self._coming.get(unit) or self._writing.get(unit) or self._taken.get(unit)
+        return coming is None or coming.done()
+
+    def _arrive(self, unit: int) -> None:
+        """Waits until a unit is at home, or has gone into the update."""
+        if unit in self._taken:
+            self._taken[unit].result()
+        self._send_on(unit)
+        writing = self._writing.pop(unit, None)
+        if writing is not None:
+            self._at[unit] = writing.result()
+
+    def _send_on(self, unit: int) -> None:
+        """Adds the share that comes to the host to the sum there, and sends the sum on to the disk."""
+        coming = self._coming.pop(unit, None)
+        if coming is None:
+            return
+        with on_host():
+            part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
+            if before is not None:
+                part = load(before).add_(part)
+        if is_host(self._homes[unit]):
+            self._at[unit] = part
+        else:
+            assert self._pool is not None
+            self._writing[unit] = self._pool.write(part)
+
+
+def _large(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(dtype_of_squares([part]))]
+
+
+def _pieces(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
     """The pieces of single leaves in a rank's share."""
     if isinstance(flat, Tensor) and not capturing():
         return list(packing.split(flat, rank))
     shapes = packing.shapes(rank)
     if isinstance(flat, Tensor):
         return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
-    sizes = [s.numel() for s in shapes]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [StoredSlice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
+    return list(slices_of(flat, shapes))
 
 
 def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:

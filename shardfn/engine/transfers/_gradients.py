@@ -4,6 +4,7 @@ A leaf is placed as the optimizer takes it: the rows that this rank updates, in 
 gradients wait (`ways.summed`). A leaf that the step does not train is None, as in the tree that the optimizer gets.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     DonatedError,
     PyTree,
-    Stored,
+    StoredValue,
+    is_disk,
+    load,
     raise_all,
     tree_leaves,
     tree_paths,
@@ -23,14 +26,13 @@ from shardfn.core import (
 )
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
-from shardfn.memory import on_host
 from shardfn.optim import squares_of
-from shardfn.state import closed, loaded
+from shardfn.state import change
 
 from ._pools import pool_of
 from ._step import Metrics
 
-Blocks = dict[int, Tensor | Stored]
+Blocks = dict[int, StoredValue]
 
 
 class Found(NamedTuple):
@@ -55,7 +57,7 @@ def as_tree(plan: Plan, grads: Blocks) -> PyTree:
             return None
         x = grads[i]
         # A pure step stores nothing on disk.
-        in_memory = leaf.ways.summed.memory_kind == "disk" and isinstance(x, Tensor)
+        in_memory = is_disk(leaf.ways.summed.memory_kind) and isinstance(x, Tensor)
         return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.ways.summed.memory_kind)
 
     return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
@@ -73,31 +75,25 @@ def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
     if plan.at_home:
         torch._foreach_mul_([x for x in grads.values() if isinstance(x, Tensor)], scale)
         return grads
-    pool = pool_of(plan)
-
-    def one(i: int, x: Tensor | Stored) -> Tensor | Stored:
-        if isinstance(x, Tensor):
-            return x.mul_(scale.to(x.device))
-        with on_host():
-            full = loaded(x)
-            return closed(full * scale.to(full.device), plan.leaves[i].ways.summed, pool)
-
-    return {i: one(i, x) for i, x in grads.items()}
+    pool, by = pool_of(plan), functools.partial(_multiply, y=scale)
+    return {i: change(x, plan.leaves[i].ways.summed, pool, by) for i, x in grads.items()}
 
 
 def added(plan: Plan, a: Blocks, b: Blocks) -> Blocks:
     """The sums of two sets of gradients, leaf by leaf, in the memory of the first; both are consumed."""
     pool, out = pool_of(plan), dict(a)
     for i, y in b.items():
-        x = out.get(i)
-        if x is None:
-            out[i] = y
-        elif isinstance(x, Tensor) and isinstance(y, Tensor):
-            out[i] = x.add_(y)
-        else:
-            with on_host():
-                out[i] = closed(loaded(x) + loaded(y), plan.leaves[i].ways.summed, pool)
+        x, at = out.get(i), plan.leaves[i].ways.summed
+        out[i] = y if x is None else change(x, at, pool, functools.partial(_add, y=y))
     return out
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    return x.mul_(y.to(x.device))
+
+
+def _add(x: Tensor, y: StoredValue) -> Tensor:
+    return x.add_(load(y))
 
 
 def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
@@ -127,10 +123,10 @@ def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) ->
 def _squares(plan: Plan, grads: Blocks) -> Tensor:
     specs = [plan.leaves[i].shard for i in grads]
     if plan.at_home:
-        return squares_of([loaded(x) for x in grads.values()], specs, torch.float64)
+        return squares_of([load(x) for x in grads.values()], specs, torch.float64)
     # One leaf at a time on the device, which need not have room for all.
     found = [
-        squares_of([loaded(x).to(plan.mesh.device)], [spec], torch.float64)
+        squares_of([load(x).to(plan.mesh.device)], [spec], torch.float64)
         for x, spec in zip(grads.values(), specs, strict=True)
     ]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import alias, capturing, recorder, traced_once
-from shardfn.core import PyTree, Stored, tree_unflatten
+from shardfn.core import PyTree, StoredValue, tree_unflatten
 from shardfn.engine.plan import Plan
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
@@ -16,7 +16,7 @@ from ._reduce import Reducer
 
 def enter(
     plan: Plan,
-    blocks: Sequence[Tensor | Stored],
+    blocks: Sequence[StoredValue],
     book: LeafBook,
     reducer: Reducer | None,
     at_end: Collection[int] = (),
@@ -68,7 +68,7 @@ def enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
+def watch_of(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
     """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
     watch = Watch(bits=first and not plan.captured)
     if not plan.captured:
@@ -78,7 +78,7 @@ def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> W
 
 
 def check_capture(
-    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, name: str, others: Sequence[tuple[str, Tensor]] = ()
+    plan: Plan, blocks: Sequence[StoredValue], book: LeafBook, name: str, others: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
     """Refuses a captured loss, called `name`, that writes to parameters, or to others that it is given.
 

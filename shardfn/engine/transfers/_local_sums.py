@@ -5,8 +5,31 @@ import functools
 import torch
 from torch import Tensor
 
+from shardfn.capture import capturing
+from shardfn.collectives import may_be_added_to
 from shardfn.engine.plan import Plan
-from shardfn.state import added
+
+
+def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:
+    """Returns `before + part`; adds in place where no other tensor shares the memory of `before`.
+
+    A sum that was made here has its own memory. The first summand is autograd's, or came in a message: the
+    caller holds an alias of it, and others may hold tensors that share its memory.
+
+    Args:
+        before: sum so far; None = `part` is the first summand.
+        part: next summand, of the same dtype.
+        key: key of the sum.
+        summed: keys whose sum so far was made here; is changed.
+    """
+    if before is None:
+        summed.discard(key)
+        return part
+    if capturing():  # a graph's memory is planned when it is compiled
+        return before + part
+    out = before.add_(part) if key in summed or may_be_added_to(before) else before + part
+    summed.add(key)
+    return out
 
 
 class LocalSums:
@@ -84,9 +107,5 @@ class LocalSums:
     @functools.cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """By layer, the first layer of its stack and how many it has."""
-        out, first = dict[int, tuple[int, int]](), 0
-        for leaf in self._plan.leaves:
-            num = len(leaf.layers)
-            out.update({first + k: (first, num) for k in range(num)})
-            first += num or 1
-        return out
+        stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
+        return {first + k: (first, num) for first, num in stacks for k in range(num)}

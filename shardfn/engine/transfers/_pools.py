@@ -9,13 +9,11 @@ import pathlib
 import secrets
 from typing import Any
 
-from torch import Tensor
-
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, PerMesh, PyTree, Stored, named_leaves, raise_all
+from shardfn.core import Disk, Mesh, PerMesh, PyTree, StoredValue, as_stored, is_disk, load, named_leaves, raise_all
 from shardfn.engine.plan import Plan, Planner
 from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
-from shardfn.state import TrainState, check_origins, loaded, origin_of
+from shardfn.state import TrainState, check_origins, origin_of
 
 log = logging.getLogger("shardfn.memory")
 
@@ -162,7 +160,7 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
     copied = [
         x
         for x in plan.leaves
-        if x.trainable and x.dtypes.master != x.dtypes.param and x.ways.state.memory_kind == "disk"
+        if x.trainable and x.dtypes.master != x.dtypes.param and is_disk(x.ways.state.memory_kind)
     ]
     casts = {leaf.path for leaf in copied}
     parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
@@ -172,15 +170,16 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 def _value(x: Any) -> Any:
     """The value that a commit holds of a leaf."""
-    held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
-    if not isinstance(held, Tensor) and held.kind == "disk":
+    held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
+    elsewhere = as_stored(held)
+    if elsewhere is not None and is_disk(elsewhere.kind):
         return held
-    return loaded(held).detach().to("cpu", copy=True)
+    return load(held).detach().to("cpu", copy=True)
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
     """Whether a commit holds a leaf: it is on disk, or in memory and as small as leaves that never leave it."""
-    if isinstance(x, GlobalTensor) and x.memory_kind == "disk":
+    if isinstance(x, GlobalTensor) and is_disk(x.memory_kind):
         return True
     return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.capture import mark, traced_once
 from shardfn.collectives import AnyChannels, SumWire
-from shardfn.core import Pending, Stored
+from shardfn.core import Pending
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Chunks, Plan
 
@@ -136,12 +136,12 @@ class Reducer:
             self.store.finish()
         self.stage = Stage.DONE if self.stage is Stage.LAST else Stage.IDLE
 
-    def gradients(self) -> dict[int, Tensor | Stored]:
-        """By leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
+    def gradients(self) -> GradientStore:
+        """Returns the sums, cut into the parts of leaves that the optimizer takes."""
         assert self.stage is Stage.DONE
-        out = self.store.pop_all(self.queue.order, self._local.has_made)
+        self.store.split(self.queue.order, self._local.has_made)
         self._channels.flush()  # the optimizer may write to tensors that were sent
-        return self._plan.by_leaf(out)
+        return self.store
 
     def _arriving(self) -> Keep:
         """The function that takes units as they arrive in this backward."""

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from shardfn.capture import capturing
 from shardfn.collectives import AnyChannels, gather_wires
-from shardfn.core import Pending, Stored
+from shardfn.core import Pending, StoredValue
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import Unit
-from shardfn.memory import AnyPool, to_device, to_host
-from shardfn.state import Successor
+from shardfn.memory import AnyPool
+from shardfn.state import Successor, fetch
 
 
 def refresh(
     plan: Plan,
     channels: AnyChannels,
-    blocks: Sequence[Tensor | Stored],
-    rows: Sequence[Tensor | Stored | None],
+    blocks: Sequence[StoredValue],
+    rows: Sequence[StoredValue | None],
     pool: AnyPool | None = None,
-) -> list[Tensor | Stored]:
+) -> list[StoredValue]:
     """The parameters to keep, given the rows that each rank updated.
 
     Args:
@@ -53,7 +53,7 @@ def refresh(
                 _spread(unit, arrived, here)
     away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].ways.kept.is_plain]
     if away:
-        _close(plan, channels, away, fresh, (blocks, layered), out, pool)
+        _store(plan, channels, away, fresh, blocks, out, pool)
     channels.flush()
     return out
 
@@ -63,44 +63,45 @@ def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
     (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, blocks)
 
 
-def _close(
+def _store(
     plan: Plan,
     channels: AnyChannels,
     units: Sequence[Unit],
-    rows: Sequence[Tensor | Stored | None],
-    before: tuple[Sequence[Tensor | Stored], Sequence[Tensor | Stored]],
-    out: list[Tensor | Stored],
+    rows: Sequence[StoredValue | None],
+    blocks: Sequence[StoredValue],
+    out: list[StoredValue],
     pool: AnyPool | None,
 ) -> None:
-    """Makes leaves whole on the device that are kept otherwise and closes them, unit by unit.
+    """Makes leaves whole on the device that are kept elsewhere, and stores them, unit by unit.
 
-    `before` are the old ones, by leaf and by layer.
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        units: units of these leaves.
+        rows: this rank's updated rows, by layer.
+        blocks: parameters before the update.
+        out: parameters after the update; is changed.
+        pool: the disk.
     """
+    # Values on disk are replaced: the old ones belong to a commit.
     where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
-    blocks, layered = before
-    # To new values: the old ones belong to a commit.
     writers: dict[int, Successor] = {}
     for unit in units:
         with named_range("refresh", plan.layers, unit.leaves):
             whole = _made_whole(plan, channels, unit, rows)
         for i, x in whole.items():
-            block, (leaf, layer) = layered[i], where[i]
-            if isinstance(block, Tensor):
-                # Unit by unit: the device has room for one whole unit, and not for all.
-                to_host(x, block).result()
-                continue
+            leaf, layer = where[i]
             if leaf not in writers:
-                old = blocks[leaf]
-                assert not isinstance(old, Tensor)
-                writers[leaf] = Successor(old, pool)
-            writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device").result()
+                writers[leaf] = Successor(blocks[leaf], plan.leaves[leaf].home, pool)
+            # Unit by unit: the device has room for one whole unit, and not for all.
+            going = writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device")
+            if going is not None:
+                going.result()
     for leaf, writer in writers.items():
         out[leaf] = writer.finish()
 
 
-def _made_whole(
-    plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[Tensor | Stored | None]
-) -> dict[int, Tensor]:
+def _made_whole(plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[StoredValue | None]) -> dict[int, Tensor]:
     """The leaves of a unit on the device, from each rank's rows."""
     device = plan.mesh.device
     whole: list[Tensor | None] = [None] * len(rows)
@@ -108,7 +109,7 @@ def _made_whole(
     for i in unit.leaves:
         row = rows[i]
         assert isinstance(row, Tensor)
-        up[i] = row if plan.layers[i].home == "device" else to_device(row, device).result()
+        up[i] = fetch(row, plan.layers[i].home, device)
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
     pending, landed = _start(plan, channels, unit, whole, up)
     arrived = pending.result()
@@ -123,7 +124,7 @@ def _start(
     channels: AnyChannels,
     unit: Unit,
     blocks: Sequence[Tensor | None],
-    rows: Sequence[Tensor | Stored | None],
+    rows: Sequence[StoredValue | None],
 ) -> tuple[Pending[Tensor], bool]:
     """Starts one unit's transfer; also whether it writes to the parameter itself."""
     first, block = plan.layers[unit.leaves[0]], blocks[unit.leaves[0]]

@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     Attributes:
         starts: [L, N + 1].
         columns: of each tile, its block of keys, [tiles].
-        kinds: of each tile, -1 if all its pairs count, else its pattern, [tiles].
+        kinds: kinds of each tile, -1 if all its pairs count, else its pattern, [tiles].
         patterns: the pairs that count, [patterns, block, block].
     """
 
@@ -37,15 +37,15 @@ class Tiles(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Dropout of probabilities after the softmax; those that are kept are scaled by 2^16 / (2^16 - level).
+    """Dropout of probabilities after the softmax. Those that are kept are scaled by 2^16 / (2^16 - level).
 
     Each pair has a number of 16 bits, and is dropped where that is below `level`. With (k0, k1) = threefry2x32(key of
     the sample, (0, head)) those of the keys 4 i .. 4 i + 3 of a query are the quarters of threefry2x32((k0, k1),
     (query, i)), from the low half of its first word on.
 
     Attributes:
-        keys: of each sample, two words of 32 bits, [B, 2].
-        level: in [1, 2^16).
+        keys: keys of each sample, two words of 32 bits, [B, 2].
+        level: level in [1, 2^16).
         head: the index in the whole of the first head here.
         query: the index in the whole of the first query here.
         key: the index in the whole of the first key here.
@@ -141,7 +141,7 @@ def block_sparse_attention_backward(
     block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `block_sparse_attention`, with p = e^(s - lse) and delta = (dy y) summed over K.
+    """Returns the gradients of `block_sparse_attention`, with p = e^(s - lse) and delta = (dy y) summed over K.
 
         dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = scale ds k;  dk = scale ds^T q
 
@@ -150,7 +150,7 @@ def block_sparse_attention_backward(
         qkv: queries, keys and values.
         y_BTHK: the result.
         lse_BHT: the other result.
-        tiles: as in the forward, like the following.
+        tiles: tiles as in the forward, like the following.
         given: the other parts of scores.
         block: queries, and keys, of a tile.
         scale: of q k.
@@ -180,7 +180,7 @@ def block_sparse_attention_backward(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which attention is computed."""
+    """Returns the dtype in which attention is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

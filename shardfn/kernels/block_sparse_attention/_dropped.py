@@ -1,6 +1,6 @@
 """The factors of dropout, which multiply probabilities after the softmax: threefry2x32 of each pair, in plain torch.
 
-It is the definition; `core` draws the same numbers, but kernels import no other room.
+It is the definition. `core` draws the same numbers, but kernels import no other room.
 """
 
 import torch
@@ -14,7 +14,7 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
 def factors(dropped: Dropped, head: int, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factors of the pairs of some queries [m] and keys [n] of one head: [B, m, n].
+    """Returns the factors of the pairs of some queries [m] and keys [n] of one head: [B, m, n].
 
     Example:
         >>> dropped = Dropped(torch.tensor([[0, 7]]), level=1 << 15)
@@ -29,7 +29,7 @@ def factors(dropped: Dropped, head: int, queries: Tensor, keys: Tensor, dtype: t
 
 
 def _threefry(key: tuple[Tensor, ...], hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
-    """The two words of the counters (hi, lo), as numbers in [0, 2^32)."""
+    """Returns the two words of the counters (hi, lo), as numbers in [0, 2^32)."""
     ks = (*key, key[0] ^ key[1] ^ _PARITY)
     x0, x1 = hi + ks[0] & _MASK, lo + ks[1] & _MASK
     for i in range(5):

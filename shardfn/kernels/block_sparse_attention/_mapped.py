@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.kernels._library import LIBRARY
 
-# Indices after the samples' tensors of the ids and keys of dropout, and of `added`; the tiles are 0 to 3, the table 7.
+# Indices after the samples' tensors of the ids and keys of dropout, and of `added`. The tiles are 0 to 3, the table 7.
 _OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 

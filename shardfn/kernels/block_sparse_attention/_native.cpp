@@ -120,24 +120,12 @@ INLINE void multiply(T* c, int64_t ldc, const T* a, int64_t row, int64_t column,
         columns_of<T, BYTES, MR, 1, ADDS>(c + j, ldc, a, row, column, b + j, ldb, k, m);
 }
 
-// A generation's products are functions of their own: inlined wherever they are used, they would take long to compile.
-#define PRODUCTS(name, TARGET, BYTES, MR, NV)                                                                          \
-    struct name {                                                                                               \
-        static constexpr int bytes = BYTES;                                                                     \
-        template <typename T, bool ADDS>                                                                        \
-        TARGET APART static void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, \
-                                         int64_t ldb, int64_t m, int64_t k, int64_t n) {                        \
-            multiply<T, BYTES, MR, NV, ADDS>(c, ldc, a, row, column, b, ldb, m, k, n);                                 \
-        }                                                                                                       \
-    };
-
-#if GENERATIONS == 3
-PRODUCTS(OfV4, V4, 64, 8, 2)
-PRODUCTS(OfV3, V3, 32, 6, 2)
-PRODUCTS(OfAny, , 16, 4, 2)
-#else
-PRODUCTS(OfAny, , 16, 4, 2)
-#endif
+// A function of its own: inlined wherever it is used, it would take long to compile.
+template <typename T, bool ADDS>
+APART void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t m,
+                   int64_t k, int64_t n) {
+    multiply<T, WIDTH, GENERATION == 4 ? 8 : GENERATION == 3 ? 6 : 4, 2, ADDS>(c, ldc, a, row, column, b, ldb, m, k, n);
+}
 
 // What one call is about; pointers that are null are not there.
 template <typename T>
@@ -186,7 +174,7 @@ INLINE void turn(T* to, const T* from, int64_t columns, int64_t stride, int64_t 
 }
 
 // A block of keys and values, as products read them.
-template <typename T, typename X>
+template <typename T>
 INLINE void pack(const Call<T>& o, int64_t unit, T*) {
     const int64_t M = o.blocks(), j = unit % M, g = unit / M % o.G, b = unit / M / o.G, stride = o.G * o.K;
     const int64_t n = o.width(j), from = ((b * o.S + j * o.block) * o.G + g) * o.K, head = b * o.G + g;
@@ -329,7 +317,7 @@ int64_t forward_scratch(const Call<T>& o) {
 }
 
 // One block of queries of one head.
-template <typename T, typename X>
+template <typename T>
 INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t N = o.rows(), M = o.blocks(), i = unit % N, h = unit / N % o.H, b = unit / N / o.H;
     const int64_t m = o.length(i), W = o.W, P = o.P, some = at_once(o), ld = some * P, head = b * o.G + h / (o.H / o.G);
@@ -346,28 +334,28 @@ INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
         const int64_t num = less(some, starts[i + 1] - at);
         for (int64_t t = 0; t < num; ++t) {
             const int64_t j = o.columns[at + t];
-            X::template product<T, false>(s + t * P, ld, q, W, 1, o.kt + (head * M + j) * o.K * P, P, m, o.K, P);
+            product<T, false>(s + t * P, ld, q, W, 1, o.kt + (head * M + j) * o.K * P, P, m, o.K, P);
             adjust(o, s + t * P, ld, b, h, i, j, o.kinds[at + t]);
         }
         for (int64_t r = 0; r < m; ++r) {
-            const T most = greatest<T, X::bytes>(s + r * ld, num * P, top[r]);
+            const T most = greatest<T, WIDTH>(s + r * ld, num * P, top[r]);
             const T shift = most == -(T)__builtin_inf() ? (T)0 : most;
             if (most != top[r]) {
-                typedef typename Vec<T, X::bytes>::V V;
-                const T factor = exponential<T, X::bytes>(V{} + (top[r] - shift))[0];
+                typedef typename Vec<T, WIDTH>::V V;
+                const T factor = exponential<T, WIDTH>(V{} + (top[r] - shift))[0];
                 total[r] *= factor;
                 for (int64_t d = 0; d < W; ++d) sum[r * W + d] *= factor;
                 top[r] = most;
             }
-            total[r] += exponentials<T, X::bytes>(s + r * ld, num * P, shift);
+            total[r] += exponentials<T, WIDTH>(s + r * ld, num * P, shift);
             for (int64_t t = 0; o.keys && t < num; ++t) {
-                factors<T, X::bytes>(o, kept, key, i * o.block + r, o.columns[at + t] * o.block);
-                scale_row<T, X::bytes>(s + r * ld + t * P, kept, P);
+                factors<T, WIDTH>(o, kept, key, i * o.block + r, o.columns[at + t] * o.block);
+                scale_row<T, WIDTH>(s + r * ld + t * P, kept, P);
             }
         }
         for (int64_t t = 0; t < num; ++t) {
             const int64_t j = o.columns[at + t];
-            X::template product<T, true>(sum, W, s + t * P, ld, 1, o.vr + (head * o.S + j * o.block) * W, W, m, o.width(j), W);
+            product<T, true>(sum, W, s + t * P, ld, 1, o.vr + (head * o.S + j * o.block) * W, W, m, o.width(j), W);
         }
     }
     for (int64_t r = 0; r < m; ++r) {
@@ -382,7 +370,7 @@ template <typename T>
 int64_t backward_scratch(const Call<T>& o) { return o.block * (3 * o.W + 2 * o.P) + dropping_scratch(o); }
 
 // Some blocks of queries of one head: their dq, and what they add to dk and dv.
-template <typename T, typename X>
+template <typename T>
 INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t c = unit % o.chunks, h = unit / o.chunks % o.H, b = unit / o.chunks / o.H;
     const int64_t N = o.rows(), M = o.blocks(), W = o.W, P = o.P, head = b * o.G + h / (o.H / o.G);
@@ -410,21 +398,21 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
                 touched[j] = 1;
                 std::memset(dk + sum, 0, sizeof(T) * n * W), std::memset(dv + sum, 0, sizeof(T) * n * W);
             }
-            X::template product<T, false>(p, P, q, W, 1, o.kt + tile, P, m, o.K, P);
+            product<T, false>(p, P, q, W, 1, o.kt + tile, P, m, o.K, P);
             adjust(o, p, P, b, h, i, j, o.kinds[at]);
-            X::template product<T, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
+            product<T, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
             for (int64_t r = 0; r < m; ++r) {
-                exponentials<T, X::bytes>(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
+                exponentials<T, WIDTH>(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
                 if (o.keys) {
-                    factors<T, X::bytes>(o, kept, head_key, i * o.block + r, j * o.block);
-                    scale_row<T, X::bytes>(ds + r * P, kept, P);
+                    factors<T, WIDTH>(o, kept, head_key, i * o.block + r, j * o.block);
+                    scale_row<T, WIDTH>(ds + r * P, kept, P);
                 }
                 for (int64_t e = 0; e < P; ++e) ds[r * P + e] = p[r * P + e] * (ds[r * P + e] - delta[r]);
-                if (o.keys) scale_row<T, X::bytes>(p + r * P, kept, P);
+                if (o.keys) scale_row<T, WIDTH>(p + r * P, kept, P);
             }
-            X::template product<T, true>(dv + sum, W, p, 1, P, dy, W, n, m, W);
-            X::template product<T, true>(dk + sum, W, ds, 1, P, q, W, n, m, W);
-            X::template product<T, true>(dq, W, ds, P, 1, o.kr + key, W, m, n, W);
+            product<T, true>(dv + sum, W, p, 1, P, dy, W, n, m, W);
+            product<T, true>(dk + sum, W, ds, 1, P, q, W, n, m, W);
+            product<T, true>(dq, W, ds, P, 1, o.kr + key, W, m, n, W);
         }
         for (int64_t r = 0; r < m; ++r)
             for (int64_t d = 0; d < o.K; ++d) o.dq[own + r * o.H * o.K + d] = dq[r * W + d] * (T)o.scale;
@@ -432,7 +420,7 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
 }
 
 // A block of keys: the sum over the query heads that read it, and over the parts.
-template <typename T, typename X>
+template <typename T>
 INLINE void gather(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t M = o.blocks(), j = unit % M, g = unit / M % o.G, b = unit / M / o.G, R = o.H / o.G;
     const int64_t n = o.width(j), size = n * o.W, to = ((b * o.S + j * o.block) * o.G + g) * o.K;
@@ -457,31 +445,6 @@ INLINE void gather(const Call<T>& o, int64_t unit, T* scratch) {
 template <typename T>
 using Run = void (*)(const Call<T>&, int64_t, T*);
 
-#if GENERATIONS == 3
-#define GENERATION(name)                                                                                        \
-    template <typename T>                                                                                       \
-    V4 void name##_v4(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfV4>(o, unit, scratch); }          \
-    template <typename T>                                                                                       \
-    V3 void name##_v3(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfV3>(o, unit, scratch); }          \
-    template <typename T>                                                                                       \
-    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfAny>(o, unit, scratch); }            \
-    template <typename T>                                                                                       \
-    Run<T> name##_here(int64_t most) {                                                                          \
-        return form_of<Run<T>>(most, name##_v4<T>, name##_v3<T>, name##_any<T>);                                \
-    }
-#else
-#define GENERATION(name)                                                                                        \
-    template <typename T>                                                                                       \
-    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfAny>(o, unit, scratch); }            \
-    template <typename T>                                                                                       \
-    Run<T> name##_here(int64_t) { return name##_any<T>; }
-#endif
-
-GENERATION(pack)
-GENERATION(forward)
-GENERATION(backward)
-GENERATION(gather)
-
 template <typename T>
 T* aligned(int64_t num) { return (T*)std::aligned_alloc(64, ceil(num * sizeof(T) + 64, 64) * 64); }
 
@@ -495,7 +458,7 @@ void spread(const Call<T>& o, Run<T> run, int64_t units, int64_t scratch, int64_
     });
 }
 
-// numbers: B T S H G K block layouts, four strides of `added`, heads of the table, four of dropout, threads, generation
+// numbers: B T S H G K block layouts, four strides of `added`, heads of the table, four of dropout, threads
 template <typename T>
 Call<T> read(const int64_t* numbers, const double* scale, void* const* at) {
     Call<T> o = {};
@@ -515,7 +478,7 @@ Call<T> read(const int64_t* numbers, const double* scale, void* const* at) {
 }
 
 template <typename T>
-void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
+void attend(Call<T> o, bool back, int64_t threads) {
     const int64_t heads = o.B * o.G, keys = heads * o.blocks(), turned = keys * o.K * o.P, straight = heads * o.S * o.W;
     o.kt = aligned<T>(turned), o.vr = aligned<T>(straight);
     if (back) {
@@ -524,12 +487,12 @@ void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
         o.partial = aligned<T>(o.B * o.H * o.chunks * 2 * o.S * o.W);
         o.touched = (uint8_t*)std::malloc(o.B * o.H * o.chunks * o.blocks());
     }
-    spread(o, pack_here<T>(newest), keys, 0, threads);
+    spread(o, pack<T>, keys, 0, threads);
     if (back) {
-        spread(o, backward_here<T>(newest), o.B * o.H * o.chunks, backward_scratch(o), threads);
-        spread(o, gather_here<T>(newest), keys, o.block * o.W, threads);
+        spread(o, backward<T>, o.B * o.H * o.chunks, backward_scratch(o), threads);
+        spread(o, gather<T>, keys, o.block * o.W, threads);
     } else
-        spread(o, forward_here<T>(newest), o.B * o.H * o.rows(), forward_scratch(o), threads);
+        spread(o, forward<T>, o.B * o.H * o.rows(), forward_scratch(o), threads);
     for (T* x : {o.kt, o.vr, o.vt, o.kr, o.partial}) std::free(x);
     std::free(o.touched);
 }
@@ -539,11 +502,11 @@ void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
 extern "C" {
 
 void block_sparse_attention(const int64_t* numbers, const double* scale, void* const* at, int64_t wide, int64_t back) {
-    const int64_t threads = numbers[17], newest = numbers[18];
+    const int64_t threads = numbers[17];
     if (wide)
-        attend(read<double>(numbers, scale, at), back, threads, newest);
+        attend(read<double>(numbers, scale, at), back, threads);
     else
-        attend(read<float>(numbers, scale, at), back, threads, newest);
+        attend(read<float>(numbers, scale, at), back, threads);
 }
 
 }

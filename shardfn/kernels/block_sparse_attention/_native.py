@@ -14,8 +14,6 @@ from . import _reference
 from ._reference import QKV
 
 SOURCE = "block_sparse_attention/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -32,7 +30,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
 def backward(
     dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
 ) -> QKV:
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     if library(SOURCE) is None:
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (_wide(x) for x in qkv)
@@ -60,5 +58,5 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
     tensors += (None,) * (19 - len(tensors))
     at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
-    numbers, factor = np.array((*sizes, num_threads(), NEWEST), np.int64), np.array([scale])
+    numbers, factor = np.array((*sizes, num_threads()), np.int64), np.array([scale])
     call("block_sparse_attention", numbers, factor, at, int(q.dtype == torch.float64), int(back), source=SOURCE)

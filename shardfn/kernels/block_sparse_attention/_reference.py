@@ -40,7 +40,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
 def backward(
     dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
 ) -> QKV:
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     q, k, v = (x.to(wide(x.dtype)) for x in qkv)
     dq, dk, dv, dy = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dy.to(q.dtype)
     for row in _rows(qkv, tiles, block):
@@ -77,7 +77,7 @@ def _pairs(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Ten
 
 
 def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
-    """The scores [B, m, n]; -inf where a pair does not count."""
+    """Returns the scores [B, m, n]; -inf where a pair does not count."""
     s = q[:, row.queries, row.head] @ k[:, row.keys, row.key_head].mT * scale
     (B, T, H), S = q.shape[:3], k.shape[1]
     pairs = row.pairs
@@ -93,5 +93,5 @@ def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> 
 
 
 def _factors(row: QueryRow, given: Given, dtype: torch.dtype) -> Tensor | float:
-    """The factors of the probabilities, [B, m, n]; 1 if there is no dropout."""
+    """Returns the factors of the probabilities, [B, m, n], or 1 if there is no dropout."""
     return 1.0 if given.dropped is None else factors(given.dropped, row.head, row.queries, row.keys, dtype)

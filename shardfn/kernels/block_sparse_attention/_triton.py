@@ -38,7 +38,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
 def backward(
     dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
 ) -> QKV:
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     if qkv[0].dtype == torch.float64:
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
@@ -59,7 +59,7 @@ class Turned(NamedTuple):
     Attributes:
         starts: [L, M + 1].
         order: numbers of tiles.
-        rows: of each tile, by its number, its block of queries.
+        rows: rows of each tile, by its number, its block of queries.
     """
 
     starts: Tensor
@@ -79,7 +79,7 @@ def _by_column(tiles: Tiles, num_columns: int) -> Turned:
 
 
 def _sides(q: Tensor, block: int) -> dict[str, Any]:
-    """The sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
+    """Returns the sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))

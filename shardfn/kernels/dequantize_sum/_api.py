@@ -18,14 +18,14 @@ def dequantize_sum(
     bits: int = 8,
     block: int = 256,
 ) -> Float32[Tensor, "r c"]:
-    """The sum over k of dequantized codes of `quantize`, in fp32, added in the order of k.
+    """Returns the sum over k of dequantized codes of `quantize`, in fp32, added in the order of k.
 
     Args:
         codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`.
-        block: as in `quantize`.
+        block: see `quantize`.
 
     Returns:
         fp32 [r, c].
@@ -61,7 +61,7 @@ def dequantize_sum_quantize(
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`, of the argument and of the result.
-        block: as in `quantize`.
+        block: see `quantize`.
 
     Returns:
         Codes and scales of the sum, as `quantize` makes them.

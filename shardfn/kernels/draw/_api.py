@@ -22,24 +22,24 @@ def draw(
     min_p: Float[Tensor, " rows"],
     targets: Int[Tensor, " rows"] | None = None,
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """A token of each row, and its log probability.
+    """Returns a token of each row, and its log probability.
 
-    A row's token is a function of the row's own arguments, with the same bits on every processor: weights
-    exp((logit - largest) / temperature), without those that the filters leave out, are added up in float64 in the order
-    of their indices, until the sum is above `uniform` times the total. One number serves a draw, so a guessed token is
-    accepted exactly if it is the token that would be drawn.
+    A row's token is a function of the row's own arguments, with the same bits on every processor: weights exp((logit -
+    largest) / temperature), without those that the filters leave out, are added up in float64 in the order of their
+    indices, until the sum is above `uniform` times the total. One number serves a draw, so a guessed token is accepted
+    exactly if it is the token that would be drawn.
 
     The filters apply in the order top k, top p, min p. Of equal logits the one of the lower index comes first. Apply
     penalties, biases and masks to the logits before.
 
     Args:
         logits: float32 or float64; -inf excludes a token.
-        uniform: float64 in [0, 1); not read where the temperature is 0 or a target is given.
+        uniform: float64 in [0, 1), not read where the temperature is 0 or a target is given.
         temperature: float64; 0 takes the largest logit, as every temperature below 1e-5 does.
         top_k: int64; the number of largest logits that are kept. 0 keeps all.
-        top_p: float64; the largest ones are kept until their weights reach this part of all that are left. 1 keeps all.
-        min_p: float64; a token is kept if its weight is at least this part of the largest one's. 0 keeps all.
-        targets: int64; a token whose log probability is wanted, instead of a draw. -1 draws.
+        top_p: float64. The largest ones are kept until their weights reach this part of all that are left. 1 keeps all.
+        min_p: float64. A token is kept if its weight is at least this part of the largest one's. 0 keeps all.
+        targets: int64. A token whose log probability is wanted, instead of a draw. -1 draws.
 
     Returns:
         Tokens int64, and log probabilities in the dtype of the logits, under the softmax of the logits as given, before
@@ -48,7 +48,8 @@ def draw(
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: shapes differ, there is no token, or an argument is out of range; names it and the first row.
+        ValueError: shapes differ, there is no token, or an argument is out of range. The message names it and the first
+            row.
         NotImplementedError: in a backward.
 
     Example:
@@ -82,14 +83,14 @@ def draw(
 def top_logprobs(
     logits: Float[Tensor, "rows vocab"], num: int
 ) -> tuple[Int[Tensor, "rows num"], Float[Tensor, "rows num"]]:
-    """The most probable tokens of each row, and their log probabilities, by the expression of `draw`.
+    """Returns the most probable tokens of each row, and their log probabilities, by the expression of `draw`.
 
     Args:
         logits: float32 or float64.
-        num: of tokens, from 1 to the number of logits.
+        num: number of tokens, from 1 to the number of logits.
 
     Returns:
-        Tokens int64, the most probable first, of equal logits that of the lower index first; and log probabilities, in
+        Tokens int64, the most probable first, of equal logits that of the lower index first, and log probabilities, in
         the dtype of the logits, under their softmax, with the bits that `draw` gives for that token. A row with a NaN,
         or without a finite largest logit, gives -1 and NaN.
 
@@ -109,14 +110,14 @@ def top_logprobs(
 
 
 def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]) -> Float64[Tensor, " rows"]:
-    """A number from 0 to 1 for each row, as a function of the row's key and place alone.
+    """Returns a number from 0 to 1 for each row, as a function of the row's key and place alone.
 
     It is made of the words of threefry2x32 for that key and counter: of `jax.random.bits(key, dtype=uint64)` at that
     place, the upper 53 bits. A request draws its tokens by one key and their positions, whatever is computed beside it.
 
     Args:
         keys: int64 or uint64, the 64 bits of a key.
-        places: int64 or int32; a negative one is a place of its own, as 64 bits.
+        places: int64 or int32. A negative one is a place of its own, as 64 bits.
 
     Returns:
         float64 in [0, 1), multiples of 2^-53.

@@ -8,10 +8,6 @@
 #include "../_generations.h"
 #include "../_threads.h"
 
-#if GENERATIONS == 3
-#define WIDE_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
-#endif
-
 namespace {
 
 constexpr int BLOCK = 64, LANES = 8, MANY = 4;
@@ -343,24 +339,6 @@ INLINE void one(const Top& o, int64_t i, const Room& room) {
     }
 }
 
-template <typename What>
-using Run = void (*)(const What&, int64_t, const Room&);
-
-template <typename What>
-void any(const What& o, int64_t i, const Room& room) { one<16>(o, i, room); }
-#if GENERATIONS == 3
-template <typename What>
-WIDE_V4 void v4(const What& o, int64_t i, const Room& room) { one<64>(o, i, room); }
-template <typename What>
-V3 void v3(const What& o, int64_t i, const Room& room) { one<32>(o, i, room); }
-
-template <typename What>
-Run<What> here(int64_t newest) { return form_of<Run<What>>(newest, v4<What>, v3<What>, any<What>); }
-#else
-template <typename What>
-Run<What> here(int64_t) { return any<What>; }
-#endif
-
 // In the doubles that `_native.py` counts.
 INLINE Room room_at(double* at, int64_t v) {
     Room room = {at, at + blocks_of(v) * BLOCK, nullptr, nullptr, nullptr};
@@ -371,12 +349,11 @@ INLINE Room room_at(double* at, int64_t v) {
 }
 
 template <typename What>
-void each_row(const What& o, int64_t r, double* memory, int64_t room, int64_t threads, int64_t newest) {
-    const Run<What> run = here<What>(newest);
+void each_row(const What& o, int64_t r, double* memory, int64_t room, int64_t threads) {
     std::atomic<int64_t> next(0);
     together(threads < r ? threads : r, [&](int64_t thread) {
         const Room own = room_at(memory + thread * room, o.vocab);
-        for (int64_t i; (i = next++) < r;) run(o, i, own);
+        for (int64_t i; (i = next++) < r;) one<WIDTH>(o, i, own);
     });
 }
 
@@ -388,18 +365,18 @@ extern "C" {
 // Returns 1, and writes nothing, if an argument is out of range.
 int64_t draw_rows(const float* logits, const double* uniform, const double* temperature, const int64_t* top_k,
                   const double* top_p, const double* min_p, const int64_t* targets, int64_t* tokens, float* logprobs,
-                  double* memory, int64_t room, int64_t r, int64_t v, int64_t threads, int64_t newest) {
+                  double* memory, int64_t room, int64_t r, int64_t v, int64_t threads) {
     const Call o = {logits, uniform, temperature, top_k, top_p, min_p, targets, r, v, tokens, logprobs};
     for (int64_t i = 0; i < r; ++i)
         if (!in_range(o, i)) return 1;
-    each_row(o, r, memory, room, threads, newest);
+    each_row(o, r, memory, room, threads);
     return 0;
 }
 
 // logits [r, v] -> the most probable tokens and their log probabilities [r, num]; memory [threads, room].
 void top_rows(const float* logits, int64_t* tokens, float* logprobs, double* memory, int64_t room, int64_t r,
-              int64_t v, int64_t num, int64_t threads, int64_t newest) {
-    each_row(Top{logits, num, v, tokens, logprobs}, r, memory, room, threads, newest);
+              int64_t v, int64_t num, int64_t threads) {
+    each_row(Top{logits, num, v, tokens, logprobs}, r, memory, room, threads);
 }
 
 // out [r] in [0, 1): the upper 53 bits of the two words of threefry2x32, by 20 rounds, of the halves of key and place

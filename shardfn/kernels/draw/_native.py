@@ -14,8 +14,6 @@ from . import _reference
 from ._values import check_values
 
 SOURCE = "draw/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 # Logits below which a second thread costs more than it saves.
 FEW = 1 << 16
 
@@ -30,7 +28,7 @@ def draw(
     targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log probabilities of logits [r, v]."""
-    found = _functions()
+    found = _functions(library(SOURCE))
     arguments = uniform, temperature, top_k, top_p, min_p, targets
     if found is None:
         return _reference.draw(logits, *arguments)
@@ -39,15 +37,15 @@ def draw(
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
-    if found.draw_rows(*at, room(v), r, v, threads, NEWEST):
+    if found.draw_rows(*at, room(v), r, v, threads):
         check_values(v, *arguments)
         raise AssertionError("C++ refuses arguments that Python takes")
     return tokens, logprobs
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
-    found = _functions()
+    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    found = _functions(library(SOURCE))
     if found is None:
         return _reference.top_logprobs(logits, num)
     r, v = logits.shape
@@ -55,13 +53,13 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     tokens, logprobs = logits.new_empty(r, num, dtype=torch.int64), logits.new_empty(r, num)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))
-    found.top_rows(*at, room(v), r, v, num, threads, NEWEST)
+    found.top_rows(*at, room(v), r, v, num, threads)
     return tokens, logprobs
 
 
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
-    found = _functions()
+    found = _functions(library(SOURCE))
     if found is None:
         return _reference.draw_uniforms(keys, places)
     out = torch.empty(keys.shape, dtype=torch.float64)
@@ -70,7 +68,7 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def room(vocab: int) -> int:
-    """The float64 numbers of memory that one thread needs.
+    """Returns the float64 numbers of memory that one thread needs.
 
     Example:
         >>> room(49152)
@@ -81,14 +79,16 @@ def room(vocab: int) -> int:
 
 
 @functools.cache
-def _functions() -> Any:
-    """The library, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
-    found = library(SOURCE)
+def _functions(found: ctypes.CDLL | None) -> Any:
+    """Returns the library, with the types of its arguments, which keeps calls of few rows cheap.
+
+    None without a compiler.
+    """
     if found is None:
         return None
-    found.draw_rows.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 5
+    found.draw_rows.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 4
     found.draw_rows.restype = ctypes.c_int64
-    found.top_rows.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6
+    found.top_rows.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
     found.top_rows.restype = None
     found.draw_uniforms.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
     found.draw_uniforms.restype = None

@@ -42,7 +42,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
     tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
     logprobs = torch.full((len(logits), num), math.nan, dtype=logits.dtype)
     for i, row in enumerate(logits.cpu()):
@@ -87,7 +87,7 @@ def _one(
 
 
 def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The weights, with zeros for those that the filters leave out."""
+    """Returns the weights, with zeros for those that the filters leave out."""
     order = row.sort(descending=True, stable=True).indices.tolist()
     order = order[:top_k] if top_k else order
     if top_p < 1:
@@ -104,7 +104,10 @@ def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) 
 
 
 def _drawn(weights: Tensor, u: float) -> int:
-    """The first token at which the sum of weights is above `u` times the total; else the last that has a weight."""
+    """Returns the first token at which the sum of weights is above `u` times the total.
+
+    Else the last that has a weight.
+    """
     sums = _sums(weights)
     target = u * sums[-1]
     at = next((i for i, end in enumerate(sums[1:]) if end > target), None)
@@ -134,7 +137,7 @@ def _sums(weights: Tensor) -> list[float]:
 
 
 def logarithm(x: float) -> float:
-    """The natural logarithm of a normal number, by x = m 2^e and the series of the inverse hyperbolic tangent."""
+    """Returns the logarithm of a normal number, by x = m 2^e and the series of the inverse hyperbolic tangent."""
     m, e = math.frexp(x)
     if m < 0.7071067811865476:
         m, e = m * 2, e - 1

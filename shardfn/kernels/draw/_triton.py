@@ -47,7 +47,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
     most = logits.amax(1).double()
     total = _sums(_weights(logits, most, torch.ones_like(most)))[:, -1]
     tokens = logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
@@ -89,7 +89,7 @@ def _sums(weights: Tensor) -> Tensor:
 
 
 def _kept(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The weights, with zeros for those that the filters leave out."""
+    """Returns the weights, with zeros for those that the filters leave out."""
     v, place = logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
     order = logits.sort(dim=1, descending=True, stable=True).indices
     limit = torch.where(top_k > 0, top_k, v)

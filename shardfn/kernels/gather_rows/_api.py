@@ -14,7 +14,7 @@ from ._values import wide
 def gather_rows(
     x: Float[Tensor, "n d"], index: Int[Tensor, "m j"], weights: Float[Tensor, "rows choices"] | None = None
 ) -> Float[Tensor, "m d"]:
-    """Row i is the sum over j, in order, of `weights[i, j] * x[index[i, j]]`; an index of -1 adds nothing.
+    """Row i is the sum over j, in order, of `weights[i, j] * x[index[i, j]]`. An index of -1 adds nothing.
 
         out[i] = w[i, 0] x[index[i, 0]] + w[i, 1] x[index[i, 1]] + ...
 
@@ -51,7 +51,7 @@ def gather_rows(
 def row_dots(
     x: Float[Tensor, "n d"], y: Float[Tensor, "rows width"], index: Int[Tensor, "m j"]
 ) -> Float[Tensor, "m j"]:
-    """The dot products of `x[index[i, j]]` and `y[i]`; 0 where an index is -1.
+    """Returns the dot products of `x[index[i, j]]` and `y[i]`, or 0 where an index is -1.
 
     They are the derivative of `gather_rows` with regard to its weights. Results are float32 for tensors of 16 bits,
     else in the dtype of `x`. They have the same bits on any number of threads; implementations agree up to rounding.

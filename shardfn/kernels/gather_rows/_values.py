@@ -4,7 +4,7 @@ import torch
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of another one are added up."""
+    """Returns the dtype in which numbers of another one are added up."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

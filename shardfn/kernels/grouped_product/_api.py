@@ -19,11 +19,11 @@ def grouped_product(
     transposed: bool = False,
     exact: bool = False,
 ) -> Float[Tensor, "m n"]:
-    """The first `counts[0]` rows of `x` times `w[0]`, the next `counts[1]` rows times `w[1]`, and so on.
+    """Returns the first `counts[0]` rows of `x` times `w[0]`, the next `counts[1]` rows times `w[1]`, and so on.
 
         torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), w)])
 
-    Rows past the sum of the counts are exact zeros; such rows of `x` are not read, so that they may be uninitialised.
+    Rows past the sum of the counts are exact zeros. Such rows of `x` are not read, so that they may be uninitialised.
     Tensors of 16 bits are multiplied in float32. With C++, results of float32 and wider have the same bits on any
     number of threads, and those of a row do not depend on the other rows. `nn.moe.grouped` is it with derivatives.
 
@@ -36,7 +36,7 @@ def grouped_product(
 
     Raises:
         TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32 and float64.
-        ValueError: shapes do not fit; on a CPU, a count is negative, or the counts are more than the rows.
+        ValueError: shapes do not fit. On a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
     Example:
@@ -74,7 +74,7 @@ def grouped_outer(
 
     Raises:
         TypeError: dtypes differ, or are not floating point.
-        ValueError: shapes do not fit; on a CPU, a count is negative, or the counts are more than the rows.
+        ValueError: shapes do not fit. On a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
     Example:

@@ -69,22 +69,6 @@ INLINE void pack_transposed(const W* w, float* panel, int64_t K) {
         for (int j = 0; j < PANEL; ++j) panel[k * PANEL + j] = widened(w[j * K + k]);
 }
 
-#if GENERATIONS == 3
-template <typename W>
-V4 void pack_v4(const W* w, float* panel, int64_t K) { pack_transposed<Avx512>(w, panel, K); }
-template <typename W>
-V3 void pack_v3(const W* w, float* panel, int64_t K) { pack_transposed<Avx2>(w, panel, K); }
-#endif
-
-// The code of a generation of processors for whole panels of a transposed matrix; null if it has none.
-template <typename T, typename W>
-void (*packs_transposed(int64_t newest))(const W*, T*, int64_t) {
-#if GENERATIONS == 3
-    if constexpr (sizeof(T) == 4) return form_of<void (*)(const W*, T*, int64_t)>(newest, pack_v4<W>, pack_v3<W>, nullptr);
-#endif
-    return nullptr;
-}
-
 // A range of rows of a group, by one panel of columns of its matrix.
 struct Part {
     int64_t group, first, rows, panel;
@@ -101,9 +85,7 @@ void by_parts(const std::vector<Part>& parts, T* scratch, int64_t size, int64_t 
 
 template <typename T, typename W>
 void product(const T* x, const W* w, const int64_t* counts, T* y, T* scratch, int64_t m, int64_t k, int64_t n, int64_t e,
-             int64_t transposed, int64_t threads, int64_t newest) {
-    const auto multiply = multiplies<T, T>(newest);
-    const auto turn = packs_transposed<T, W>(newest);
+             int64_t transposed, int64_t threads) {
     std::vector<Part> parts;
     int64_t start = 0;
     for (int64_t g = 0; g < e; start += counts[g++])
@@ -120,10 +102,12 @@ void product(const T* x, const W* w, const int64_t* counts, T* y, T* scratch, in
                 job.b = from, job.across = n;
                 return multiply(job);
             }
-        if (transposed && valid == PANEL && turn)
-            turn(from, panel, k);
-        else
-            pack(from, panel, k, n, valid, transposed);
+        if constexpr (FUSED && sizeof(T) == 4)  // generations with vectors of a width that pays
+            if (transposed && valid == PANEL) {
+                pack_transposed<Here>(from, panel, k);
+                return multiply(job);
+            }
+        pack(from, panel, k, n, valid, transposed);
         multiply(job);
     });
     std::memset(y + start * n, 0, (m - start) * n * sizeof(T));
@@ -132,8 +116,7 @@ void product(const T* x, const W* w, const int64_t* counts, T* y, T* scratch, in
 // Products of rows by DEPTH of them, which are added in their order.
 template <typename T>
 void outer(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, int64_t k, int64_t n, int64_t e,
-           int64_t size, int64_t threads, int64_t newest) {
-    const auto multiply = multiplies<T, T>(newest);
+           int64_t size, int64_t threads) {
     std::vector<Part> parts;
     std::vector<int64_t> starts(e + 1);
     for (int64_t g = 0; g < e; ++g) {
@@ -148,7 +131,7 @@ void outer(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, in
         for (int64_t row = 0; row == 0 || row < count; row += DEPTH) {
             const int64_t depth = count - row < DEPTH ? count - row : DEPTH;
             pack(y + (start + row) * n + column, panel, depth, n, valid, false);
-            multiply({x + (start + row) * k + part.first, panel, nullptr, row ? more : to, 1, k, PANEL,
+            multiply(Job<T, T>{x + (start + row) * k + part.first, panel, nullptr, row ? more : to, 1, k, PANEL,
                       row ? PANEL : n, part.rows, depth, depth < PANEL ? 1 : CHUNKS, valid});
             for (int64_t i = 0; row && i < part.rows; ++i)
                 for (int64_t j = 0; j < valid; ++j) to[i * n + j] += more[i * PANEL + j];
@@ -162,13 +145,13 @@ extern "C" {
 
 #define PRODUCT(NAME, T, W)                                                                                            \
     void grouped_product_##NAME(const T* x, const W* w, const int64_t* counts, T* y, T* scratch, int64_t m, int64_t k, \
-                                int64_t n, int64_t e, int64_t transposed, int64_t threads, int64_t newest) {           \
-        product<T, W>(x, w, counts, y, scratch, m, k, n, e, transposed, threads, newest);                              \
+                                int64_t n, int64_t e, int64_t transposed, int64_t threads) {           \
+        product<T, W>(x, w, counts, y, scratch, m, k, n, e, transposed, threads);                              \
     }
 #define OUTER(T)                                                                                                       \
     void grouped_outer_##T(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, int64_t k, int64_t n,    \
-                           int64_t e, int64_t size, int64_t threads, int64_t newest) {                                 \
-        outer<T>(x, y, counts, out, scratch, k, n, e, size, threads, newest);                                          \
+                           int64_t e, int64_t size, int64_t threads) {                                 \
+        outer<T>(x, y, counts, out, scratch, k, n, e, size, threads);                                          \
     }
 PRODUCT(float, float, float)
 PRODUCT(bfloat16, float, uint16_t)

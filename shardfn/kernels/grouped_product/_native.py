@@ -9,8 +9,6 @@ from . import _reference
 from ._values import PANEL, check_counts, outer_depth, threads_for, turns
 
 SOURCE = "grouped_product/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float64: "double"}
 
 
@@ -19,7 +17,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
     kind = torch.promote_types(x.dtype, torch.float32)
     w = w if w.dtype in _WEIGHTS else w.to(kind)
     run = (
-        function(SOURCE, f"grouped_product_{_WEIGHTS.get(w.dtype)}", "p" * 5 + "i" * 7) if w.dtype in _WEIGHTS else None
+        function(SOURCE, f"grouped_product_{_WEIGHTS.get(w.dtype)}", "p" * 5 + "i" * 6) if w.dtype in _WEIGHTS else None
     )
     if run is None:
         return _reference.grouped_product(x, w, counts, transposed, exact)
@@ -29,14 +27,14 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
     rows, threads = x.to(kind), threads_for(m * k * n)
     y, scratch = rows.new_empty(m, n), rows.new_empty(threads * k * PANEL)
     tensors = (t.data_ptr() for t in (rows, w, counts, y, scratch))
-    run(*tensors, m, k, n, e, transposed, threads, NEWEST)
+    run(*tensors, m, k, n, e, transposed, threads)
     return y.to(x.dtype)
 
 
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     """From x [m, k] and y [m, n] to [e, k, n]."""
     kind = torch.promote_types(x.dtype, torch.float32)
-    run = function(SOURCE, f"grouped_outer_{_WEIGHTS[kind]}", "p" * 5 + "i" * 6) if kind in _WEIGHTS else None
+    run = function(SOURCE, f"grouped_outer_{_WEIGHTS[kind]}", "p" * 5 + "i" * 5) if kind in _WEIGHTS else None
     if run is None:
         return _reference.grouped_outer(x, y, counts)
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
@@ -46,5 +44,5 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     rows, others, threads = x.to(kind), y.to(kind), threads_for(m * k * n)
     out, scratch = rows.new_empty(e, k, n), rows.new_empty(threads * size)
     tensors = (t.data_ptr() for t in (rows, others, counts, out, scratch))
-    run(*tensors, k, n, e, size, threads, NEWEST)
+    run(*tensors, k, n, e, size, threads)
     return out.to(x.dtype)

@@ -52,12 +52,15 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 
 
 def _is_widened(x: Tensor) -> bool:
-    """Whether parts of matrices are multiplied in float32: the interpreter's product takes no bfloat16."""
+    """Returns whether parts of matrices are multiplied in float32: the interpreter's product takes no bfloat16."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16
 
 
 def _tiles(counts: Tensor, m: int) -> Tensor:
-    """The group, the first row and the end of each tile of rows: int64 [3, tiles], with tiles that have no row."""
+    """Returns the group, the first row and the end of each tile of rows.
+
+    Int64 [3, tiles], with tiles that have no row.
+    """
     ends = counts.cumsum(0).clamp(max=m)
     ends = torch.cat([ends, ends.new_full((1,), m)])
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])

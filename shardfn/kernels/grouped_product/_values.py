@@ -31,7 +31,7 @@ def outer_depth(rows: int) -> int:
 
 
 def turns(m: int, k: int, n: int, e: int) -> bool:
-    """Whether `grouped_outer` computes its transpose.
+    """Returns whether `grouped_outer` computes its transpose.
 
     Rows of the narrower operand are read by columns, which lie nearer to one another there. With fewer rows of a group
     this saves less than the transposed copy of the result takes.
@@ -40,7 +40,7 @@ def turns(m: int, k: int, n: int, e: int) -> bool:
 
 
 def check_counts(counts: Tensor, rows: int) -> int:
-    """The largest count. Reads counts on the host, so it is for a CPU.
+    """Returns the largest count. Reads counts on the host, so it is for a CPU.
 
     Raises:
         ValueError: a count is negative, or the counts are more than the rows.

@@ -38,7 +38,7 @@ def penalise(
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: shapes differ, or a value is out of range; names it and the first row.
+        ValueError: shapes differ, or a value is out of range. The message names it and the first row.
         NotImplementedError: in a backward.
 
     Example:

@@ -38,7 +38,10 @@ def penalise(
 
 @functools.cache
 def _function() -> Any:
-    """The function, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
+    """Returns the function, with the types of its arguments, which keeps calls of few rows cheap.
+
+    None without a compiler.
+    """
     found = library(SOURCE)
     if found is None:
         return None

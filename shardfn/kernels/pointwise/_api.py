@@ -65,7 +65,7 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
 
     Args:
         x: queries or keys of tokens, float32 or float64; K is even.
-        cos: of each token, in the dtype of x.
+        cos: cosines of each token, in the dtype of x.
         sin: likewise.
 
     Raises:
@@ -88,7 +88,7 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
 
 
 def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"]) -> Float[Tensor, "*rows i"]:
-    """The gradient of `silu(gate) * up` with regard to `x`, whose halves are gate and up, with the bits of torch's ops.
+    """Returns the gradient of `silu(gate) * up` for `x`, whose halves are gate and up, with the bits of torch's ops.
 
         gate, up = x.chunk(2, -1)
         torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
@@ -140,7 +140,7 @@ def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
 
 
 def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The rows of `x` in parts, which have the same rows for both ops above.
+    """Returns the rows of `x` in parts, which have the same rows for both ops above.
 
     So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
     """

@@ -80,28 +80,9 @@ INLINE void part_of(const Call& o, int64_t part) {
     std::memcpy(o.y + i, x, (end - i) * sizeof(float));
 }
 
-using Run = void (*)(const Call&, int64_t);
-
 template <typename Op>
-void any(const Call& o, int64_t part) { part_of<Any, Op>(o, part); }
-
-#if GENERATIONS == 3
-template <typename Op>
-V4 void v4(const Call& o, int64_t part) { part_of<Avx512, Op>(o, part); }
-template <typename Op>
-V3 void v3(const Call& o, int64_t part) { part_of<Avx2, Op>(o, part); }
-
-template <typename Op>
-Run here(int64_t newest) { return form_of<Run>(newest, v4<Op>, v3<Op>, any<Op>); }
-#else
-template <typename Op>
-Run here(int64_t) { return any<Op>; }
-#endif
-
-template <typename Op>
-void run(const Call& o, int64_t threads, int64_t newest) {
-    const Run one = here<Op>(newest);
-    share((o.n + PART - 1) / PART, threads, [&](int64_t part) { one(o, part); });
+void run(const Call& o, int64_t threads) {
+    share((o.n + PART - 1) / PART, threads, [&](int64_t part) { part_of<Here, Op>(o, part); });
 }
 
 // x cos + (-b, a) sin of a row (a, b): each product, and each sum, is rounded once.
@@ -120,66 +101,45 @@ INLINE void turned_row(const float* x, const float* cos, const float* sin, float
     }
 }
 
-using Turn = void (*)(const float*, const float*, const float*, float*, int64_t);
-
-void turn_any(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
-    turned_row<Any>(x, cos, sin, y, half);
-}
-
-#if GENERATIONS == 3
-V4 void turn_v4(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
-    turned_row<Avx512>(x, cos, sin, y, half);
-}
-V3 void turn_v3(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
-    turned_row<Avx2>(x, cos, sin, y, half);
-}
-
-Turn turns(int64_t newest) { return form_of(newest, turn_v4, turn_v3, turn_any); }
-#else
-Turn turns(int64_t) { return turn_any; }
-#endif
-
 }  // namespace
 
 extern "C" {
 
-void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t threads, int64_t newest) {
-    run<GatedSilu>({gate, up, y, n}, threads, newest);
+void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t threads) {
+    run<GatedSilu>({gate, up, y, n}, threads);
 }
 
-void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim,
-            int64_t newest) {
-    const Turn turn = turns(newest);
+void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim) {
     for (int64_t t = 0; t < tokens; ++t, cos += dim, sin += dim)
-        for (int64_t h = 0; h < heads; ++h, x += dim, y += dim) turn(x, cos, sin, y, dim / 2);
+        for (int64_t h = 0; h < heads; ++h, x += dim, y += dim) turned_row<Here>(x, cos, sin, y, dim / 2);
 }
 
-void added(const float* x, const float* other, float* y, int64_t n, int64_t threads, int64_t newest) {
-    run<Added>({x, other, y, n}, threads, newest);
+void added(const float* x, const float* other, float* y, int64_t n, int64_t threads) {
+    run<Added>({x, other, y, n}, threads);
 }
 
-void multiplied(const float* x, const float* other, float* y, int64_t n, int64_t threads, int64_t newest) {
-    run<Multiplied>({x, other, y, n}, threads, newest);
+void multiplied(const float* x, const float* other, float* y, int64_t n, int64_t threads) {
+    run<Multiplied>({x, other, y, n}, threads);
 }
 
 // Rows times a factor each (`each`), or each times one row of factors.
-void scaled(const float* x, const float* by, float* y, int64_t rows, int64_t size, int64_t each, int64_t newest) {
+void scaled(const float* x, const float* by, float* y, int64_t rows, int64_t size, int64_t each) {
     for (int64_t r = 0; r < rows; ++r, x += size, y += size) {
-        if (each) run<WithOne<Multiplied>>({x, by + r, y, size}, 1, newest);
-        else run<Multiplied>({x, by, y, size}, 1, newest);
+        if (each) run<WithOne<Multiplied>>({x, by + r, y, size}, 1);
+        else run<Multiplied>({x, by, y, size}, 1);
     }
 }
 
-void shifted(const float* x, float* y, int64_t n, float by, int64_t threads, int64_t newest) {
-    run<WithOne<Added>>({x, &by, y, n}, threads, newest);
+void shifted(const float* x, float* y, int64_t n, float by, int64_t threads) {
+    run<WithOne<Added>>({x, &by, y, n}, threads);
 }
 
 void inverse_root(const float* x, float* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) y[i] = 1.0f / std::sqrt(x[i]);
 }
 
-void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {
-    run<Gelu>({x, nullptr, y, n}, threads, newest);
+void gelu(const float* x, float* y, int64_t n, int64_t threads) {
+    run<Gelu>({x, nullptr, y, n}, threads);
 }
 
 }  // extern "C"

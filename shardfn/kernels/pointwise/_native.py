@@ -13,15 +13,13 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "pointwise/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 # Elements below which a second thread costs more than it saves.
 FEW = 1 << 17
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """From fp32 of one shape to fp32 of that shape."""
-    run = function(SOURCE, "gated_silu", "pppiii")
+    run = function(SOURCE, "gated_silu", "pppii")
     if run is None:
         return _reference.gated_silu(gate, up)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -31,7 +29,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """From fp32 to fp32 of that shape."""
-    run = function(SOURCE, "gelu", "ppiii")
+    run = function(SOURCE, "gelu", "ppii")
     if run is None:
         return _reference.gelu(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -41,39 +39,39 @@ def gelu(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
-    run = function(SOURCE, "rotate", "ppppiiii")
+    run = function(SOURCE, "rotate", "ppppiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run(*addresses((x, cos, sin, y, *x.shape, NEWEST)))
+    run(*addresses((x, cos, sin, y, *x.shape)))
     return y
 
 
 def call(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of `gated_silu` or `gelu` in a chain."""
+    """Returns the call of `gated_silu` or `gelu` in a chain."""
     return KernelCall(SOURCE, name, _arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
 def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     x, cos, sin = arguments
-    return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape, NEWEST)) if are_dense(x, cos, sin) else None
+    return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape)) if are_dense(x, cos, sin) else None
 
 
 # Operations of torch whose numbers IEEE 754 determines, so that these have the same bits.
 
 
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
+    """Returns the call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         n = x.numel()
-        return KernelCall(SOURCE, "shifted", (x, y, n, float(other), threads_for(n, FEW), NEWEST))
+        return KernelCall(SOURCE, "shifted", (x, y, n, float(other), threads_for(n, FEW)))
     return call("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
 
 
 def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
+    """Returns the call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
     x, by = arguments
     if not isinstance(by, Tensor) or not are_dense(x, by, y):
         return None
@@ -85,22 +83,22 @@ def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     each, alike = (*y.shape[:-1], 1), (*[1] * (by.ndim - 1), size)
     if y.shape != x.shape or y.numel() > FEW or by.shape not in (each, alike):
         return None
-    return KernelCall(SOURCE, "scaled", (x, by, y, rows, size, int(by.shape == each), NEWEST))
+    return KernelCall(SOURCE, "scaled", (x, by, y, rows, size, int(by.shape == each)))
 
 
 def call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `pow` with an exponent of two."""
+    """Returns the call of torch's `pow` with an exponent of two."""
     x, exponent = arguments
     two = type(exponent) in (int, float) and exponent == 2
     return call("multiplied", (x, x), y) if two and are_dense(x, y) else None
 
 
 def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `rsqrt` and `rsqrt_`."""
+    """Returns the call of torch's `rsqrt` and `rsqrt_`."""
     (x,) = arguments
     return KernelCall(SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 
 
 def _arguments(*tensors: Tensor) -> Arguments:
     n = tensors[-1].numel()
-    return *tensors, n, threads_for(n, FEW), NEWEST
+    return *tensors, n, threads_for(n, FEW)

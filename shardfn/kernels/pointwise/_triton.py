@@ -49,7 +49,7 @@ def _rotate(x, cos, sin, y, n, heads, dim, WIDTH: tl.constexpr):
 @triton.jit
 @no_type_check
 def _sum_of_products(a, b, c, d):
-    """A b + c d; the compiler must not fuse them: products of 24 bits are exact in float64."""
+    """A b + c d. The compiler must not fuse them: products of 24 bits are exact in float64."""
     return (a.to(tl.float64) * b).to(tl.float32) + (c.to(tl.float64) * d).to(tl.float32)
 
 

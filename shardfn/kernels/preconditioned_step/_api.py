@@ -35,8 +35,8 @@ def preconditioned_step(
         m: the mean of gradients.
         nu: the mean of their squares.
         lr: learning rate.
-        c1: the bias correction of m, `1 - b1^t`; None = 1.
-        c2: the bias correction of nu, `1 - b2^t`; None = 1.
+        c1: the bias correction of m, `1 - b1^t`. None: 1.
+        c2: the bias correction of nu, `1 - b2^t`. None: 1.
         eps: outside the root.
         weight_decay: factor of the decoupled decay.
 
@@ -73,7 +73,7 @@ def preconditioned_step_(
 
     Args:
         p: parameters, overwritten.
-        m: as in `preconditioned_step`, like the following.
+        m: see `preconditioned_step`, like the following.
         nu: the mean of squares.
         lr: learning rate.
         c1: the bias correction of m.

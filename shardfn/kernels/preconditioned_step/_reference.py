@@ -14,7 +14,7 @@ def preconditioned_step(
     """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
     lr, c1, c2 = numbers
     d = torch.where(nu <= 0, math.inf, nu)
-    # torch's roots of fp32 numbers are not always the nearest; those of fp64, rounded, are.
+    # torch's roots of fp32 numbers are not always the nearest. Those of fp64, rounded, are.
     d = (d if c2 is None else d / c2).double().sqrt().float() + eps
     u = (m if c1 is None else m / c1) / d
     u = (u + weight_decay * p if weight_decay else u) * -lr

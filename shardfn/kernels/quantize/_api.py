@@ -19,13 +19,13 @@ def quantize(
         scales = 1 / S = max|x| 2^(1-bits)
 
     So |x - codes * scales| <= max|x| / 2^bits, except for the clamped value, +max|x| itself, which loses one step. An
-    infinity or NaN makes its block NaN. With 4 bits two codes share a byte, the first in its high nibble; an odd row
+    infinity or NaN makes its block NaN. With 4 bits two codes share a byte, the first in its high nibble. An odd row
     ends in a code 0. x is read twice, from the cache the second time.
 
     Args:
         x: fp32, bf16 or fp16 [r, c]; computed in fp32.
         bits: 8 or 4.
-        block: elements of a row that share a scale; the last block of a row may be short. Even with 4 bits.
+        block: elements of a row that share a scale. The last block of a row may be short. Even with 4 bits.
 
     Returns:
         Codes, int8 [r, c] or uint8 [r, ceil(c / 2)], and scales, fp32 [r, ceil(c / block)].
@@ -57,14 +57,14 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Float[Tensor, "r c"] | None = None,
 ) -> Float[Tensor, "r c"]:
-    """The values of the codes of `quantize`: codes * scales, computed in fp32.
+    """Returns the values of the codes of `quantize`: codes * scales, computed in fp32.
 
     Args:
         codes: int8 [r, c], or uint8 [r, ceil(c / 2)] with 4 bits.
         scales: fp32 [r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`.
-        block: as in `quantize`.
+        block: see `quantize`.
         dtype: fp32, bf16 or fp16, of the result; `out`'s if that is given.
         out: [r, c], contiguous, to be filled. None for a new tensor.
 

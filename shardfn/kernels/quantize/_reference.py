@@ -34,13 +34,13 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(codes: Tensor, c: int) -> Tensor:
-    """The inverse of `pack_nibbles`."""
+    """Returns the inverse of `pack_nibbles`."""
     both = torch.stack([codes >> 4, codes & 15], -1).reshape(codes.shape[0], 2 * codes.shape[1])[:, :c]
     return ((both ^ 8).to(torch.int16) - 8).to(torch.int8)
 
 
 def dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> Tensor:
-    """The inverse of `quantize`, fp32 [r, c]."""
+    """Returns the inverse of `quantize`, fp32 [r, c]."""
     values = (codes if bits == 8 else unpack_nibbles(codes, c)).float()
     return values * scales.repeat_interleave(block, 1)[:, :c]
 

@@ -30,7 +30,7 @@ def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: T
 
 
 def width_of(block: int, c: int) -> int:
-    """The smallest power of two that is at least the size of a block, and at least 2."""
+    """Returns the smallest power of two that is at least the size of a block, and at least 2."""
     return max(2, 1 << (min(block, c) - 1).bit_length()) if c else 2
 
 

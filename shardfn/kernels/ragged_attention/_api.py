@@ -51,8 +51,8 @@ def ragged_attention(
     Each element is one fixed expression of its row of q and of the keys and values that it sees, by their positions
     alone. So its bits depend neither on the tables, the size of blocks, the cut of a sequence into calls, and other
     tokens, nor on threads and the processor. The expression: tiles of 32 positions from position 0 on, without those
-    that are wholly masked; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order.
-    In float64, products are rounded before they are added, and it is slow. There is no derivative yet.
+    that are wholly masked; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order. In
+    float64, products are rounded before they are added, and it is slow. There is no derivative yet.
 
     Args:
         q: queries, float32 or float64; G divides H.
@@ -60,21 +60,21 @@ def ragged_attention(
         v: values, likewise.
         cache: float32, bfloat16, int8 or float8_e4m3fn, or float64 where q is; contiguous, written in place. Keys and
             values are rounded to its dtype before they are read, also a token's own. Of tokens with the same slot the
-            last one's are kept. A row has K elements; int8 and float8 are codes with one scale a row, of
-            `cache_row(K, dtype)` elements.
+            last one's are kept. A row has K elements; int8 and float8 are codes with one scale a row, of `cache_row(K,
+            dtype)` elements.
         slots: where each token is written, int32.
-        positions: of each token in its sequence, int32.
+        positions: positions of each token in its sequence, int32.
         sequences: the row of `tables` for each token, int32.
         tables: blocks of each sequence, int32. Entries that no token reads may have any value.
-        scale: of scores; 1 / sqrt(K) if None.
+        scale: scale of scores; 1 / sqrt(K) if None.
         window: the number of positions that a token sees at most, with its own.
         softcap: the bound c of scores.
-        slopes: of ALiBi, in the dtype of q.
+        slopes: slopes of ALiBi, in the dtype of q.
         sinks: the score of one more key, whose value is 0, in the dtype of q.
-        tree: for guesses that branch: where row i has bits, the keys at the last positions that token i sees are those
-            of the tokens j with tree[i, j], read from their slots instead of the table's. In the order of j, these are
-            tokens of i's sequence, at consecutive positions up to positions[i], and the last one is i. A row without
-            bits uses the table alone.
+        tree: tree for guesses that branch: where row i has bits, the keys at the last positions that token i sees are
+            those of the tokens j with tree[i, j], read from their slots instead of the table's. In the order of j,
+            these are tokens of i's sequence, at consecutive positions up to positions[i], and the last one is i. A row
+            without bits uses the table alone.
 
     Returns:
         y, and lse, in the dtype of q. A row of y is 0 if all its scores are -inf, and lse is -inf. The bits of lse
@@ -82,7 +82,7 @@ def ragged_attention(
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: shapes do not fit, or a token is out of range; nothing is written.
+        ValueError: shapes do not fit, or a token is out of range. Nothing is written.
         NotImplementedError: in a backward.
 
     Example:

@@ -26,7 +26,7 @@ def check_plan(
 
 
 def num_guesses(tree: Tensor) -> Tensor:
-    """The positions of each token whose keys are those of guesses, int64 [T]: the last ones that it sees."""
+    """Returns the positions of each token whose keys are those of guesses, int64 [T]: the last ones that it sees."""
     return (tree != 0).sum(1)
 
 

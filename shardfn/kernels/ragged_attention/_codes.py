@@ -50,17 +50,17 @@ def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tens
 
 
 def decoded_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
-    """The values of the bytes of rows.
+    """Returns the values of the bytes of rows.
 
     Args:
-        rows: from `coded_rows`.
+        rows: rows from `coded_rows`.
         k: the head dim.
-        dtype: as for `coded_rows`.
+        dtype: see `coded_rows`.
     """
     scale = rows[..., -4:].contiguous().view(torch.float32)
     return rows[..., :k].contiguous().view(dtype).float() * scale
 
 
 def as_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row"]:
-    """A cache whose codes are bytes, as a view."""
+    """Returns a cache whose codes are bytes, as a view."""
     return cache.view(torch.uint8) if cache.dtype in LARGEST else cache

@@ -207,19 +207,6 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
     }
 }
 
-using Run = void (*)(const Call&, const Plan&, const Group&, int64_t, Scratch&);
-
-void any(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Any>(o, plan, group, g, s); }
-
-#if GENERATIONS == 3
-V3 void v3(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx2>(o, plan, group, g, s); }
-V4 void v4(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx512>(o, plan, group, g, s); }
-
-Run here(int64_t newest) { return form_of(newest, v4, v3, any); }
-#else
-Run here(int64_t) { return any; }
-#endif
-
 }  // namespace
 
 extern "C" {
@@ -230,13 +217,12 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
                          const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T, int64_t H, int64_t G, int64_t K,
                          int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
                          int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
-                         int64_t few, int64_t newest) {
+                         int64_t few) {
     const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse, T, H, G, K,
                     q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;
     const std::vector<Group> groups = groups_of(o, plan);
-    const Run run = here(newest);
     const int64_t items = groups.size() * G;
     int64_t work = 0;
     for (const Group& group : groups) work += group.count * (group.end - group.begin) * H * K;
@@ -246,7 +232,7 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
         static thread_local Scratch scratch;
         for (int64_t g; (g = write++) < G; ++written) write_head(o, g);
         while (written < G) std::this_thread::yield();  // a token may read the key of any other
-        for (int64_t item; (item = next++) < items;) run(o, plan, groups[item / G], item % G, scratch);
+        for (int64_t item; (item = next++) < items;) attend<Here>(o, plan, groups[item / G], item % G, scratch);
     });
     return 0;
 }

@@ -14,8 +14,6 @@ from . import _reference
 from ._check import check_plan
 
 SOURCE = "ragged_attention/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 # The kinds of a cache, as in _rows.h.
 KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 # Multiply-adds of scores below which a second thread costs more than it saves.
@@ -28,7 +26,7 @@ def ragged_attention(
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
-    run = function(SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "iii", returns=True)
+    run = function(SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "ii", returns=True)
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
         return _reference.ragged_attention(*args)
@@ -44,7 +42,7 @@ def ragged_attention(
 
 
 def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     q, k, v, cache, *plan, _, window, _, slopes, sinks, tree = arguments
     if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
         return None
@@ -61,4 +59,4 @@ def _arguments(
     tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse
     sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    return *tensors, *sizes, window or 0, KINDS[cache.dtype], *scores, num_threads(), FEW, NEWEST
+    return *tensors, *sizes, window or 0, KINDS[cache.dtype], *scores, num_threads(), FEW

@@ -65,7 +65,7 @@ def seen_slots(
     block: int, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The slots of the keys that tokens see, by position, int64 [T, whole tiles]; -1 where they see nothing."""
+    """Returns the slots of the keys that tokens see, by position, int64 [T, whole tiles]. -1: nothing is seen."""
     most = int(positions.max()) + 1 if len(positions) else 0
     p, mine = torch.arange(-(-most // TILE) * TILE, device=slots.device), positions[:, None].long()
     seen = p <= mine
@@ -81,7 +81,7 @@ def seen_slots(
 
 
 def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest score [T, G, R], lanes of the sum of weights [T, G, R, LANES], weighted values [T, G, R, K]."""
+    """Returns largest scores [T, G, R], lanes of sums of weights [T, G, R, LANES], weighted values [T, G, R, K]."""
     most = q.new_full(q.shape[:-1], -torch.inf)
     most = most if sink is None else sink.expand_as(most)
     lanes = q.new_zeros(*most.shape, LANES)
@@ -90,7 +90,10 @@ def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The scores [T, G, R, N]: lane l has the chain over elements l, l + 16, ...; lanes are added by halving."""
+    """Returns the scores [T, G, R, N].
+
+    Lane l has the chain over elements l, l + 16, ...; lanes are added by halving.
+    """
     pad = 0, -q.shape[-1] % LANES
     q = torch.nn.functional.pad(q, pad).unflatten(-1, (-1, LANES))[:, :, :, None]
     k = torch.nn.functional.pad(k_TNGK, pad).unflatten(-1, (-1, LANES)).movedim(1, 2)[:, :, None]
@@ -106,7 +109,7 @@ def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> T
 def _with_tile(
     state: tuple[Tensor, Tensor, Tensor], x: Tensor, v_TNGK: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state with one more tile. Tokens that see nothing of it keep their state."""
+    """Returns the state with one more tile. Tokens that see nothing of it keep their state."""
     most, lanes, y = state
     x = torch.where(seen[:, None, None], x, -torch.inf)
     top = torch.where(x.isnan(), -torch.inf, x).amax(-1)
@@ -127,7 +130,7 @@ def _with_tile(
 
 
 def halved(x: Tensor) -> Tensor:
-    """The sum over the last dim, a power of two: its second half is added to its first, and so on."""
+    """Returns the sum over the last dim, a power of two: its second half is added to its first, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -135,14 +138,14 @@ def halved(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
+    """Returns the hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
     square, e = x * x, exponential(-2 * x.abs())
     near = _wide_near(x, square) if x.dtype == torch.float64 else fused(polynomial(TANH, square) * square, x, x)
     return torch.where(x.abs() < SMALL, near, torch.copysign((1 - e) / (1 + e), x))
 
 
 def _wide_near(x: Tensor, square: Tensor) -> Tensor:
-    """The quotient of the series of sinh and cosh."""
+    """Returns the quotient of the series of sinh and cosh."""
     sinh, cosh = torch.ones_like(x), torch.ones_like(x)
     for i in range(2 * WIDE_TERMS - 1, 0, -2):
         cosh = 1 + cosh * square * (1 / (i * (i + 1)))

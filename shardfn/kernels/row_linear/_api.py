@@ -21,12 +21,12 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
-    """A weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
+    """Returns a weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
 
     Args:
         weight: float32, bfloat16 or float64.
-        codes: "int8" or "int4" rounds to these, by `code_blocks`; None keeps the weight's dtype.
-            A float64 weight is not rounded.
+        codes: "int8" or "int4" rounds to these, by `code_blocks`. None keeps the weight's dtype. A float64 weight is
+            not rounded.
 
     Returns:
         Panels of 64 outputs, padded with zeros; in the weight's dtype, or those of `pack_blocks`.
@@ -63,7 +63,7 @@ def row_linear(
 ) -> Float[Tensor, "*rows num"]:
     """`x @ weight.T + bias`, each element by one fixed expression.
 
-    K is cut in `chunks`; an element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
+    K is cut in `chunks`. An element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
     are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
     number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
     chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain. In
@@ -75,7 +75,7 @@ def row_linear(
         packed: the weight [num, k] from `pack_rows` or `pack_blocks`; bfloat16 is widened, which is exact, and codes
             are decoded in registers, so that bits are those of the float32 weight of `unpack_rows`.
         num: outputs.
-        chunks: of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
+        chunks: chunks of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
         bias: added last; in the dtype of x.
 
     Raises:
@@ -109,12 +109,12 @@ def row_linears(
         x: as of `row_linear`.
         packed: the weights.
         nums: outputs of each.
-        chunks: of k, in all layers.
-        biases: of each, or None.
+        chunks: chunks of k, in all layers.
+        biases: biases of each, or None.
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: the numbers of weights, outputs and biases differ; or as `row_linear`.
+        ValueError: the numbers of weights, outputs and biases differ, or as `row_linear`.
         NotImplementedError: in a backward.
 
     Example:
@@ -156,7 +156,10 @@ def _row_linears(
 
 
 def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
-    """The rule for vmap: a mapped dim of x joins its rows; with a weight that is mapped, each part has its own call."""
+    """Returns the rule for vmap.
+
+    A mapped dim of x joins its rows. With a weight that is mapped, each part has its own call.
+    """
     op, (of_x, of_packed, _, _, of_biases) = torch.ops.shardfn_kernels.row_linears, in_dims
     none = [None] * len(nums)
     of_packed, of_biases = of_packed or none, of_biases or none

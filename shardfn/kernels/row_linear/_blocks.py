@@ -12,14 +12,14 @@ from ._codes import BLOCK_BYTES, GROUP, Codes
 def decode_blocks(
     blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*rows k"]:
-    """The values of blocks of codes: those that `row_linear` multiplies by, which are rounded at most once.
+    """Returns the values of blocks of codes: those that `row_linear` multiplies by, which are rounded at most once.
 
         int8    scale q               int4    scale q + least
 
     Args:
-        blocks: of GGUF's Q8_0 or Q4_1, as from `code_blocks`; any dims before the last.
-        k: elements of a row; those behind it, to a multiple of 32, are left out.
-        dtype: of the result; the values are in float32, and are rounded to it.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`; any dims before the last.
+        k: elements of a row. Those behind it, to a multiple of 32, are left out.
+        dtype: dtype of the result. The values are in float32, and are rounded to it.
 
     Raises:
         TypeError: blocks are not uint8.
@@ -40,7 +40,7 @@ def decode_blocks(
 
 
 def block_bytes(k: int, codes: Codes) -> int:
-    """The bytes of the blocks of a row of k elements.
+    """Returns the bytes of the blocks of a row of k elements.
 
     Example:
         >>> block_bytes(40, "int4")

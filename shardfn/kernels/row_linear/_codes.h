@@ -28,15 +28,17 @@ template <int BYTES, typename B>
 INLINE typename Lanes<BYTES>::Int of_bytes(const B* p) {
     typedef typename Lanes<BYTES>::Int Int;
     constexpr bool negative = B(-1) < 0;
-#if GENERATIONS == 3
+#if GENERATION >= 3
     typedef char Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
     typedef int64_t Two __attribute__((vector_size(16)));
     typedef int64_t Eight __attribute__((aligned(1), may_alias));
+#if GENERATION == 4
     if constexpr (BYTES == 64) {
         const Sixteen bytes = *(const Sixteen*)p;
         return negative ? (Int)__builtin_ia32_pmovsxbd512_mask(bytes, Int{}, -1)
                         : (Int)__builtin_ia32_pmovzxbd512_mask(bytes, Int{}, -1);
     }
+#endif
     if constexpr (BYTES == 32) {
         const Sixteen bytes = (Sixteen)Two{*(const Eight*)p, 0};
         return negative ? (Int)__builtin_ia32_pmovsxbd256(bytes) : (Int)__builtin_ia32_pmovzxbd256(bytes);
@@ -63,7 +65,7 @@ INLINE typename Lanes<BYTES>::V of_half(const uint16_t* p) {
 template <int BYTES>
 INLINE typename Lanes<BYTES>::V of_nibble(typename Lanes<BYTES>::Int q) {
     typedef Lanes<BYTES> L;
-#if GENERATIONS == 3
+#if GENERATION == 4
     if constexpr (BYTES == 64) {  // whose permutations read these bits alone
         const typename L::V values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return __builtin_shuffle(values, q);
@@ -241,21 +243,4 @@ INLINE void coded_panel(const Job<float, W>& o, void (*multiply)(const Job<float
 }
 
 template <typename W>
-void coded_any(const Job<float, W>& o) { coded_panel<W, 16, false>(o, panel_any<float, float>); }
-
-#if GENERATIONS == 3
-template <typename W>
-V4 void coded_v4(const Job<float, W>& o) { coded_panel<W, 64, true>(o, panel_v4<float, float>); }
-template <typename W>
-V3 void coded_v3(const Job<float, W>& o) { coded_panel<W, 32, true>(o, panel_v3<float, float>); }
-#endif
-
-// The code for a job.
-template <typename W>
-void (*decodes(int64_t newest))(const Job<float, W>&) {
-#if GENERATIONS == 3
-    return form_of(newest, coded_v4<W>, coded_v3<W>, coded_any<W>);
-#else
-    return coded_any<W>;
-#endif
-}
+void multiply_coded(const Job<float, W>& o) { coded_panel<W, WIDTH, FUSED>(o, multiply<float, float>); }

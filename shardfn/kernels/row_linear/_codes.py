@@ -72,7 +72,7 @@ def _spoiled(scale: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
-    """Blocks of codes in the order in which `row_linear` reads them; values do not change.
+    """Blocks of codes in the order in which `row_linear` reads them. Values do not change.
 
     Args:
         blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
@@ -115,7 +115,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
 
 
 def kind_of(packed: Tensor) -> Codes | None:
-    """The codes of a packed weight; None = floats.
+    """Returns the codes of a packed weight. None: floats.
 
     Raises:
         ValueError: it is of bytes, but not from `pack_blocks`.
@@ -129,7 +129,7 @@ def kind_of(packed: Tensor) -> Codes | None:
 
 
 def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
-    """The shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
+    """Returns the shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
 
     Example:
         >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
@@ -167,10 +167,12 @@ def _parts(packed: Tensor) -> _Parts:
 
 
 def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
-    """The weight of a packed one, in float32, or float64 of that: of codes, the values that `row_linear` multiplies by.
+    """Returns the weight of a packed one, in float32, or float64 of that.
+
+    Of codes, the values that `row_linear` multiplies by.
 
     Args:
-        packed: from `pack_rows` or `pack_blocks`.
+        packed: packed from `pack_rows` or `pack_blocks`.
         num: outputs.
         k: inputs.
 
@@ -191,8 +193,8 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
     """Some rows of a packed weight, as of a table of embeddings; indices are from 0 to num - 1.
 
     Args:
-        packed: from `pack_rows` or `pack_blocks`.
-        index: of the rows.
+        packed: packed from `pack_rows` or `pack_blocks`.
+        index: index of the rows.
         k: inputs.
 
     Returns:

@@ -5,7 +5,7 @@
                     with all moments H of the inputs, errors are also made up for by the weights that follow:
                     minimises  (w - w') H (w - w')  greedily, column by column
 
-The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors; for each, q is rounded
+The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors. For each, q is rounded
 and (s, m) are those of a weighted regression on q.
 
 Each group has elements at both ends of its grid. So rounding keeps its values, and they may be passed on as floats:
@@ -42,7 +42,7 @@ def fit_blocks(
     Args:
         weight: floats; k is a multiple of 32.
         codes: "int8" or "int4".
-        moments: of the layer's inputs x over some text: [k], the means of x_i^2, weigh errors; [k, k], those of
+        moments: moments of the layer's inputs x over some text: [k], the means of x_i^2, weigh errors; [k, k], those of
             x_i x_j, also let each column make up for the errors of the columns before it (GPTQ). None weighs all alike.
 
     Raises:
@@ -78,7 +78,7 @@ def fit_blocks(
 
 
 def _kept_by_rounding(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
-    """The blocks, with those that rounding would change replaced by those of `code_blocks`, rounded until they stay."""
+    """Returns the blocks, where those that rounding would change are made by `code_blocks` until they stay."""
     size, k = BLOCK_BYTES[codes], w.shape[1]
     for turn in range(_TURNS):
         again = code_blocks(decode_blocks(blocks, k), codes)
@@ -106,7 +106,7 @@ class _Grid(NamedTuple):
         return self.scale * q + self.least
 
     def spans(self, q: Tensor) -> Tensor:
-        """Whether codes along the last dim are at the ends from which `code_blocks` finds this grid again."""
+        """Returns whether codes along the last dim are at the ends from which `code_blocks` finds this grid again."""
         if self.codes == "int8":
             return (q.abs() == 127).any(-1, keepdim=True)
         return (q == 0).any(-1, keepdim=True) & (q == 15).any(-1, keepdim=True)
@@ -116,7 +116,7 @@ _BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
 
 
 def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
-    """The best grid of each group, whose elements are along the last dim of x."""
+    """Returns the best grid of each group, whose elements are along the last dim of x."""
     best, least_error = None, None
     for shrink in _SHRINKS:
         start = _spanned(x, codes, shrink)
@@ -145,7 +145,10 @@ def _spanned(x: Tensor, codes: Codes, shrink: float) -> _Grid:
 
 
 def _regressed(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
-    """The weighted regression of the elements on their codes; through the origin where there is no least value."""
+    """Returns the weighted regression of the elements on their codes.
+
+    Through the origin where there is no least value.
+    """
     if codes == "int8":
         sums = (h * q.square()).sum(-1, keepdim=True)
         return _grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
@@ -162,7 +165,7 @@ def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
 
 
 def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
-    """Columns in order; the error of each is taken up by the columns behind it (GPTQ, algorithm 1).
+    """Columns in order. The error of each is taken up by the columns behind it (GPTQ, algorithm 1).
 
     A group's grid is searched when its first column is reached, for the weights that it has by then. Where its codes
     then miss an end of the grid, its columns do not make up for one another, and later groups do.
@@ -197,7 +200,7 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
 
 
 def _blocks(grid: _Grid, q: Tensor) -> Tensor:
-    """The bytes of GGUF's blocks."""
+    """Returns the bytes of GGUF's blocks."""
     scale, n = grid.scale.half().view(torch.uint8), q.shape[0]
     if grid.codes == "int8":
         return torch.cat([scale, q.to(torch.int8).view(torch.uint8)], -1).view(n, -1)

@@ -57,20 +57,20 @@ extern "C" {
 
 // x [M, K] times each of `num` layers of one kind.
 void row_linears(const float* x, const void* layers, int64_t num, int64_t M, int64_t K, int64_t chunks, int64_t kind,
-                 int64_t threads, int64_t newest) {
+                 int64_t threads) {
     const int64_t size = K * PANEL, groups = (K + GROUP - 1) / GROUP;
     const Call o = {x, (const Layer*)layers, num, M, K, chunks, threads};
     switch (kind) {
-        case 0: return by_panels(multiplies<float, float>(newest), o, PANEL, size);
-        case 1: return by_panels(multiplies<float, uint16_t>(newest), o, PANEL, size);
-        case 2: return by_panels(decodes<Int8>(newest), o, 0, groups);
-        case 3: return by_panels(decodes<Int4>(newest), o, 0, groups);
+        case 0: return by_panels(multiply<float, float>, o, PANEL, size);
+        case 1: return by_panels(multiply<float, uint16_t>, o, PANEL, size);
+        case 2: return by_panels(multiply_coded<Int8>, o, 0, groups);
+        case 3: return by_panels(multiply_coded<Int4>, o, 0, groups);
     }
 }
 
 // The same; its layers come last, each as its four fields.
 int64_t row_linears_chained(const int64_t* from) {
-    row_linears((const float*)from[0], from + 8, from[1], from[2], from[3], from[4], from[5], from[6], from[7]);
+    row_linears((const float*)from[0], from + 7, from[1], from[2], from[3], from[4], from[5], from[6]);
     return 0;
 }
 

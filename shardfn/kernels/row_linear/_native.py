@@ -17,8 +17,6 @@ from . import _reference
 from ._codes import kind_of
 
 SOURCE = "row_linear/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 # Multiply-adds below which a second thread costs more than it saves.
 FEW = 1 << 21
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
@@ -28,7 +26,7 @@ def row_linears(
     x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """From x fp32 [*, k] to fp32 [*, num] of each layer; neighbours of one kind are computed in one call."""
-    run = function(SOURCE, "row_linears", "pp" + "i" * 7)
+    run = function(SOURCE, "row_linears", "pp" + "i" * 6)
     if run is None:
         return _reference.row_linears(x, packed, nums, chunks, biases)
     *lead, k = x.shape
@@ -44,19 +42,19 @@ def row_linears(
         for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
             layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
         threads = threads_for(m * k * sum(nums[start:end]), FEW)
-        run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads, NEWEST)
+        run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads)
         start = end
     return ys
 
 
 def call_one(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of `row_linear` in a chain."""
+    """Returns the call of `row_linear` in a chain."""
     x, packed, num, chunks, bias = arguments
     return call((x, [packed], [num], chunks, [bias]), [y])
 
 
 def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
-    """The call of `row_linears` in a chain, if its layers are of one kind."""
+    """Returns the call of `row_linears` in a chain, if its layers are of one kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
     if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):
@@ -64,4 +62,4 @@ def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
     m, k = x.shape[:-1].numel(), x.shape[-1]
     layers = [part for w, bias, y in zip(packed, biases, ys, strict=True) for part in (w, bias, y, y.shape[-1])]
     threads = threads_for(m * k * sum(nums), FEW)
-    return KernelCall(SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, NEWEST, *layers))
+    return KernelCall(SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, *layers))

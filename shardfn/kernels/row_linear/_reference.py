@@ -39,7 +39,9 @@ def row_linears(
 
 
 def joined(chains: Sequence[Tensor]) -> Tensor:
-    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end.
+    """Returns the chains of chunks, added by a binary tree.
+
+    Neighbours first. The nodes that are left at last, from the end.
 
     Nodes of equal numbers of chunks, a power of two, may take the place of their chunks.
 

@@ -82,31 +82,17 @@ INLINE void part_of(const Call& o, int64_t first, int64_t last) {
             row_of<L, false>(o, o.x + r * o.d, o.y + r * o.d);
 }
 
-using Run = void (*)(const Call&, int64_t, int64_t);
-
-void any(const Call& o, int64_t first, int64_t last) { part_of<Any>(o, first, last); }
-
-#if GENERATIONS == 3
-V4 void v4(const Call& o, int64_t first, int64_t last) { part_of<Avx512>(o, first, last); }
-V3 void v3(const Call& o, int64_t first, int64_t last) { part_of<Avx2>(o, first, last); }
-
-Run here(int64_t newest) { return form_of(newest, v4, v3, any); }
-#else
-Run here(int64_t) { return any; }
-#endif
-
 }  // namespace
 
 extern "C" {
 
 // x [rows, d], w [d], b [d] or null -> y [rows, d]
 void row_norm(const float* x, const float* w, const float* b, float* y, float eps, int64_t rows, int64_t d,
-              int64_t centered, int64_t threads, int64_t newest) {
+              int64_t centered, int64_t threads) {
     const Call o = {x, w, b, y, eps, rows, d, centered};
-    const Run run = here(newest);
     const int64_t each = d < PART ? PART / (d ? d : 1) : 1;
     share((rows + each - 1) / each, threads, [&](int64_t part) {
-        run(o, part * each, (part + 1) * each < rows ? (part + 1) * each : rows);
+        part_of<Here>(o, part * each, (part + 1) * each < rows ? (part + 1) * each : rows);
     });
 }
 

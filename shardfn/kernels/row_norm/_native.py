@@ -13,15 +13,13 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "row_norm/_native.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
-NEWEST = 4
 # Elements below which a second thread costs more than it saves.
 FEW = 1 << 18
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     """From fp32 [r, d] to fp32 [r, d]."""
-    run = function(SOURCE, "row_norm", "ppppfiiiii")
+    run = function(SOURCE, "row_norm", "ppppfiiii")
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -30,7 +28,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
 
 
 def call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of the op in a chain."""
+    """Returns the call of the op in a chain."""
     x, weight, bias, eps, centered = arguments
     whole = are_dense(x, weight, bias)
     return KernelCall(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None
@@ -38,4 +36,4 @@ def call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
     rows, d = x.shape[:-1].numel(), x.shape[-1]
-    return x, weight, bias, y, eps, rows, d, centered, threads_for(x.numel(), FEW), NEWEST
+    return x, weight, bias, y, eps, rows, d, centered, threads_for(x.numel(), FEW)

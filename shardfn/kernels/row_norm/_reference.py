@@ -24,7 +24,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
 
 
 def _added(x: Tensor) -> Tensor:
-    """The sums of the lanes, [r, 64]."""
+    """Returns the sums of the lanes, [r, 64]."""
     total = x.new_zeros(x.shape[0], LANES)
     for part in _parts(x):
         total = total + part
@@ -32,7 +32,7 @@ def _added(x: Tensor) -> Tensor:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """The sums of the lanes' squares, [r, 64]."""
+    """Returns the sums of the lanes' squares, [r, 64]."""
     total = x.new_zeros(x.shape[0], LANES)
     for part in _parts(x):
         total = fused(part, part, total)

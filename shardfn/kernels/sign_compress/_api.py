@@ -58,12 +58,12 @@ def sign_compress_(
 ) -> tuple[UInt8[Tensor, "r c//8"], Float32[Tensor, " r"]]:
     """`sign_compress` that writes the new error over the old one, which must be contiguous.
 
-    Two passes on a CPU: x and error are read and error written; then error is read and written, and bits are written.
+    Two passes on a CPU: x and error are read and error written. Then error is read and written, and bits are written.
 
     Args:
-        x: as in `sign_compress`.
+        x: see `sign_compress`.
         error: fp32 [r, c], overwritten.
-        whole: as in `sign_compress`.
+        whole: see `sign_compress`.
 
     Returns:
         Bits uint8 [r, c / 8], scales fp32 [r].

@@ -15,7 +15,7 @@ def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor
 
 
 def compress_into(y: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Codes of y; writes y minus their values to `error`, which may be y."""
+    """Codes of y, and writes y minus their values to `error`, which may be y."""
     r, c = y.shape
     squares = sum_squares(y.reshape(1, r * c)) if whole else sum_squares(y)
     scale = root_mean(squares, r * c if whole else c).expand(r).contiguous()

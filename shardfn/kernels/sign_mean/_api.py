@@ -17,7 +17,7 @@ def sign_mean(
         z = (scale_0 q_0 + ... + scale_(k-1) q_(k-1)) / k + error    q_i = +-1 of row i, added in the order of rows
         scale = sqrt(mean(z^2)), bits = z >= 0, new_error = z - scale * sign(z)
 
-    Computed in fp32, as in `sign_compress`; no [k, 8 b] of floats is made.
+    Computed in fp32, as in `sign_compress`. No [k, 8 b] of floats is made.
 
     Args:
         bits: uint8 [k, b], a row of each worker, as `pack_signs` makes them; k >= 1.
@@ -50,8 +50,8 @@ def sign_mean_(
     """`sign_mean` that writes the new error over the old one, which must be contiguous.
 
     Args:
-        bits: as in `sign_mean`.
-        scale: as in `sign_mean`.
+        bits: see `sign_mean`.
+        scale: see `sign_mean`.
         error: fp32 [8 b], overwritten.
 
     Returns:

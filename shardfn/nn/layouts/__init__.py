@@ -11,7 +11,7 @@ Each is a function of the length that returns a `BlockLayout`, which composes wi
 every pair counts: "unidirectional" leaves out later blocks only, and a causal model attends by `Causal() & layout`. A
 model, which knows no length, takes the function itself: `functools.partial(layouts.fixed, block=64)`.
 
-A layout is made for one length; the corner of a longer one is another layout. Random blocks are a function of the key
+A layout is made for one length. The corner of a longer one is another layout. Random blocks are a function of the key
 and the head, so that all ranks, and all processes that resume, draw the same.
 """
 

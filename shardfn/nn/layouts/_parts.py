@@ -14,7 +14,7 @@ Blocks = np.ndarray
 
 
 def num_blocks(length: int, block: int, padded: bool = False) -> int:
-    """The number of blocks of a sequence.
+    """Returns the number of blocks of a sequence.
 
     Args:
         length: tokens of the sequence.
@@ -39,7 +39,7 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
 
 
 def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
-    """A `BlockLayout`, without the dim of heads if there is one head."""
+    """Returns a `BlockLayout`, without the dim of heads if there is one head."""
     return BlockLayout(out[0] if len(out) == 1 else out, block, padded)
 
 
@@ -53,7 +53,7 @@ def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int
 
 
 def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) -> Blocks:
-    """`num` blocks of each row, or all if there are fewer to choose from; all choices are equally likely."""
+    """`num` blocks of each row, or all if there are fewer to choose from. All choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
         raise ValueError(f"{name}: {num} random blocks of {N}; draw at most the number of blocks.")
@@ -65,7 +65,7 @@ def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) ->
 
 
 def is_causal(name: str, attention: str, *more: str) -> bool:
-    """Whether later blocks are left out."""
+    """Returns whether later blocks are left out."""
     known = ("bidirectional", "unidirectional", *more)
     if attention not in known:
         raise ValueError(f"{name}: attention={attention!r} is not one of {', '.join(map(repr, known))}.")

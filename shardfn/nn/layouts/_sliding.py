@@ -27,15 +27,15 @@ def bigbird(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """A sliding window; the first blocks, which see all and are seen by all; and random ones.
+    """Returns a sliding window; the first blocks, which see all and are seen by all, and random ones.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
         num_heads: H for a layout per head, 1 for one layout of all heads.
         num_window_blocks: n: the window has n // 2 blocks on each side.
-        num_global_blocks: of the start.
-        random: the number of blocks for each block of queries, and the key that draws them; the paper has 3.
+        num_global_blocks: number of global blocks of the start.
+        random: the number of blocks for each block of queries, and the key that draws them. The paper has 3.
         attention: "unidirectional": without later blocks; random ones are then drawn from those before, at most all of
             them.
         padded: the last block may be shorter.
@@ -72,13 +72,13 @@ def bslongformer(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """A sliding window, and chosen blocks, which see all and are seen by all: Longformer by blocks.
+    """Returns a sliding window, and chosen blocks, which see all and are seen by all: Longformer by blocks.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
         num_window_blocks: n: the window has n // 2 blocks on each side.
-        global_blocks: a block, or (start, stop) of several; blocks beyond the end are left out.
+        global_blocks: a block, or (start, stop) of several. Blocks beyond the end are left out.
         attention: "unidirectional": without later blocks.
         padded: the last block may be shorter.
 
@@ -106,7 +106,7 @@ def local_window(
     attention: str = "unidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """A sliding window.
+    """Returns a sliding window.
 
     Args:
         length: tokens of the sequence.

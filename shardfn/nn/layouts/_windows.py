@@ -56,13 +56,14 @@ def fixed(
         num_heads: H for a layout per head, 1 for one layout of all heads.
         num_local_blocks: L.
         num_global_blocks: g, which divides L.
-        num_patterns: of the blocks that are seen; head h has pattern h mod num_patterns. At most L / g.
+        num_patterns: number of patterns of the blocks that are seen; head h has pattern h mod num_patterns. At most L /
+            g.
         attention: "unidirectional": without later blocks; "horizontal": the blocks that all see see all, too.
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: g does not divide L, too many patterns, several of them for one layout, an unknown attention,
-            or the block does not divide the length and it is not padded.
+        ValueError: g does not divide L, too many patterns, several of them for one layout, an unknown attention, or the
+            block does not divide the length and it is not padded.
 
     Example:
         >>> fixed(6, block=1, num_local_blocks=2, attention="unidirectional").blocks.astype(int).tolist()[-1]
@@ -101,13 +102,13 @@ def variable(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Windows of several sizes, one after another; blocks that all (unidirectional: all later) see; and random ones.
+    """Windows of several sizes, one after another; blocks that all (unidirectional: all later) see, and random ones.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
         num_heads: H for a layout per head, 1 for one layout of all heads.
-        local_window_blocks: the windows' sizes; the last is repeated to the end.
+        local_window_blocks: the windows' sizes. The last is repeated to the end.
         global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks beyond the end, as of a
             short sequence, are left out.
         random: the number of blocks for each block of queries, and the key that draws them among all, later ones too:
@@ -117,8 +118,8 @@ def variable(
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: windows or ranges of no blocks, more random blocks than there are, an unknown attention, or
-            the block does not divide the length and it is not padded.
+        ValueError: windows or ranges of no blocks, more random blocks than there are, an unknown attention, or the
+            block does not divide the length and it is not padded.
 
     Example:
         >>> variable(4, block=1, local_window_blocks=(1, 2), global_blocks=()).blocks.astype(int).tolist()

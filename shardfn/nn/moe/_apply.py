@@ -21,21 +21,21 @@ def apply(
     exchange: Exchange = _LOCAL,
     name: str = "moe",
 ) -> Float[Tensor, "s d"]:
-    """The sum over choices i of `routing.weights[s, i]` times expert `routing.experts[s, i]` of token `x_SD[s]`.
+    """Sums over choices i `routing.weights[s, i]` times the result of expert `routing.experts[s, i]` for `x_SD[s]`.
 
     Differentiable in `x_SD`, the routing's weights, and `params`. The value does not depend on the exchange beyond
     rounding, and without capacity not on the other tokens.
 
     Args:
         experts: the function of a group of rows, as `swiglu_experts`.
-        params: its leaves, with experts along dim 0, as `exchange.spec` cuts them.
+        params: leaves, with experts along dim 0, as `exchange.spec` cuts them.
         x_SD: this rank's tokens.
         routing: of these tokens, from a function of the router's logits.
         exchange: where tokens meet their experts.
-        name: of the layer, for errors.
+        name: name of the layer, for errors.
 
     Raises:
-        ValueError: leaves with another number of experts, by path; a routing of other tokens; or more rows than the
+        ValueError: leaves with another number of experts, by path. A routing of other tokens, or more rows than the
             exchange has room for, on all ranks.
         RuntimeError: (in the backward, under `remat` or torch's checkpoint) the tokens have other experts than in the
             forward.

@@ -9,12 +9,12 @@ def bias_update(
 ) -> Float[Tensor, "*layers e"]:
     """Moves each bias by `rate`, up where the expert has fewer choices than the mean, down where it has more.
 
-    bias + rate * sign(mean count - count); a count that is the mean moves nothing.
+    bias + rate * sign(mean count - count). A count that is the mean moves nothing.
 
     Call it once a step with the counts of the whole batch: sums over ranks and microbatches.
 
     Args:
-        bias: of `sigmoid_groups`, of one layer or several; part of the model's state, and no parameter.
+        bias: biases of `sigmoid_groups`, of one layer or several; part of the model's state, and no parameter.
         counts: choices of each expert.
         rate: 0.001 in DeepSeek-V3.
         centred: whether the mean of the moves is taken off, so that the biases keep their mean (torchtitan).

@@ -31,7 +31,7 @@ def capacity(num_tokens: Tensor, k: int, num_experts: int, factor: float = 1.0, 
 
 
 def capacity(num_tokens: int | Tensor, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int | Tensor:
-    """The choices that an expert takes: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
+    """Returns the choices that an expert takes: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
 
     Args:
         num_tokens: S, of a rank where `with_capacity` has no axes, else of the whole batch. An int64 0-d tensor, such
@@ -84,8 +84,8 @@ def with_capacity(
     of one device. Without, it is that of each rank's own rows, and another cut of the batch drops other tokens.
 
     Args:
-        routing: of this rank's tokens. The balance loss is that of this one, before it is cut.
-        capacity: C, from `capacity`; a tensor has the same value on all ranks of `axes`, and is at least 1.
+        routing: routing of this rank's tokens. The balance loss is that of this one, before it is cut.
+        capacity: C, from `capacity`. A tensor has the same value on all ranks of `axes`, and is at least 1.
         by: which choices stay.
         axes: axes of the batch. None: own rows. The ranks compare counts, in a message for each 8 bits of the numbers
             by which choices are ordered, and one for ties.

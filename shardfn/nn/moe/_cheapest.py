@@ -18,10 +18,10 @@ class ExchangeBytes(NamedTuple):
     """The bytes that a rank sends in one layer, forward and backward.
 
     Attributes:
-        tokens: of `Tokens`, where all experts are equally busy.
+        tokens: tokens of `Tokens`, where all experts are equally busy.
         most: of `Tokens`, where this rank's choices are all of other ranks' experts, and its room is full.
-        weights: of `Weights`, and of `Local` under ZeRO's stage 3.
-        sum: of `Sum`, whose tokens are S on all ranks together.
+        weights: weights of `Weights`, and of `Local` under ZeRO's stage 3.
+        sum: sum of `Sum`, whose tokens are S on all ranks together.
     """
 
     tokens: float
@@ -42,7 +42,7 @@ def exchange_bytes(
     itemsize: int = 2,
     remat: bool = False,
 ) -> ExchangeBytes:
-    """The bytes of each exchange, by the formulas of this file's table.
+    """Returns the bytes of each exchange, by the formulas of this file's table.
 
     Args:
         tokens: S.
@@ -88,12 +88,12 @@ def cheapest(
     matrices: int = 3,
     remat: bool = False,
 ) -> Exchange:
-    """The exchange that sends the fewest bytes between ranks with tokens of their own: `Tokens` or `Weights`.
+    """Returns the exchange that sends the fewest bytes between ranks with tokens of their own: `Tokens` or `Weights`.
 
     Tokens cost less while S < 3 m E F / (4 k), with remat two thirds of it, for any n, D and b.
 
     Args:
-        axis: the mesh axes that would cut the experts; `Local()` is the answer where they are one rank.
+        axis: the mesh axes that would cut the experts. `Local()` is the answer where they are one rank.
         tokens: S, of one microbatch.
         top_k: k.
         num_experts: E.

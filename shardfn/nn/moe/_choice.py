@@ -12,7 +12,7 @@ from ._logits import check_chosen
 
 
 def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
-    """[S, K]: the k experts of highest score, or the given ones; -1 for padding."""
+    """[S, K]: the k experts of highest score, or the given ones, or -1 for padding."""
     if chosen is None:
         experts = best(scores.detach(), k)
     else:
@@ -24,9 +24,9 @@ def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, n
 def best(scores: Tensor, k: int) -> Tensor:
     """[S, K]: the k highest scores of each row, in falling order, and equal ones in the order of their numbers.
 
-    At least k scores of a row are above -inf. torch's `topk` promises no order of equal scores; `argmax` takes the
-    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about
-    4 log2(E) ns a score, and a round 2.
+    At least k scores of a row are above -inf. torch's `topk` promises no order of equal scores. `argmax` takes the
+    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about 4
+    log2(E) ns a score, and a round 2.
     """
     if k > scores.shape[-1].bit_length() + 1:
         return scores.sort(stable=True, dim=-1, descending=True).indices[..., :k]
@@ -38,7 +38,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 def softmax_of(logits: Tensor, exact: bool) -> Tensor:
-    """Softmax over the last dim; `exact` gives a row the same bits beside any other rows."""
+    """Softmax over the last dim. `exact` gives a row the same bits beside any other rows."""
     return exact_softmax(logits) if exact else logits.softmax(-1)
 
 
@@ -57,5 +57,5 @@ def taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
 
 
 def where_chosen(experts: Tensor, weights: Tensor, otherwise: float = 0.0) -> Tensor:
-    """The weights, and a constant where a choice has no expert."""
+    """Returns the weights, and a constant where a choice has no expert."""
     return torch.where(experts >= 0, weights, otherwise)

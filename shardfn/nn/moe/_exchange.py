@@ -47,11 +47,11 @@ class Exchange(Protocol):
 
     @property
     def spec(self) -> P:
-        """The compute spec of the leaves of experts."""
+        """Returns the compute spec of the leaves of experts."""
         ...
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """The sum over each token's choices of weight times expert; `apply` describes the arguments."""
+        """Returns the sum over each token's choices of weight times expert; `apply` describes the arguments."""
         ...
 
 
@@ -76,10 +76,10 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Experts are cut along an axis; each rank gathers all of them, and applies them to its own tokens.
+    """Experts are cut along an axis. Each rank gathers all of them, and applies them to its own tokens.
 
     Attributes:
-        axis: the mesh axes that cut the experts; None is one device.
+        axis: the mesh axes that cut the experts. None is one device.
     """
 
     axis: Axes
@@ -99,10 +99,10 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """All ranks of an axis have the same tokens; each applies its own experts, and the results are summed.
+    """All ranks of an axis have the same tokens. Each applies its own experts, and the results are summed.
 
     Attributes:
-        axis: the mesh axes that cut the experts, and no rows of the batch; None is one device.
+        axis: the mesh axes that cut the experts, and no rows of the batch. None is one device.
         in_order: the results of all choices travel, k times the bytes, and each rank adds them in their order: values
             are those of one device, exactly, where those of single experts are.
     """
@@ -145,13 +145,13 @@ class Tokens:
     still holds exactly the rows that arrive, if every operation of the experts goes by rows.
 
     Attributes:
-        axis: the mesh axes that cut the experts; None is one device.
-        rows: the most rows that a rank takes; None is any number.
-        overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers; nothing is sent,
-            and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
-            whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
+        axis: the mesh axes that cut the experts. None is one device.
+        rows: the most rows that a rank takes. None is any number.
+        overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers. Nothing is sent,
+            and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity whose
+            rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
         uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
-        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers; None
+        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers. None
             is n times this rank's. `models.gpt` sets it for sequences that ranks cut.
 
     Raises:
@@ -226,7 +226,7 @@ def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
 
 
 def _unsorted(experts_Sk: Tensor) -> Permutation:
-    """A row for each choice that has an expert, as they come."""
+    """Returns a row for each choice that has an expert, as they come."""
     S, k = experts_Sk.shape
     at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
     places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
@@ -250,7 +250,7 @@ def _own_number(num: int, axis: Axes) -> int:
 
 
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
-    """The rows for each expert and the room of all ranks."""
+    """Returns the rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
     # With the name of the rows, which a recomputation needs no more where they are kept.
     table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
@@ -258,14 +258,14 @@ def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
 
 
 def _by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The rows from each rank to each."""
+    """Returns the rows from each rank to each."""
     ends_nE = F.pad(table_nE.cumsum(1), (1, 0))
     starts, stops = ([r[i] for r in ranges] for i in (0, 1))
     return ends_nE[:, stops] - ends_nE[:, starts]
 
 
 def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor:
-    """The own expert of each row that has come, in the order of ranks and then of experts; -1 past the last."""
+    """Returns the own expert of each row that has come, in the order of ranks and then of experts; -1 past the last."""
     own = stop - start
     ends = table_nE[:, start:stop].reshape(-1).cumsum(0)
     at = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
@@ -273,7 +273,7 @@ def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor
 
 
 def _fitting(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The rows of each rank and expert that find room, if each expert of a rank has the same, largest capacity."""
+    """Returns the rows of each rank and expert that find room, if experts of a rank have one, largest capacity."""
     totals_E = table_nE.sum(0)
     parts = [_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
     before_nE = table_nE.cumsum(0) - table_nE
@@ -281,7 +281,7 @@ def _fitting(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]
 
 
 def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
-    """The largest c for which the sum of `min(total, c)` is at most `room`."""
+    """Returns the largest c for which the sum of `min(total, c)` is at most `room`."""
     E = len(totals_E)
     if E == 0:
         return room
@@ -293,7 +293,7 @@ def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
 
 
 def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
-    """The choices whose row is among the first `kept_E` of its expert; -1 for others."""
+    """Returns the choices whose row is among the first `kept_E` of its expert, or -1 for others."""
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
     return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)

@@ -1,6 +1,6 @@
 """Experts: feed-forward layers of groups of rows, each group with weights of its own.
 
-`f(params, rows, counts) -> rows`: `counts[e]` consecutive rows belong to expert e; leaves have the experts along dim 0.
+`f(params, rows, counts) -> rows`: `counts[e]` consecutive rows belong to expert e. Leaves have the experts along dim 0.
 M rows, E experts, D model, F ffn.
 """
 
@@ -34,7 +34,7 @@ def swiglu_experts(
     Args:
         params: `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is this rank's part
             of a sum.
-        x_MD: rows, by expert; those past the last count are zeros, and stay so.
+        x_MD: rows, by expert. Those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
         exact: a row has the same bits beside any other rows; float32 or float64.
 
@@ -61,7 +61,7 @@ def gelu_experts(
 
     Args:
         params: `{"w_up": [E, F, D], "w_down": [E, D, F]}`, and "b_up" [E, F] and "b_down" [E, D] or neither.
-        x_MD: rows, by expert; those past the last count are zeros, and stay so.
+        x_MD: rows, by expert. Those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
         axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
             with the second bias on the first rank alone. None is one device.
@@ -87,5 +87,5 @@ def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, 
 
 
 def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
-    """The bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
+    """Returns the bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
     return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)

@@ -90,7 +90,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def _of_halves(dh: Tensor, x: Tensor, exact: bool) -> Tensor:
-    """The gradient of `x`."""
+    """Returns the gradient of `x`."""
     gate, up = x.chunk(2, -1)
     if exact:
         return torch.cat([dh * partial for partial in partials_of_gated_silu(gate, up)], -1)

@@ -21,7 +21,7 @@ def grouped(
     *,
     exact: bool = False,
 ) -> Float[Tensor, "rows n"]:
-    """The rows of each expert times its matrix; exact zeros in rows past the sum of the counts.
+    """Returns the rows of each expert times its matrix; exact zeros in rows past the sum of the counts.
 
     No expert needs a row, and no size has to divide anything. Rows of the tail are not read, forward or backward, so
     that NaNs in them reach no gradient. Where a pipeline's schedule splits backwards, the gradients of `x` and of `w`
@@ -36,7 +36,7 @@ def grouped(
 
     Raises:
         TypeError: dtypes differ or are not floating point.
-        ValueError: shapes do not fit; on a CPU, the counts are no sizes of groups of the rows.
+        ValueError: shapes do not fit. On a CPU, the counts are no sizes of groups of the rows.
 
     Example:
         >>> import torch

@@ -28,26 +28,26 @@ def sigmoid_groups(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """The k experts of highest sigmoid(logit) + bias, among those of the best groups.
+    """Returns the k experts of highest sigmoid(logit) + bias, among those of the best groups.
 
     The bias takes part in the choice and never in a weight, and has no gradient: `bias_update` moves it. A group is E /
     groups neighbouring experts, and its score the sum of the two best in it.
 
     Args:
-        logits: as in `top_k`.
+        logits: see `top_k`.
         k: experts of a token.
         bias: added to the scores for the choice. None: 0.
         groups: number of groups.
         groups_kept: groups of a token's experts.
         scale: a factor of the weights; 2.5 in DeepSeek-V3.
         renormalise: whether a token's weights are divided by their sum.
-        mask: as in `top_k`.
-        chosen: as in `top_k`.
-        exact: as in `top_k`.
+        mask: see `top_k`.
+        chosen: see `top_k`.
+        exact: see `top_k`.
         name: the layer, in errors.
 
     Raises:
-        ValueError: as `top_k`; or the groups do not divide the experts, or those kept have fewer than k.
+        ValueError: as `top_k`, or the groups do not divide the experts, or those kept have fewer than k.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2, 1, -2], [1, 0.5, 0, 2]])
@@ -69,7 +69,7 @@ def sigmoid_groups(
 
 
 def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """The scores, and -inf for experts outside of each token's best groups."""
+    """Returns the scores, and -inf for experts outside of each token's best groups."""
     if kept == groups:
         return scores
     grouped = scores.unflatten(-1, (groups, -1))

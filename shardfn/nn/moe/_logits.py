@@ -8,7 +8,9 @@ from shardfn.collectives import current_mesh
 
 
 def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
-    """The logits in float32, or in float64 if they have it; 0 in rows of padding, whose numbers may be anything.
+    """Returns the logits in float32, or in float64 if they have it.
+
+    0 in rows of padding, whose numbers may be anything.
 
     Raises:
         ValueError: they are not those of a row of tokens, a row that counts is not finite, or the mask does not fit.
@@ -27,7 +29,7 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
 
 
 def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
-    """Refuses numbers of a router that are not finite, also in a captured step; not under vmap.
+    """Refuses numbers of a router that are not finite, also in a captured step, not under vmap.
 
     Args:
         x: [S, ...] of tokens.
@@ -52,7 +54,7 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
 
 
 def refuse(wrong: Tensor, text: str) -> None:
-    """Raises where a number is not 0, also in a captured step; not under vmap, which has no branch on a value.
+    """Raises where a number is not 0, also in a captured step, not under vmap, which has no branch on a value.
 
     Raises:
         ValueError: with the text.

@@ -46,7 +46,7 @@ def load(
     counts = counts_of(experts, routing.num_experts)
     whole, made = psum(counts, axes), counts.sum()
     dropped = made * 0 if kept is None else made - (torch.where(counted[:, None], kept.experts, -1) >= 0).sum()
-    tokens, one = counted.sum(), torch.ones_like(made)
+    tokens, one = counted.sum(), (whole.sum() > 0).to(made.dtype)  # a rank without tokens is not in their mean
     found = {
         "max_load": (whole.max() * routing.num_experts / whole.sum().clamp(min=1), one),
         "dead": ((whole == 0).sum(), one),
@@ -60,15 +60,15 @@ def load(
 def other_choices(
     routing: Routing, other: Routing, *, mask: Bool[Tensor, " s"] | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The share of choices that another routing of the same tokens does not have, as a sum and its weight.
+    """Returns the share of choices that another routing of the same tokens does not have, as a sum and its weight.
 
-    It measures a dtype, a kernel or an older router by the experts that change with it; the order of a token's choices
+    It measures a dtype, a kernel or an older router by the experts that change with it. The order of a token's choices
     does not count. A loss returns it beside its value, as `sf.WeightedMean(*other_choices(...))`, and the step averages
     it over the whole batch.
 
     Args:
-        routing: of this rank's tokens.
-        other: of the same tokens, such as that of logits in bfloat16, or of choices that a rollout has made.
+        routing: routing of this rank's tokens.
+        other: other of the same tokens, such as that of logits in bfloat16, or of choices that a rollout has made.
         mask: the tokens that count. None: those that have an expert in `routing`.
 
     Raises:

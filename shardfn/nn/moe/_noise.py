@@ -15,7 +15,7 @@ from shardfn.core import fold_in, threefry2x32
 def token_numbers(
     index_B: Int64[Tensor, " b"], length: int, own: Sequence[tuple[int, int]] | None = None
 ) -> Int64[Tensor, " s"]:
-    """The number of each of a rank's tokens among those of all samples, in the order of `x.flatten(0, 1)`.
+    """Returns the number of each of a rank's tokens among those of all samples, in the order of `x.flatten(0, 1)`.
 
     Args:
         index_B: global number of each sample.
@@ -39,7 +39,7 @@ def jitter(
     Args:
         key: a key for this layer and step.
         x: this rank's tokens, before the router's product.
-        rate: in [0, 1); 0.01 is usual.
+        rate: rate in [0, 1); 0.01 is usual.
         index: global number of each token, from `token_numbers`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Routers whose choice for one token depends on the other tokens: expert choice and Sinkhorn.
 
-A model that generates one token after the other sees no others then; these are for training, and for encoders.
+A model that generates one token after the other sees no others then. These are for training, and for encoders.
 
 S tokens of this rank, K choices of a token, E experts.
 """
@@ -26,14 +26,16 @@ def expert_choice(
     mask: Bool[Tensor, " s"] | None = None,
     name: str = "moe",
 ) -> Routing:
-    """Each expert takes the `capacity` tokens that give it the highest probability; all experts are equally busy.
+    """Returns each expert takes the `capacity` tokens that give it the highest probability.
+
+    All experts are equally busy.
 
     A token has between no expert and all of them, so the routing has K = E choices, choice e being expert e or -1. Ties
     go to the earlier token.
 
     Args:
-        logits: as in `top_k`.
-        capacity: tokens of an expert, at most S; `capacity(S, k, E)` gives k experts to a token on average.
+        logits: see `top_k`.
+        capacity: tokens of an expert, at most S. `capacity(S, k, E)` gives k experts to a token on average.
         axes: axes of the batch: experts choose among the tokens of all ranks, in the order of the ranks, as on one
             device, and the capacity is that of the whole batch. Scores stay where they are: the ranks compare counts,
             in four messages of 256 E integers (eight in float64) and one of E, for any number of tokens. None: a rank's
@@ -82,18 +84,18 @@ def sinkhorn(
     chosen: Int64[Tensor, "s k"] | None = None,
     name: str = "moe",
 ) -> Routing:
-    """The k best experts once logits are shifted so that all experts have the same total probability.
+    """Returns the k best experts once logits are shifted so that all experts have the same total probability.
 
     Each iteration moves a shift of each expert: b <- b - log(E mean_s softmax(logits + b)). Weights are those of the
     logits without shifts: sigmoids for k = 1, else probabilities.
 
     Args:
-        logits: as in `top_k`.
+        logits: see `top_k`.
         k: experts of a token.
         iterations: how often the shifts are moved; large logits need more.
         axes: axes of the batch, whose ranks' tokens are balanced together. None: this rank's own.
-        mask: as in `top_k`.
-        chosen: as in `top_k`.
+        mask: see `top_k`.
+        chosen: see `top_k`.
         name: the layer, in errors.
 
     Raises:

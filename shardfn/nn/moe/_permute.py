@@ -22,7 +22,7 @@ class Permutation(NamedTuple):
 
     Attributes:
         source: int64 [rows]: the token of each sorted row; -1 in the tail, which no choice has.
-        places: int64 [s, k]: the row of each choice; -1 for a choice without a row.
+        places: int64 [s, k]: the row of each choice, or -1 for a choice without a row.
     """
 
     source: Int64[Tensor, " rows"]
@@ -32,13 +32,13 @@ class Permutation(NamedTuple):
 def permutation(
     experts: Int64[Tensor, "s k"], num_experts: int, rows: int | None = None
 ) -> tuple[Permutation, Int64[Tensor, " e"]]:
-    """The order of the choices by expert, then token, then choice.
+    """Returns the order of the choices by expert, then token, then choice.
 
     Args:
         experts: the experts that each token has chosen; choices that are not from 0 to `num_experts` - 1, such as -1,
             have no row.
         num_experts: e.
-        rows: the static number of rows; None for s k. Choices that come after it have no row.
+        rows: the static number of rows, or None for s k. Choices that come after it have no row.
 
     Returns:
         The permutation, and the number of rows of each expert. The rows past the sum of these are the tail.
@@ -53,7 +53,7 @@ def permutation(
     flat = experts.flatten()
     keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     order = keys.argsort(stable=True)
-    # Sums of integers, whose order is of no effect; the last is that of choices without an expert.
+    # Sums of integers, whose order is of no effect. The last is that of choices without an expert.
     chosen = keys.new_zeros(num_experts + 1).scatter_add(0, keys, torch.ones_like(keys))
     bounds = torch.cat([chosen.new_zeros(1), chosen[:-1].cumsum(0).clamp(max=num)])
     counts, used = bounds[1:] - bounds[:-1], bounds[-1]
@@ -66,13 +66,13 @@ def permutation(
 
 
 def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]:
-    """The rows of the experts: a copy of a token for each of its choices, and zeros in the tail.
+    """Returns the rows of the experts: a copy of a token for each of its choices, and zeros in the tail.
 
     The gradient of a token is the sum of those of its rows, in the order of its choices.
 
     Args:
         x: tokens.
-        p: from `permutation`.
+        p: parameters from `permutation`.
 
     Example:
         >>> p, _ = permutation(torch.tensor([[1], [0], [-1]]), 2)
@@ -83,12 +83,12 @@ def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]
 
 
 def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
-    """The weighted sum of each token's rows, in the order of its choices; a choice without a row adds nothing.
+    """Returns the weighted sum of each token's rows, in the order of its choices. A choice without a row adds nothing.
 
     Args:
         y: the experts' results, in the order of `dispatch`. The tail is not read.
-        p: from `permutation`.
-        weights: of the choices; they may have a wider dtype than `y`, in which the sums are computed.
+        p: parameters from `permutation`.
+        weights: weights of the choices. They may have a wider dtype than `y`, in which the sums are computed.
 
     Example:
         >>> p, _ = permutation(torch.tensor([[1, 0], [0, -1]]), 2)
@@ -102,13 +102,15 @@ def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "
 
 
 def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d"]:
-    """The sum of each token's rows: the transpose of `dispatch`, and its inverse where each token has one choice.
+    """Returns the sum of each token's rows.
+
+    The transpose of `dispatch`, and its inverse where each token has one choice.
 
     It is `combine` with weights of one, and keeps nothing for a gradient of weights.
 
     Args:
         y: rows, in the order of `dispatch`. The tail is not read.
-        p: from `permutation`.
+        p: parameters from `permutation`.
 
     Example:
         >>> p, _ = permutation(torch.tensor([[1], [0], [-1]]), 2)
@@ -119,14 +121,14 @@ def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d
 
 
 def copies(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-    """Sums of rows by an index; `back` is the index of the transpose."""
+    """Sums of rows by an index. `back` is the index of the transpose."""
     if runs_as_ops():
         return run_op(torch.ops.shardfn_kernels.copied_rows, x, index, back)
     return _Copies.apply(x, index, back)  # pyright: ignore[reportReturnType]
 
 
 class _Copies(torch.autograd.Function):
-    """Rows by an index; `back` is the index whose sums are the transpose."""
+    """Rows by an index. `back` is the index whose sums are the transpose."""
 
     generate_vmap_rule = True
 

@@ -18,10 +18,10 @@ def residual(
 
     Args:
         experts_SD: the result of `moe.apply`.
-        mlp_SD: that of the dense MLP, for the same tokens.
+        mlp_SD: mlp of the dense MLP, for the same tokens.
         x_SD: the tokens.
         w_2D: a leaf beside the router's, whole on all ranks.
-        b_2: its bias, or None.
+        b_2: bias, or None.
 
     Example:
         >>> one = torch.ones(1, 3)

@@ -33,14 +33,14 @@ def top_k(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """The k experts of highest probability, in order.
+    """Returns the k experts of highest probability, in order.
 
-    Mixtral is the default; Qwen3-MoE with `norm_topk_prob=False` and OLMoE have `renormalise=False`. With
+    Mixtral is the default. Qwen3-MoE with `norm_topk_prob=False` and OLMoE have `renormalise=False`. With
     `softmax="after"` the probabilities are those among the chosen experts, which sum to 1 by themselves. With k = 1 a
     weight that sums to 1 is constant, and the router has no gradient through it: take `switch_top1`.
 
     Args:
-        logits: of any floating dtype; computed with in float32, or in float64.
+        logits: logits of any floating dtype; computed with in float32, or in float64.
         k: experts of a token.
         softmax: whether weights are probabilities among all experts, or among the chosen ones.
         renormalise: whether a token's weights are divided by their sum.
@@ -89,22 +89,22 @@ def switch_top1(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """The most probable expert, with its probability as weight, through which the router has its gradient.
+    """Returns the most probable expert, with its probability as weight, through which the router has its gradient.
 
-    With a key it is drawn with its probability (DeepSpeed's "RSample": the largest logit with Gumbel noise); the weight
+    With a key it is drawn with its probability (DeepSpeed's "RSample": the largest logit with Gumbel noise). The weight
     is that of the logits without noise.
 
     Args:
-        logits: as in `top_k`.
+        logits: see `top_k`.
         key: a key for this layer and step. None: no noise.
         index: global number of each token, for the noise, from `token_numbers`.
-        mask: as in `top_k`.
-        chosen: as in `top_k`.
-        exact: as in `top_k`.
+        mask: see `top_k`.
+        chosen: see `top_k`.
+        exact: see `top_k`.
         name: the layer, in errors.
 
     Raises:
-        ValueError: as `top_k`; or a key without an index.
+        ValueError: as `top_k`, or a key without an index.
 
     Example:
         >>> routing = switch_top1(torch.tensor([[2.0, 1, 0], [0, 0, 4]]))
@@ -132,21 +132,21 @@ def gshard_top2(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """The most probable expert and a second one; their weights are probabilities, divided by their sum.
+    """Returns the most probable expert and a second one. Their weights are probabilities, divided by their sum.
 
-    With a key the second is drawn among the others with its probability among them; without, it is the next best.
+    With a key the second is drawn among the others with its probability among them. Without, it is the next best.
 
     Args:
-        logits: as in `top_k`, of at least two experts.
+        logits: see `top_k`, of at least two experts.
         key: a key for this layer and step. None: no noise.
         index: global number of each token, for the noise, from `token_numbers`.
-        mask: as in `top_k`.
-        chosen: as in `top_k`.
-        exact: as in `top_k`.
+        mask: see `top_k`.
+        chosen: see `top_k`.
+        exact: see `top_k`.
         name: the layer, in errors.
 
     Raises:
-        ValueError: as `top_k`; or a key without an index.
+        ValueError: as `top_k`, or a key without an index.
 
     Example:
         >>> from shardfn.core import key

@@ -14,8 +14,8 @@ class Routing(NamedTuple):
     """The experts of each token. It is a tree of tensors, which may be saved, cut along S and passed to other ranks.
 
     Attributes:
-        experts: [S, K] of int64; -1 where a choice has no expert: of a padding token, or dropped by a capacity.
-        weights: [S, K], by which outputs of experts are multiplied; 0 where there is no expert.
+        experts: [S, K] of int64, or -1 where a choice has no expert: of a padding token, or dropped by a capacity.
+        weights: [S, K], by which outputs of experts are multiplied, or 0 where there is no expert.
         probs: [S, E], the router's scores of all experts.
         logits: [S, E] as computed with, in float32 or float64; 0 in rows of padding.
 
@@ -37,11 +37,11 @@ class Routing(NamedTuple):
         return self.probs.shape[-1]
 
     def counts(self) -> Int64[Tensor, " e"]:
-        """The number of choices of each expert."""
+        """Returns the number of choices of each expert."""
         return counts_of(self.experts, self.num_experts)
 
     def routed(self) -> Bool[Tensor, " s"]:
-        """The tokens that have an expert: before a capacity drops choices, all but padding."""
+        """Returns the tokens that have an expert: before a capacity drops choices, all but padding."""
         return (self.experts >= 0).any(-1)
 
 

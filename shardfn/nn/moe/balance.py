@@ -25,7 +25,7 @@ def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     token's scores are divided by their sum, which is 1 except for those of sigmoids.
 
     Args:
-        routing: of this rank's tokens, before a capacity.
+        routing: routing of this rank's tokens, before a capacity.
         axes: axes of the batch: f and p are those of all ranks' tokens, in one message of 2 E + 1 numbers. None: those
             of this rank's own tokens, whose loss a step then averages over the ranks.
         mask: the tokens that count. None: those that have an expert, so all but padding.
@@ -39,16 +39,16 @@ def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
     """
-    return _product(routing, routing.experts, axes, mask)
+    return _products(routing, routing.experts, axes, mask).mean()
 
 
 def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
     """As `switch`, with the shares of each token's first choice alone.
 
     Args:
-        routing: as in `switch`, with choices in order.
-        axes: as in `switch`.
-        mask: as in `switch`.
+        routing: see `switch`, with choices in order.
+        axes: see `switch`.
+        mask: see `switch`.
 
     Example:
         >>> from shardfn.nn import moe
@@ -59,21 +59,21 @@ def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
     """
-    return _product(routing, routing.experts[:, :1], axes, mask)
+    return _products(routing, routing.experts[:, :1], axes, mask).mean()
 
 
 def mixtral(
     routing: Routing | Sequence[Routing], *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
 ) -> Float[Tensor, ""]:
-    """The loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
+    """Returns the loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
 
     It joins the tokens of several layers before the product, which is not the mean of the layers' losses: experts of
     the same number in different layers even each other out.
 
     Args:
-        routing: as in `switch`; or those of several layers, with equal numbers of tokens, experts and choices.
-        axes: as in `switch`.
-        mask: as in `switch`, of one layer.
+        routing: see `switch`, or those of several layers, with equal numbers of tokens, experts and choices.
+        axes: see `switch`.
+        mask: see `switch`, of one layer.
 
     Example:
         >>> from shardfn.nn import moe
@@ -88,15 +88,22 @@ def mixtral(
 
 
 def sequence(
-    routing: Routing, num_sequences: int, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
+    routing: Routing,
+    num_sequences: int,
+    *,
+    axes: Axes = None,
+    batch_axes: Axes = None,
+    mask: Bool[Tensor, " s"] | None = None,
 ) -> Float[Tensor, ""]:
-    """The mean over sequences of E sum_e f_e p_e, with f and p of the tokens of one sequence.
+    """Returns the mean over sequences of E sum_e f_e p_e, with f and p of the tokens of one sequence.
 
     Args:
-        routing: as in `switch`; its tokens are those of sequences of one length, one after the other.
-        num_sequences: number of the sequences.
+        routing: tokens of sequences of one length, one after the other, before a capacity.
+        num_sequences: number of the sequences; 0 on a rank without rows.
         axes: axes that cut the sequences, not the batch. None: this rank has whole sequences.
-        mask: as in `switch`. A sequence without a token that counts has the loss 0, and counts in the mean.
+        batch_axes: axes that cut the batch: the mean is over the sequences of all ranks, of which each may have
+            another number, for example 4 and 2. None: own sequences, and 0 where a rank has none.
+        mask: tokens that count, as in `switch`. A sequence without such a token has the loss 0, and counts in the mean.
 
     Raises:
         ValueError: the tokens are not those of this number of sequences of one length.
@@ -112,21 +119,23 @@ def sequence(
         DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
     """
     S = len(routing.experts)
-    if num_sequences < 1 or S % num_sequences:
+    if S % num_sequences if num_sequences > 0 else S or num_sequences:
         raise ValueError(
             f"sequence: {S} tokens are not those of num_sequences={num_sequences} sequences of one length. Pass the"
             " number of rows of the batch that was flattened to tokens."
         )
-    return _product(routing, routing.experts, axes, mask, num_sequences)
+    each = _products(routing, routing.experts, axes, mask, num_sequences)
+    total, number = summed_over(torch.stack([each.sum(), each.new_tensor(num_sequences)]), batch_axes).unbind()
+    return total / number.clamp(min=1)
 
 
 def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
-    """The mean over tokens of logsumexp(logits)^2, which keeps logits small.
+    """Returns the mean over tokens of logsumexp(logits)^2, which keeps logits small.
 
     Args:
-        routing: as in `switch`.
-        axes: as in `switch`; the mean of own rows is the same where ranks have equal numbers of tokens.
-        mask: as in `switch`.
+        routing: see `switch`.
+        axes: see `switch`. The mean of own rows is the same where ranks have equal numbers of tokens.
+        mask: see `switch`.
 
     Example:
         >>> from shardfn.nn import moe
@@ -143,20 +152,21 @@ def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = 
     return total / tokens.clamp(min=1)
 
 
-def _product(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
-    """The mean over equal parts of the tokens of E sum_e f_e p_e, with the shares f of the given choices."""
+def _products(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
+    """Returns [parts]: E sum_e f_e p_e of equal parts of the tokens, with the shares f of the given choices."""
     f, p = _shares(routing, experts, _counted(routing, mask), axes, parts)
-    return routing.num_experts * (f * p).sum(-1).mean()
+    return routing.num_experts * (f * p).sum(-1)
 
 
 def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
-    """[parts, E] twice: each expert's share of the choices, and its mean score, over the tokens that count."""
+    """Returns [parts, E] twice: each expert's share of the choices, and its mean score, over the tokens that count."""
     E, scores = routing.num_experts, as_shares(routing.probs)
-    part = torch.arange(parts, device=experts.device).repeat_interleave(len(experts) // parts)
+    shape = parts, len(experts) // max(parts, 1)  # in numbers: torch finds no size of 0 rows
+    part = torch.arange(parts, device=experts.device).repeat_interleave(shape[1])
     numbers = torch.where(counted[:, None] & (experts >= 0), part[:, None] * E + experts, -1)
     counts = counts_of(numbers, parts * E).view(parts, E).to(scores.dtype)
-    sums = torch.where(counted[:, None], scores, 0.0).unflatten(0, (parts, -1)).sum(1)
-    tokens = counted.view(parts, -1).sum(1, keepdim=True).to(scores.dtype)
+    sums = torch.where(counted[:, None], scores, 0.0).unflatten(0, shape).sum(1)
+    tokens = counted.view(shape).sum(1, keepdim=True).to(scores.dtype)
     counts, sums, tokens = summed_over(torch.cat([counts, sums, tokens], 1), axes).split([E, E, 1], 1)
     return counts / counts.sum(1, keepdim=True).clamp(min=1), sums / tokens.clamp(min=1)
 

@@ -44,6 +44,8 @@ LIBRARY = SimpleNamespace(
     detach=lax.stop_gradient,
     remat=jax.checkpoint,
     axis_index=lambda axis: lax.axis_index(axis).astype(float),
+    number=lambda axis: lax.axis_index(axis).astype(int),
+    literal_number=jnp.array,
     pvary=lambda a, axis: lax.pcast(a, axis, to="varying"),
     all_gather=lambda a, axis, dim: lax.all_gather(a, axis, axis=dim, tiled=True),
     all_gather_invariant=lambda a, axis, dim: all_gather_invariant(a, axis, axis=dim, tiled=True),

@@ -23,7 +23,7 @@ def _sum(a: Tensor, dim: int | None = None) -> Tensor:
     return a.sum() if dim is None else a.sum(dim)
 
 
-# The library of a body. `sf.axis_index` is a plain number, which has no type; so a tensor made of it is cast by hand.
+# The library of a body.
 LIBRARY = SimpleNamespace(
     **{name: getattr(torch, name) for name in ("tanh", "atan", "sqrt", "exp", "mean", "where")},
     **{name: getattr(sf, name) for name in ("psum", "pmean", "pmax", "ppermute", "pvary", "remat")},
@@ -33,7 +33,9 @@ LIBRARY = SimpleNamespace(
     transpose=lambda a: a.permute(tuple(reversed(range(a.ndim)))),
     softmax=lambda a: a.softmax(-1),
     detach=lambda a: a.detach(),
-    axis_index=lambda axis: sf.pvary(torch.tensor(float(sf.axis_index(axis)), dtype=torch.float64), axis),
+    axis_index=lambda axis: torch.tensor(sf.axis_index(axis), dtype=torch.float64),
+    number=sf.axis_index,
+    literal_number=torch.tensor,
     all_gather=lambda a, axis, dim: sf.all_gather(a, axis, dim=dim),
     all_gather_invariant=lambda a, axis, dim: sf.all_gather_invariant(a, axis, dim=dim),
     psum_scatter=lambda a, axis, dim: sf.psum_scatter(a, axis, dim=dim),

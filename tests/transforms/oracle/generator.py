@@ -12,6 +12,7 @@ from .programs import MESHES, OPS, Axes, Program, Spec, Statement, evaluate
 
 TO_INVARIANT = ("psum", "pmean", "pmax", "all_gather_invariant")
 TO_VARYING = ("all_gather", "psum_scatter", "all_to_all", "ppermute", "pvary", "choose", "weigh")
+NUMBERS = ("times", "minus", "over", "filled")
 OFTEN = ("add", "mul", "div", "sub", "matmul", "psum", "psum", "pmean", "remat", "remat")
 
 
@@ -39,6 +40,8 @@ def shapes(mesh: dict[str, int]) -> SimpleNamespace:
         literal=np.array,
         softmax=lambda a: a + np.zeros(a.shape[-1]),
         axis_index=lambda axis: np.zeros(()),
+        number=lambda axis: np.zeros((), np.int64),
+        literal_number=np.array,
         all_gather=gathered,
         all_gather_invariant=gathered,
         psum_scatter=scattered,
@@ -158,7 +161,9 @@ class Generator:
             return None
         self.used.update(refs)
         self.values.append(value)
-        self.varies.append(varies - axes if op in TO_INVARIANT else varies | axes if op in TO_VARYING else varies)
+        self.varies.append(
+            varies - axes if op in TO_INVARIANT else varies | axes if op in (*TO_VARYING, *NUMBERS) else varies
+        )
         return Statement(op, refs, params)
 
     def _ref(self) -> int:
@@ -170,7 +175,36 @@ class Generator:
         if name == "axis":
             both = len(self.mesh) > 1 and self.draw.random() < 0.2
             return tuple(self.mesh) if both else self.draw.choice(list(self.mesh))
-        return self.draw.randrange(2)
+        return self._number(3) if name == "number" else self.draw.randrange(2)
+
+    def _number(self, depth: int) -> str:
+        """An expression of the index `i`, of numbers that are exact in binary, with `i` on both sides of operators."""
+        draw = self.draw
+        if depth == 0:
+            return "i"
+        inner, c = self._integer(depth - 1), draw.choice(("0.5", "-1.5", "2.25", "3", "True"))
+        one = f"({c} {draw.choice('+-*/')} (1 + i))"
+        return draw.choice((
+            f"({c} {draw.choice('+-*')} {inner})", f"({inner} {draw.choice('+-*')} {c})", f"({inner} / 4)", one,
+            f"({c} // (i + 1))", f"({c} % (i + 1))", f"(0.5 ** i * {inner})", f"({c} * {self._truth(depth - 1)})",
+            f"({self._truth(depth - 1)} * {inner} - {c})", f"({one} + {self._number(depth - 1)})", inner,
+        ))  # fmt: skip
+
+    def _integer(self, depth: int) -> str:
+        draw = self.draw
+        if depth == 0:
+            return "i"
+        inner, c = self._integer(depth - 1), draw.choice(("1", "2", "5", "-3", "True"))
+        return draw.choice((
+            f"({c} {draw.choice('+-*')} {inner})", f"({inner} {draw.choice('+-*')} {c})", f"({c} // (i + 1))",
+            f"({c} % (i + 1))", f"({inner} // 2)", f"({inner} % 3)", "2 ** i", "(3 << i)", f"(6 ^ {inner})",
+            f"({inner} & 5)", f"(1 | {inner})", f"abs({inner})", f"(-{inner})", f"({self._truth(0)} * {inner})",
+        ))  # fmt: skip
+
+    def _truth(self, depth: int) -> str:
+        draw, inner, c = self.draw, self._integer(depth), self.draw.choice(("0.5", "1", "0"))
+        op = draw.choice(("<", "<=", ">", ">=", "==", "!="))
+        return draw.choice((f"({c} {op} {inner})", f"({inner} {op} {c})", f"~({inner} {op} {c})"))
 
     def _output(self, i: int) -> tuple[int, Spec]:
         """A value and a spec: one that JAX accepts, in nine of ten cases."""

@@ -111,7 +111,16 @@ OPS: dict[str, Callable[..., Any]] = {
     "pvary": lambda s, a, axis: s.pvary(a, axis),
     "weigh": lambda s, a, axis: a * (1 + s.axis_index(axis)),
     "shift": lambda s, a: a + s.literal([0.5]),
+    # with a number made of the index `i` of a rank
+    "times": lambda s, a, axis, number: _number(s, axis, number) * a,
+    "minus": lambda s, a, axis, number: _number(s, axis, number) - a,
+    "over": lambda s, a, axis, number: _number(s, axis, number) / (1 + a * a),
+    "filled": lambda s, a, axis, number: a * s.literal_number(_number(s, axis, number)),
 }
+
+
+def _number(s: Any, axis: Axes, number: str) -> Any:
+    return eval(number, {"i": s.number(axis), "abs": abs})
 
 
 def evaluate(s: Any, statements: Iterable[Statement], values: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Parts of stored values, and stacks of stored values: `Stored`, in their turn."""
+"""Slices and stacks of stored values: stored values, in their turn. Slices and stacks of tensors are tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,42 +6,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import MemoryKind, Pending, Stored, StoredValue, as_stored
 from shardfn.memory import Coded, on_host
 
 
-def loaded(x: Tensor | Stored) -> Tensor:
-    """A value as a tensor, from wherever it is kept."""
-    return x if isinstance(x, Tensor) else x.load()
+def layers_of(value: StoredValue) -> Sequence[StoredValue]:
+    """Returns the layers of a stack [L, *shape of a layer]; of a tensor, views."""
+    if isinstance(value, Tensor):
+        return value.unbind(0)
+    if isinstance(value, Coded):
+        return value.layers()
+    shape = torch.Size(value.shape[1:])
+    return slices_of(value, [shape] * value.shape[0])
 
 
-def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
-    """The layers of a stack [L, *shape of a layer]."""
-    if isinstance(x, Tensor):
-        return x.unbind(0)
-    if isinstance(x, Coded):
-        return x.layers()
-    shape, flat = torch.Size(x.shape[1:]), x.flat()
-    return [StoredSlice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
+def slices_of(value: StoredValue, shapes: Sequence[torch.Size]) -> Sequence[StoredValue]:
+    """Returns the parts of these shapes that lie one after another in a value that is no tensor."""
+    flat, sizes = _stored(value).flat(), [shape.numel() for shape in shapes]
+    return [StoredSlice(flat, sum(sizes[:k]), shape) for k, shape in enumerate(shapes)]
+
+
+def stack_values(parts: Sequence[StoredValue]) -> StoredValue:
+    """Returns the stack of some parts of one memory; the tensor whose rows they are, if there is such a tensor."""
+    here = [x for x in parts if isinstance(x, Tensor)]
+    if len(here) == len(parts):
+        whole = _stack_of(here)
+        return torch.stack(here) if whole is None else whole
+    return StoredStack([_stored(x) for x in parts])
+
+
+def _stored(value: StoredValue) -> Stored:
+    out = as_stored(value)
+    assert out is not None
+    return out
 
 
 def _stack_of(rows: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows these are, in their order, and which has no others."""
+    """Returns the tensor whose rows these are, in their order, and which has no others."""
     whole = rows[0]._base
     if whole is None or whole.shape != (len(rows), *rows[0].shape) or not whole.is_contiguous():
         return None
     starts = range(whole.storage_offset(), whole.storage_offset() + whole.numel(), max(1, rows[0].numel()))
     alike = (x._base is whole and x.dtype == whole.dtype and x.is_contiguous() for x in rows)
     return whole if all(alike) and [x.storage_offset() for x in rows] == [*starts] else None
-
-
-def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
-    """The stack of some parts, of one memory; the tensor whose rows they are, if there is one."""
-    here = [x for x in parts if isinstance(x, Tensor)]
-    if len(here) == len(parts):
-        whole = _stack_of(here)
-        return torch.stack(here) if whole is None else whole
-    return Pile([x for x in parts if not isinstance(x, Tensor)])
 
 
 class StoredSlice:
@@ -90,7 +97,7 @@ class StoredSlice:
         return self._base.read(self._start + lo * row, self._start + hi * row, flat).then(lambda x: x.view(shape))
 
 
-class Pile:
+class StoredStack:
     """Stored parts of one shape, as one with a leading dim.
 
     Args:

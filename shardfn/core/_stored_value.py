@@ -1,0 +1,169 @@
+"""`StoredValue`: a block wherever and however it is kept. `Stored`: the interface of a block that is no tensor.
+
+The types are defined here so that rooms which carry such values need not import the rooms that keep them. The
+operations on them that move a value (`store`, `prefetch`, successors, inputs and outputs of graphs) are in
+`shardfn.state`.
+"""
+
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ._memory_kind import MemoryKind
+from ._pending import Pending
+from ._placement import Code
+
+
+@runtime_checkable
+class StoredValue(Protocol):
+    """A block of a leaf, wherever it is kept: on the device, the host or disk; in codes; a slice or a stack of these.
+
+    A tensor is one by its attributes. On the device it is the identity element: `store`, `load` and `prefetch` return
+    it unchanged, and in a graph it stands for itself. So code for any value has no cost for a plain tensor.
+
+    Attributes:
+        shape: shape of the value.
+        dtype: dtype of its elements; in codes, of the decoded elements.
+        nbytes: number of bytes in its place.
+
+    Example:
+        >>> x: StoredValue = torch.zeros(2)
+        >>> load(x) is x
+        True
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the value."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its elements."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in its place."""
+        ...
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A `StoredValue` that is no tensor of its elements, for instance a value on disk. Immutable.
+
+    Attributes:
+        shape: as a tensor's.
+        dtype: as a tensor's.
+        kind: the memory kind of the place.
+        code: the code to which its elements are rounded, see `Placement.code`; None = not rounded.
+        nbytes: the bytes of the value in its place.
+
+    Example:
+        >>> isinstance(torch.zeros(2), Stored)
+        False
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the value."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the value."""
+        ...
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind of the place."""
+        ...
+
+    @property
+    def code(self) -> Code | None:
+        """The code to which its elements are rounded; None = not rounded."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value in its place."""
+        ...
+
+    def flat(self) -> "Stored":
+        """The same value as one dim."""
+        ...
+
+    def load(self) -> Tensor:
+        """The whole value as a fresh host tensor; waits for it."""
+        ...
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
+        """Rows `lo:hi` of dim 0, asynchronously, in `out` or in a fresh host tensor."""
+        ...
+
+
+def as_stored(value: StoredValue) -> Stored | None:
+    """Returns a value that is no tensor; None for a tensor."""
+    return None if isinstance(value, Tensor) else cast(Stored, value)
+
+
+def load(value: StoredValue) -> Tensor:
+    """Returns a value as a tensor, in the memory where it lies; reads and decodes it where it is no tensor.
+
+    Example:
+        >>> load(torch.ones(2))
+        tensor([1., 1.])
+    """
+    return value if isinstance(value, Tensor) else cast(Stored, value).load()
+
+
+def read_rows(value: StoredValue, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
+    """Starts to read rows `lo:hi` of dim 0 of a value, into `out` or a fresh host tensor; a tensor's rows are a view.
+
+    Example:
+        >>> read_rows(torch.arange(3), 1).result()
+        tensor([1, 2])
+    """
+    if isinstance(value, Tensor):
+        rows = value[lo:hi] if value.ndim else value
+        return Pending.of(rows if out is None else out.copy_(rows))
+    return cast(Stored, value).read(lo, hi, out)
+
+
+class Absent:
+    """A placeholder for a leaf of a mesh without this rank: `Stored`, with a dtype, no elements and no value.
+
+    Args:
+        ndim: of the leaf.
+        dtype: of the leaf.
+        kind: the memory that others keep it in.
+        why: the error's text.
+    """
+
+    nbytes = 0
+    code: Code | None = None
+
+    def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
+        self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why
+        self.kind: MemoryKind = kind
+
+    def flat(self) -> "Absent":
+        """The same, as one dim."""
+        return Absent(1, self.dtype, self.kind, self._why)
+
+    def load(self) -> Tensor:
+        """There is nothing to load.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._why)
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
+        """There is nothing to read.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._why)

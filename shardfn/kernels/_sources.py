@@ -1,0 +1,147 @@
+"""The C++ of the package: its files, the flags of each, and the command that builds a file.
+
+It imports nothing but Python's own modules, so that a wheel is built without torch.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+SHIPPED = PACKAGE / "kernels" / "_shipped"  # made by scripts/wheel
+SHARED, POOL, CHAIN = "kernels/_native.cpp", "kernels/_pool.cpp", "kernels/_chain.cpp"
+MEMORY = "collectives/transport/_memory.cpp"
+COMMON = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
+# so -O2 suffices, and builds in a third of the time of -O3. A short loop that is not aligned may take a tenth longer.
+_FAST = ("-O2", "-falign-loops=64", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+# Those that match the reference's bits: all operations but the fused multiply-adds that they name are rounded alone.
+_EXACT = ("-O2", "-pthread", "-Wno-psabi")
+# GCC must not take apart the chains of operations that these write side by side.
+_CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
+# The files, those that take longest first.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "kernels/row_linear/_native.cpp": _FAST,
+    "kernels/grouped_product/_native.cpp": _FAST,
+    "kernels/ragged_attention/_native.cpp": _EXACT,
+    "kernels/block_sparse_attention/_native.cpp": _FAST,
+    MEMORY: ("-pthread",),
+    "kernels/draw/_native.cpp": _CHAINED,
+    SHARED: (),
+    "kernels/pointwise/_native.cpp": _EXACT,
+    "kernels/row_norm/_native.cpp": _EXACT,
+    POOL: ("-pthread",),
+    # Loops without vectors of their own, which -O3 alone makes.
+    "kernels/gather_rows/_native.cpp": ("-pthread",),
+    "kernels/penalise/_native.cpp": _CHAINED,
+    CHAIN: (),
+}
+# Files without loops over elements, of which one form serves all processors.
+_ONE_FORM = (POOL, CHAIN)
+_WIDE = {"kernels/draw/_native.cpp": ("-mprefer-vector-width=512",)}  # of generation 4
+GENERATIONS = (1, 3, 4)  # of x86-64; 0 stands for other processors
+_NEEDS = {
+    3: {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"},
+    4: {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+PATIENCE = 900.0  # seconds that a compiler may take; a machine with other work needs many
+
+
+def name_of(source: str) -> str:
+    """Returns the short name of a source.
+
+    Example:
+        >>> name_of("kernels/row_linear/_native.cpp"), name_of("kernels/_pool.cpp"), name_of(SHARED)
+        ('row_linear', 'pool', 'shared')
+    """
+    path = pathlib.PurePosixPath(source)
+    return "shared" if source == SHARED else path.parent.name if path.stem == "_native" else path.stem.removeprefix("_")
+
+
+@functools.cache
+def processor() -> int:
+    """Returns the newest generation of x86-64 that the processor has, or 0 for other processors."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        return 0
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return 1
+    flags = set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    if not flags >= _NEEDS[3]:
+        return 1
+    return 4 if flags >= _NEEDS[4] else 3
+
+
+def num_processors() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compiler() -> str | None:
+    """Returns the path of the C++ compiler, or None without a compiler."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def flags_of(source: str, generation: int) -> tuple[str, ...]:
+    """Returns the flags that all files get, those of a file, and those of a generation."""
+    if generation < 3 or source in _ONE_FORM:
+        return *COMMON, *FLAGS[source]
+    wide = _WIDE.get(source, ()) if generation == 4 else ()
+    return *COMMON, *FLAGS[source], f"-march=x86-64-v{generation}", *wide
+
+
+def file_of(source: str, generation: int, *more: str) -> str:
+    """Returns the name of a library, which has everything that determines its results: texts, flags and `more`."""
+    flags = flags_of(source, generation)
+    form = f"-v{generation}" if generation and source not in _ONE_FORM else ""
+    return f"{name_of(source)}{form}-{digest(PACKAGE / source, flags, *more)}.so"
+
+
+def digest(source: pathlib.Path, flags: tuple[str, ...], *more: str) -> str:
+    """Returns a digest of a source with the files that it includes, its flags, and more."""
+    texts = [path.read_text() for path in included(source)]
+    return hashlib.sha256("\0".join([*texts, *flags, *more]).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def included(source: pathlib.Path) -> list[pathlib.Path]:
+    """Returns a source, and the files of the package that it includes, directly or not."""
+    found = [source.resolve()]
+    for path in found:  # grows meanwhile
+        named = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        found += [x for x in ((path.parent / name).resolve() for name in named) if x not in found]
+    return found
+
+
+def compile_source(source: pathlib.Path, flags: tuple[str, ...], out: pathlib.Path) -> None:
+    """Builds a library.
+
+    Raises:
+        OSError: there is no compiler, or it cannot be started.
+        subprocess.SubprocessError: the compiler failed, or took too long.
+    """
+    path = compiler()
+    if path is None:
+        raise FileNotFoundError("there is no C++ compiler (c++, g++ or clang++)")
+    plain = tuple(flag for flag in flags if not flag.startswith(("-march=", "-mprefer-")))
+    if plain != flags and not _makes_generations(path):
+        flags = plain
+    run = [path, *flags, "-o", str(out), str(source)]
+    subprocess.run(run, check=True, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@functools.cache
+def _makes_generations(path: str) -> bool:
+    """Returns whether a compiler has the instructions that `_generations.h` names: GCC from 12 on."""
+    run = subprocess.run(
+        [path, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    version = re.search(r"#define __GNUC__ (\d+)", run.stdout)
+    return version is not None and int(version[1]) >= 12 and "__clang__" not in run.stdout

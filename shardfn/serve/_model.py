@@ -1,0 +1,106 @@
+"""The model of a server, as bodies of requests are read for it."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from shardfn.inference import Compiler, Detokenizer, Limits
+
+from ._errors import ApiError
+
+
+class Text(NamedTuple):
+    """A tokenizer as a server uses it. Its functions are called in two threads, in one for long bodies.
+
+    Attributes:
+        encode: function from a text to the ids of a prompt.
+        tokenizer: tokenizer in a form that `shardfn.inference.detokenizer` takes.
+        chat: function from messages to the text of a prompt, or None without a chat template. A `ValueError` refuses
+            messages.
+        plain: plain from this text to the ids of a prompt, without further special tokens. None takes `encode`.
+    """
+
+    encode: Callable[[str], list[int]]
+    tokenizer: Any
+    chat: Callable[[list[dict[str, str]]], str] | None = None
+    plain: Callable[[str], list[int]] | None = None
+
+
+class Model(NamedTuple):
+    """The model that bodies are read for.
+
+    Attributes:
+        name: name by which clients know the model.
+        text: tokenizer.
+        spelling: texts of tokens one by one, also of special ones.
+        limits: limits of the engine.
+        ends: tokens that end a completion.
+        max_choices: most choices of one call.
+        compiler: compiler of grammars, or None if they are not served.
+        texts: texts of choices.
+        adapters: names that clients may give in place of the model's.
+        width: width of embeddings, or 0 if they are not served.
+        longest: bytes of the longest token, or 0 where tokens have no bytes of their own.
+        defaults: values of `Sampling` for fields that a body leaves out.
+    """
+
+    name: str
+    text: Text
+    spelling: Detokenizer
+    limits: Limits
+    ends: frozenset[int]
+    max_choices: int
+    compiler: Compiler | None
+    texts: Detokenizer
+    adapters: tuple[str, ...] = ()
+    width: int = 0
+    longest: int = 0
+    defaults: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns all names that clients may give."""
+        return (self.name, *self.adapters)
+
+
+def find_longest(spelling: Detokenizer) -> int:
+    """Returns the bytes of the longest token, also of special ones, or 0 where tokens have no bytes of their own.
+
+    Example:
+        >>> from shardfn.inference import detokenizer
+        >>> find_longest(detokenizer([b"a", b"the", None]))
+        3
+    """
+    if spelling.bytes_of is None:
+        return 0
+    found = map(spelling.bytes_of, range(spelling.size))
+    return max(len(spelling.decode([i]).encode() if x is None else x) for i, x in enumerate(found))
+
+
+def adapter_of(given: Mapping[str, Any], model: Model) -> bytes:
+    """Returns the name of the adapter that a body asks for by its model, which is empty for the model without one.
+
+    Raises:
+        ApiError: the model is missing or unknown.
+    """
+    if "model" not in given:
+        text = f"model is missing; this server has {names_of(model)}."
+        raise ApiError(400, text, "model", "missing_parameter")
+    check_model(given["model"], model)
+    return b"" if given["model"] == model.name else given["model"].encode()
+
+
+def check_model(name: str, model: Model) -> None:
+    """Checks that this server has a name.
+
+    Raises:
+        ApiError: has the names that there are.
+    """
+    if name not in model.names:
+        text = f"model {name[:60]!r} does not exist; this server has {names_of(model)}."
+        raise ApiError(404, text, "model", "model_not_found")
+
+
+def names_of(model: Model) -> str:
+    """Returns the names that clients may give, in words."""
+    return ", ".join(map(repr, model.names))

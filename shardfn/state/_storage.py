@@ -1,0 +1,335 @@
+"""The operations on a `StoredValue`, which convert a block between the forms and memories in which it is kept.
+
+kept       value                      load, prefetch                           store
+device     a tensor                   the tensor itself                        the tensor itself
+host       a tensor of the host       a copy to the device                     a copy to the host
+disk       `Stored`, in a pool        a read, and a copy to the device         rows written to a new value
+codes      `Coded`, there or on host  decoded on the device, when it is used   not: such a leaf is frozen
+
+A tensor may be written over where it lies. A value on disk never is: its successor is a new value, so that the old
+value exists until the new value is whole. `Successor` writes either of the two. In a graph a value is one tensor, and
+the last four functions are the way in and out.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import fakes
+from shardfn.collectives import GlobalTensor
+from shardfn.core import MemoryKind, Pending, Placement, StoredValue, is_device, is_disk, is_host, load, read_rows
+from shardfn.memory import (
+    AnyPool,
+    Coded,
+    DiskTensor,
+    Fetch,
+    TracedStored,
+    host_empty,
+    on_host,
+    stored_of,
+    to_device,
+    to_host,
+    token_of,
+)
+
+from ._views import StoredSlice, StoredStack
+
+
+def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
+    """Returns a block of the device in the form of a placement; `x` itself where that is the device."""
+    value = encode(x, at)
+    if isinstance(value, Coded):
+        return with_codes(value, store(value.blocks, at.with_(code=None), pool), at.memory_kind)
+    if is_device(at.memory_kind):
+        return x
+    if is_host(at.memory_kind):
+        return to_host(x).result()
+    assert pool is not None
+    return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
+
+
+def encode(x: Tensor, at: Placement) -> StoredValue:
+    """Returns a block in the codes of a placement; `x` itself without codes. It is not moved.
+
+    Args:
+        x: block in the memory of the placement, or without data.
+        at: the placement.
+    """
+    if not isinstance(at.code, str):
+        return x
+    coded = Coded.of(x, at.code)
+    return coded.with_blocks(coded.blocks, at.memory_kind)
+
+
+def codes_of(value: StoredValue) -> StoredValue:
+    """Returns the codes of a value in codes, which has no other contents; of other values, the value itself."""
+    return value.blocks if isinstance(value, Coded) else value
+
+
+def with_codes(value: StoredValue, codes: StoredValue, kind: MemoryKind) -> StoredValue:
+    """Returns a value in codes like another one, with these codes in a memory: the inverse of `codes_of`."""
+    assert isinstance(value, Coded) and isinstance(codes, Tensor)
+    return value.with_blocks(codes, kind)
+
+
+def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValue:
+    """Returns a value with a place of its own: slices and stacks of others are written anew."""
+    if not isinstance(value, StoredSlice | StoredStack):
+        return value
+    with on_host():
+        return store(load(value), at, pool)
+
+
+def start_move(
+    value: StoredValue, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: AnyPool | None
+) -> Pending[StoredValue]:
+    """Starts to move a value from one memory to another; a value that is there already is the result itself.
+
+    Args:
+        value: value in `src`.
+        src: memory of the value.
+        dst: memory of the result.
+        device: device of the result, if `dst` is "device".
+        pool: pool of the result, if `dst` is "disk".
+    """
+    if src == dst:
+        return Pending.of(value)
+    if not isinstance(value, Tensor):
+        value = load(value)
+    elif is_device(src):
+        under_way = to_host(value)
+        if is_host(dst):
+            return under_way
+        # The disk is written from the host: the copy must be there first.
+        value = under_way.result()
+    if is_disk(dst):
+        assert pool is not None
+        return pool.write(value)
+    return to_device(value, device) if is_device(dst) else Pending.of(value)
+
+
+def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
+    """Returns the memory in which an update finds the elements of a value: of a value on disk, the host."""
+    return "device" if is_device(kind) else "host"
+
+
+def load_at(value: StoredValue, kind: MemoryKind) -> Tensor:
+    """Returns the elements of a value, in the memory `kind_when_loaded(kind)`."""
+    with in_memory(kind):
+        return load(value)
+
+
+def in_memory(kind: MemoryKind) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which a ledger counts new tensors of the CPU in the memory where values of `kind` are."""
+    return contextlib.nullcontext() if is_device(kind) else on_host()
+
+
+def empty_block(
+    shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device
+) -> Tensor:
+    """Returns memory for a block that is kept in a memory, of any content; for a block on disk, memory of the host."""
+    if is_device(kind):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return host_empty(torch.Size(shape), dtype)
+
+
+def zero_block(
+    shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device, pool: AnyPool | None
+) -> StoredValue:
+    """Returns a block of zeros that is kept in a memory."""
+    if is_device(kind):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    block = empty_block(shape, dtype, kind, device)
+    block.view(torch.uint8).zero_()  # not all dtypes of codes can be filled
+    return start_move(block, "host", kind, device, pool).result()
+
+
+def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor | Fetch:
+    """Returns the elements of a value on the device, or on their way there; a tensor of the device, itself.
+
+    The codes of a value in codes are fetched, and not decoded.
+    """
+    value = value.blocks if isinstance(value, Coded) else value
+    if isinstance(value, Tensor):
+        return value if is_device(kind) else Fetch(value, device)
+    return Fetch(read_rows(value), device)
+
+
+def fetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor:
+    """Returns the elements of a value on the device, and waits for them; see `prefetch`."""
+    found = prefetch(value, kind, device)
+    return found if isinstance(found, Tensor) else found.result()
+
+
+def copy_value(value: StoredValue, kind: MemoryKind) -> StoredValue:
+    """Returns a value of the same elements, for an update to consume; of a value that is no tensor, itself."""
+    if not isinstance(value, Tensor):
+        return value
+    with in_memory(kind):
+        return value.clone()
+
+
+def change(value: StoredValue, at: Placement, pool: AnyPool | None, f: Callable[[Tensor], Tensor]) -> StoredValue:
+    """Returns `f(value)`, in the memory of the value, which is consumed.
+
+    Args:
+        value: value of the placement `at`.
+        at: placement of the value.
+        pool: pool of the result, if `value` is on disk.
+        f: function that may write to its argument.
+    """
+    if isinstance(value, Tensor):
+        return f(value)
+    with on_host():
+        return store(f(load(value)), at, pool)
+
+
+class Successor:
+    """The writer of the new value of a leaf, row by row: of the same shape, dtype and place as the value before.
+
+    A tensor is overwritten where it lies; with `beside=True` the new value is a host tensor of its own. A value on disk
+    is not touched, and the new value is another one. All rows are written once, and the rows of one `write` must not
+    change until it is done. Then comes `finish`.
+
+    Args:
+        value: value before.
+        kind: memory of the value.
+        pool: pool of a value on disk.
+        beside: whether a tensor is not overwritten.
+    """
+
+    def __init__(self, value: StoredValue, kind: MemoryKind, pool: AnyPool | None, *, beside: bool = False) -> None:
+        self._shape, self._dtype, self._pool, self._made = value.shape, value.dtype, pool, None
+        self._kind: MemoryKind = "host" if beside else kind
+        # The tensor whose memory the new value has; None for a value on disk.
+        self._into = host_empty(value.shape, value.dtype) if beside else value if isinstance(value, Tensor) else None
+
+    @property
+    def _writer(self) -> Any:
+        """The writer of a value on disk, made when it is first needed: a value that is only read gets no successor."""
+        if self._made is None:
+            assert self._pool is not None
+            self._made = self._pool.writer(self._shape, self._dtype)
+        return self._made
+
+    def rows(self, lo: int, hi: int | None, place: MemoryKind) -> Tensor | None:
+        """Returns the memory of rows `lo:hi` of the new value, if they can be made there from `place`; else None."""
+        if self._into is None or self._kind != place:
+            return None
+        return self._into if hi is None else self._into[lo:hi]
+
+    def write(self, lo: int, rows: Tensor, place: MemoryKind) -> Pending[Any] | None:
+        """Starts to write rows from `lo` on, which lie in the memory `place`; None where they are the new value's."""
+        if self._into is None:
+            return self._writer.write(lo, rows if is_host(place) else to_host(rows).result())
+        if self._kind == place:  # made where they are kept; see `rows`
+            return None
+        into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
+        return to_device(rows, into.device, into) if is_host(place) else to_host(rows, into)
+
+    def finish(self) -> StoredValue:
+        """Returns the new value, when all rows are there."""
+        return self._writer.finish() if self._into is None else self._into
+
+
+def bring_rows(
+    value: StoredValue,
+    rows: tuple[int, int | None],
+    ends: tuple[MemoryKind, MemoryKind],
+    device: torch.device,
+    out: Tensor | None,
+) -> Tensor | Pending[Tensor]:
+    """Returns rows `lo:hi` of a value in another memory, or on their way there.
+
+    Args:
+        value: value.
+        rows: `lo` and `hi`; with `hi=None` the whole value.
+        ends: memory of the value, and the memory where its rows are wanted.
+        device: device of the rows, if they are wanted on the device.
+        out: host tensor to fill, if they are wanted on the host; None for a fresh one.
+    """
+    (lo, hi), (kind, place) = rows, ends
+    if not isinstance(value, Tensor):
+        if kind == place:
+            return read_rows(value, lo, hi)
+        return read_rows(value, lo, hi, out) if is_host(place) else Fetch(read_rows(value, lo, hi), device)
+    x = value if hi is None else value[lo:hi]
+    if is_device(place):
+        return to_device(x, device)
+    return to_host(x, out) if is_device(kind) or out is None else out.copy_(x)
+
+
+def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredValue:
+    """Returns the value that takes the place of `value`: a tensor with the elements of `new`, or `new` itself."""
+    if not isinstance(value, Tensor):
+        return new
+    x = load(new)
+    if is_device(kind):
+        to_device(x, value.device, value).result()
+    else:
+        value.copy_(x)
+    return value
+
+
+def succeed(value: StoredValue, kind: MemoryKind, x: Tensor) -> StoredValue:
+    """Returns a tensor of the device in the place of `value`: on the device itself, in host memory written over."""
+    if is_device(kind) or (isinstance(value, Tensor) and x.data_ptr() == value.data_ptr()):
+        return x
+    if isinstance(value, Tensor):
+        return to_host(x, out=value).result()
+    assert isinstance(value, DiskTensor)  # arguments of other kinds are refused
+    return _write(x, value.pool)
+
+
+def _write(x: Tensor, pool: AnyPool) -> StoredValue:
+    return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
+
+
+class Likeness(NamedTuple):
+    """A block as a graph knows it: its shape and its placement. It holds no memory."""
+
+    shape: torch.Size
+    at: Placement
+
+    @staticmethod
+    def of(x: GlobalTensor) -> "Likeness":
+        """That of a leaf's block."""
+        return Likeness(torch.Size(x.held.shape), x.placement)
+
+
+def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[Tensor]:
+    """Returns the inputs of a graph for these blocks, without data: a token for a block on disk."""
+    out: list[Tensor] = []
+    for x in leaves:
+        if is_disk(x.memory_kind):
+            out.append(torch.empty(1, dtype=torch.int64))
+        else:
+            out += fakes([as_graph_value(x.held)], "cpu" if is_host(x.memory_kind) else device)
+    return out
+
+
+def entered(x: Tensor, like: Likeness) -> StoredValue:
+    """An input of a graph that is being captured, as a block."""
+    return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _in_codes(x, like)
+
+
+def as_graph_value(value: StoredValue) -> Tensor:
+    """The tensor of a block in a graph: at its entrance when it runs, at its exit when it is captured."""
+    value = codes_of(value)
+    if isinstance(value, Tensor):
+        return value
+    return value.token if isinstance(value, TracedStored) else token_of(value)
+
+
+def returned(x: Tensor, like: Likeness) -> StoredValue:
+    """A result of a graph as a block with the shape and placement of the one before."""
+    return stored_of(x) if is_disk(like.at.memory_kind) else _in_codes(x, like)
+
+
+def _in_codes(x: Tensor, like: Likeness) -> StoredValue:
+    """The block of a tensor: itself, or the one whose codes it has."""
+    code, kind = like.at.code, like.at.memory_kind
+    return Coded(x, like.shape, like.at.dtype, code, kind) if isinstance(code, str) else x

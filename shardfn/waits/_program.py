@@ -1,0 +1,43 @@
+"""The wait of a command of `shardfn` that loads a model: from the first import to the end of its start."""
+
+import itertools
+import sys
+
+from ._waits import Wait, waiting
+
+_COMMANDS = {"generate", "serve"}
+_RANK = "shardfn.cli._serve_rank"
+
+_start: Wait | None = None
+
+
+def announce_start() -> None:
+    """Begins the wait of this process if it is such a command, whose imports take seconds: `end_start` ends it.
+
+    It is called when this file is imported, which is the first import of the package.
+    """
+    global _start
+    if _is_command(sys.orig_argv):
+        _start = waiting("starting", whole=True)
+
+
+def end_start() -> None:
+    """Ends the wait of `announce_start`."""
+    global _start
+    if _start is not None:
+        _start.end()
+    _start = None
+
+
+def _is_command(argv: list[str]) -> bool:
+    """Returns whether the arguments of Python begin `shardfn generate`, `shardfn serve` or a rank of the latter.
+
+    Example:
+        >>> _is_command(["python", "/usr/bin/shardfn", "generate", "MODEL"]), _is_command(["python", "-m", "pytest"])
+        (True, False)
+    """
+    pairs = itertools.pairwise(argv[1:])  # the program's name comes after Python's
+    return _RANK in argv or any(word.rpartition("/")[2] == "shardfn" and then in _COMMANDS for word, then in pairs)
+
+
+announce_start()

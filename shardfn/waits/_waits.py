@@ -1,0 +1,170 @@
+"""`waiting`: says on stderr what takes long, on the first rank of a machine: a bar on a terminal, elsewhere lines."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+PERIOD = 1.5  # seconds between two lines where there is no terminal; a busy machine may be late
+_TICK = 0.25
+
+
+class Wait:
+    """A wait that is in progress. See `waiting`. A context manager, which ends it.
+
+    Attributes:
+        text: the words for what is done.
+        name: name of the part that is done, such as an op, empty if there are no parts.
+        total: number of parts that this wait has, or 0 if it is not known.
+        done: number of parts that are done.
+        start: time at which the wait began.
+        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+    """
+
+    def __init__(self, text: str, name: str, total: int, whole: bool) -> None:
+        self.text, self.name, self.total, self.whole, self.done = text, name, total, whole, 0
+        self.start = time.monotonic()
+
+    def update(self, num: int = 1) -> None:
+        """Counts parts that are done."""
+        self.done += num
+
+    def end(self) -> None:
+        """Ends the wait. A second call does nothing."""
+        _board.remove(self)
+
+    def __enter__(self) -> "Wait":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+def waiting(text: str, name: str = "", *, total: int = 0, at_once: bool = False, whole: bool = False) -> Wait:
+    """Begins a wait, which is reported until it ends: on a terminal as a bar, elsewhere as a line every two seconds.
+
+    The first rank of a machine reports. Waits beside one another share a line. `TQDM_DISABLE=1` hides all of them.
+
+    Args:
+        text: words for what is done, such as "building C++".
+        name: name of a part, such as an op. Waits of one text are reported as one, with all their names.
+        total: number of parts, which `update` counts.
+        at_once: whether the first report comes now. Without it, a wait of a second is not reported.
+        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+
+    Returns:
+        The wait: a context manager.
+
+    Example:
+        >>> with waiting("reading files", total=2) as files:
+        ...     files.update()
+    """
+    wait = Wait(text, name, total, whole)
+    if is_first():
+        _board.add(wait, at_once)
+    return wait
+
+
+def is_first() -> bool:
+    """Returns whether this process is the first rank of its machine."""
+    for name in ("LOCAL_RANK", "RANK"):
+        if name in os.environ:
+            return os.environ[name] == "0"
+    dist = sys.modules.get("torch.distributed")  # not imported here: that takes seconds
+    return dist is None or not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def text_of(waits: list[Wait], now: float) -> str:
+    """Returns the words for several waits."""
+    groups: dict[str, list[Wait]] = {}
+    for wait in [wait for wait in waits if not wait.whole] or waits:
+        groups.setdefault(wait.text, []).append(wait)
+    return "; ".join(_group(text, group, now) for text, group in groups.items())
+
+
+def _group(text: str, group: list[Wait], now: float) -> str:
+    names = ", ".join(wait.name for wait in group if wait.name)
+    done, total = (sum(getattr(wait, key) for wait in group) for key in ("done", "total"))
+    count = f", {done} of {total}" if total else ""
+    return f"{text} {names}".rstrip() + f"{count}, {now - min(wait.start for wait in group):.0f} s"
+
+
+class _Board:
+    """The waits of this process, and the thread that reports them, which lasts as long as there are any."""
+
+    def __init__(self) -> None:
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._waits, self._said = list[Wait](), 0.0
+        self._thread: threading.Thread | None = None
+        self._bar: Any = None
+
+    def add(self, wait: Wait, at_once: bool) -> None:
+        if os.environ.get("TQDM_DISABLE", "0") not in ("", "0") or sys.stderr is None:
+            return
+        with self._lock:
+            if not self._waits:
+                self._said = wait.start
+            self._waits.append(wait)
+            if at_once:
+                self._said = wait.start - PERIOD
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._report, name="shardfn-waits", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def remove(self, wait: Wait) -> None:
+        with self._lock:
+            with contextlib.suppress(ValueError):
+                self._waits.remove(wait)
+            thread = self._thread if not self._waits else None
+        self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)  # its bar is gone before the program prints
+
+    def _report(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waits:
+                    self._thread = None
+                    self._close()
+                    return
+                waits = list(self._waits)
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                self._show(waits, time.monotonic())
+            self._wake.wait(_TICK)
+            self._wake.clear()
+
+    def _show(self, waits: list[Wait], now: float) -> None:
+        if self._bar is None and now - self._said < PERIOD:
+            return
+        if not sys.stderr.isatty():
+            self._said = now
+            print(f"shardfn: {text_of(waits, now)}", file=sys.stderr, flush=True)
+            return
+        done, total = (sum(getattr(wait, key) for wait in waits) for key in ("done", "total"))
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(bar_format="shardfn: {desc} {bar:20}", dynamic_ncols=True, leave=False, total=total or 1)
+        self._bar.total, self._bar.n = total or 1, done
+        self._bar.set_description_str(text_of(waits, now))
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+_board = _Board()
+
+
+def _forget() -> None:
+    """Gives a forked process a board of its own: it has not the thread."""
+    global _board
+    _board = _Board()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
