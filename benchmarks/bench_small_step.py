@@ -31,23 +31,23 @@ TINY = Size(num_layers=8, d_model=64, num_heads=4, tokens=32, vocab=512, batch=4
 PEERS = "ddp,loop,shardfn0,shardfn1,shardfn3,shardfn3:jit=graph"
 # The parts of an eager step, each with its function.
 PARTS = {
-    "agreement on what to run": "transforms._training_step:agree_on_step",
-    "rounds of agreement": "collectives._rounds:Rounds.exchange",
-    "leaves made ready": "engine._performer:enter",
-    "forward": "engine._performer:Performer._forward",
-    "backward": "engine._performer:Performer._differentiate",
-    "gradients taken": "engine._performer:Performer._take",
-    "messages laid out": "collectives._packing:Packing.laid",
-    "transfers started": "collectives._memory:Lanes._start",
-    "transfers waited for": "collectives._memory:Lanes.wait",
+    "agreement on what to run": "engine.step._run_call:agree_on_step",
+    "rounds of agreement": "collectives.transport._rounds:Rounds.exchange",
+    "leaves made ready": "engine.execution._run_backward:enter",
+    "forward": "engine.execution._run_backward:Performer._forward",
+    "backward": "engine.execution._run_backward:Performer._differentiate",
+    "gradients taken": "engine.execution._run_backward:Performer._take",
+    "messages laid out": "collectives.transport._packing:Packing.laid",
+    "transfers started": "collectives.transport._memory:Lanes._start",
+    "transfers waited for": "collectives.transport._memory:Lanes.wait",
     "writes looked for": "leaves._writes:Watch.check",
-    "measures": "engine._eager_step:measure",
-    "gradients cut": "engine._outcome:Outcome.gradients",
-    "update": "engine._eager_step:update",
+    "measures": "engine.execution._step_run:measure",
+    "gradients cut": "engine.transfers._reduce:Reducer.gradients",
+    "update": "engine.execution._step_run:update_in",
     "the optimizer's kernel": "optim._adam:fused_adamw_",
-    "parameters made whole": "engine._update:refresh",
-    "next state": "engine._update:next_state",
-    "the graph": "engine._graphs:Ready.__call__",
+    "parameters made whole": "engine.execution._update:refresh",
+    "next state": "engine.execution._step_run:next_state",
+    "the graph": "engine.execution._graphs:Ready.__call__",
 }
 
 

@@ -17,7 +17,8 @@ from shardfn.capture import capture
 from shardfn.core import Mesh
 from shardfn.engine import Graphs, signature
 from shardfn.engine.agreement._comms import Comms
-from shardfn.engine.execution._graphs import Program, agreed
+from shardfn.engine.execution._graphs import agreed
+from shardfn.engine.execution._program import CapturedProgram
 from shardfn.engine.loss._graph_cache import GraphCache, argument_shapes
 from shardfn.engine.loss._jitted import Jitted
 from shardfn.graph import Events
@@ -64,13 +65,15 @@ class Case:
         self.jitted = Jitted(torch.neg, backend="graph", check_types=False, **options)
         self.graphs, self.peer, self.captured = Graphs(self.jitted), peer or Peer(), 0
 
-    def capture(self) -> Program:
+    def capture(self) -> CapturedProgram:
         self.captured += 1
         gm = capture(lambda x: [x + 1], [torch.zeros(3)])
         gm.meta |= {"mesh_shape": {}, "coords": {}, "groups": {}}
-        return Program(gm, "a tensor")
+        return CapturedProgram(gm, "a tensor")
 
-    def ready(self, *, everywhere: bool = False, make: Callable[[], Program] | None = None, rows: int = 3) -> Any:
+    def ready(
+        self, *, everywhere: bool = False, make: Callable[[], CapturedProgram] | None = None, rows: int = 3
+    ) -> Any:
         key, batch = ("plan", rows), {"x": torch.zeros(rows)}
         return self.graphs.ready(_comms(self.peer), key, make or self.capture, "add", batch, everywhere=everywhere)
 
@@ -214,7 +217,7 @@ def test_a_bad_number_of_graphs_is_refused(num: Any, kind: type[Exception], says
         sf.jit(torch.neg, max_graphs=num)
 
 
-def _fails() -> Program:
+def _fails() -> CapturedProgram:
     raise KeyError("no such leaf")
 
 
@@ -260,13 +263,13 @@ def test_agreement_sends_one_number_where_programs_are_the_same() -> None:
 def test_a_program_is_lowered_without_a_word_to_other_ranks() -> None:
     case = Case()
     program, schedule = case.graphs.lower(case.capture)
-    assert isinstance(program, Program) and schedule == case.jitted.schedule and case.peer.exchanges == 0
+    assert isinstance(program, CapturedProgram) and schedule == case.jitted.schedule and case.peer.exchanges == 0
     ready = case.graphs.compile(program, None, _comms(case.peer))
     assert torch.equal(ready(_comms(case.peer), None, [torch.zeros(3)])[0], torch.ones(3))
 
 
 def test_a_program_of_no_use_is_refused_by_facts_that_all_ranks_have() -> None:
-    class Useless(Program):
+    class Useless(CapturedProgram):
         def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
             raise ValueError(f"useless on {exchange(5)}")
 

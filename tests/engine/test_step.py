@@ -10,8 +10,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.core import tree_leaves
+from shardfn.engine.execution._step_run import one_step
 from shardfn.engine.loss._accumulated import Accumulated, fold, num_microbatches
-from shardfn.engine.transfers._step import one_step
 from shardfn.state._state import taken
 
 

@@ -12,7 +12,7 @@ from shardfn.collectives import bind_mesh
 from shardfn.core import tree_leaves, tree_map
 from shardfn.engine import StepParts
 from shardfn.engine.execution._update import rule_of, update
-from shardfn.engine.step._first import first_state
+from shardfn.engine.step._init import first_state
 from shardfn.schedules import parse
 from shardfn.state import TrainState
 

@@ -1,4 +1,4 @@
-"""Covers engine/execution/_donated.py and _argument.py: results in the place of donated arguments, kept anywhere."""
+"""Covers engine/execution/_arguments.py: results in the place of donated arguments, kept anywhere."""
 
 import pathlib
 from typing import Any

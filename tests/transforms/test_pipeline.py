@@ -9,7 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, WeightedMean, Zero, optim, schedules
-from shardfn.engine.execution._performer import Performer
+from shardfn.engine.execution._run_backward import Performer
 from shardfn.engine.pipeline._staged import Staged
 from shardfn.nn import DeferredGradients
 from shardfn.testing import assert_parity, distributed

@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/step/_profile.py: the times in a profile were measured, and add up."""
+"""Covers shardfn/engine/step/_lower.py: the times in a profile were measured, and add up."""
 
 import re
 import types
@@ -11,7 +11,7 @@ import torch
 import shardfn as sf
 from shardfn.core import RankError
 from shardfn.engine.agreement import _profiled
-from shardfn.engine.step import _profile
+from shardfn.engine.step import _lower
 from shardfn.engine.transfers import _gathered
 from shardfn.graph import cluster
 from shardfn.testing import distributed
@@ -50,7 +50,7 @@ def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
         arrive(unit)
 
     fake: Any = types.SimpleNamespace(perf_counter=clock.perf_counter)
-    with mock.patch.object(_profiled, "time", fake), mock.patch.object(_profile, "time", fake):
+    with mock.patch.object(_profiled, "time", fake), mock.patch.object(_lower, "time", fake):
         with mock.patch.object(_gathered.GatheredUnit, "arrive", slowly):
             _, found = step_state[0].profile(step_state[1], torch.ones(2, 8), steps=2)
     slow = {paths: spent.seconds for (what, paths), spent in found.leaves.items() if what == "gather"}
@@ -136,4 +136,4 @@ def test_a_profile_prints_without_ranks() -> None:
     state = step.init({"first": torch.ones(8, 5), "second": torch.ones(5, 7)})
     _, found = step.profile(state, torch.ones(2, 8), steps=1)
     assert isinstance(found, StepProfile) and repr(found) == str(found)
-    assert [line.split()[0] for line in str(found).split("\n\n")[1].splitlines()] == ["phase", *_profile.PHASES]
+    assert [line.split()[0] for line in str(found).split("\n\n")[1].splitlines()] == ["phase", *_lower.PHASES]

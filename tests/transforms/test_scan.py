@@ -10,7 +10,8 @@ from torch.fx.node import map_arg
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.engine.execution._traced_step import capture_step
+from shardfn.engine.execution._program import capture_program
+from shardfn.engine.execution._step_programs import step_program
 from shardfn.graph import storage_of, tensors_in
 from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
@@ -174,7 +175,7 @@ def _program(f: Any, stage: int, start: dict[str, Any]) -> tuple[list[str], list
     state = step.init({k: v for k, v in start.items()})
     rows = {k: v[:6] for k, v in batch(0).items()}
     plan, given, args = step._abstract(state, rows, None)
-    gm = capture_step(step._steps._parts, plan, given.params, given.opt_state, args, even=True).gm
+    gm = capture_program(step_program(step._steps.parts, plan, given, args, even=True)).gm
     names: dict[torch.fx.Node, str] = {}
     memory: dict[int, int] = {}
     lines, shares = [], []

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine.execution import _captured, signature
+from shardfn.engine.execution import _step_programs, signature
 from shardfn.testing import distributed, own_rows
 
 ROWS, STEPS = 12, 3
@@ -322,7 +322,7 @@ def test_losses_of_a_model_state_keep_one_graph_each_and_compute_one_signature(m
         return (p["w"] * kept["m"].sum() * x).mean(), {"m": kept["m"].t().contiguous().t()}
 
     computed = []
-    monkeypatch.setattr(_captured, "signature", lambda *x: computed.append(x) or signature(*x))
+    monkeypatch.setattr(_step_programs, "signature", lambda *x: computed.append(x) or signature(*x))
     losses = {f.__name__: sf.jit(f, backend="graph") for f in (halves, uses)}
     step = sf.sharded_step(losses, sf.optim.sgd(0.1), has_state=True)
     state, x = step.init({"w": torch.ones(3)}, model_state={"m": torch.ones(3, 2)}), torch.ones(3)

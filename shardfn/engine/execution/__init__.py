@@ -1,28 +1,16 @@
 """One call executed: eager, captured, pure; forward and backward, update, metrics."""
 
-from ._argument import (
+from ._arguments import (
     Argument as Argument,
     on_device as on_device,
     refuse_away as refuse_away,
+    Donated as Donated,
     taking_the_place_of as taking_the_place_of,
 )
-from ._backward import (
-    run_forward as run_forward,
-)
-from ._captured import (
-    CapturedSteps as CapturedSteps,
-)
-from ._donated import (
-    Donated as Donated,
-)
-from ._eager_calls import (
-    EagerSteps as EagerSteps,
-)
-from ._evaluation import (
-    evaluation as evaluation,
-    has_rows as has_rows,
-    one_row as one_row,
-    without_values as without_values,
+from ._function_program import (
+    FunctionArgs as FunctionArgs,
+    FunctionPrograms as FunctionPrograms,
+    MAX_APPLIED as MAX_APPLIED,
 )
 from ._functional import (
     global_mean as global_mean,
@@ -34,6 +22,7 @@ from ._functional import (
 )
 from ._graphs import (
     Graphs as Graphs,
+    ProgramCall as ProgramCall,
     Ready as Ready,
     signature as signature,
 )
@@ -45,27 +34,20 @@ from ._interface import (
     entered_as_rows as entered_as_rows,
     size_along as size_along,
 )
-from ._opened import (
-    GradientCall as GradientCall,
-    Passed as Passed,
-    check_passed_state as check_passed_state,
-    refuse_own_averages as refuse_own_averages,
-)
 from ._step_parts import (
-    check_pure as check_pure,
-    check_scale as check_scale,
+    check_descends as check_descends,
+    check_leaves_descend as check_leaves_descend,
     step_lines as step_lines,
     step_parts as step_parts,
 )
-from ._traced_function import (
-    FunctionProgram as FunctionProgram,
-    capture_function as capture_function,
-    tensors_of as tensors_of,
+from ._step_programs import (
+    StepPrograms as StepPrograms,
+)
+from ._step_run import (
+    UpdateArgs as UpdateArgs,
 )
 from ._update import (
-    decided_on as decided_on,
     own_rows as own_rows,
     rule_of as rule_of,
-    whole as whole,
     wrap as wrap,
 )

@@ -41,7 +41,6 @@ from shardfn.engine.transfers import (
     as_tree,
     enter_purely,
     of_update,
-    one_step,
     own_rows,
     reduce_purely,
     refresh_purely,
@@ -50,9 +49,8 @@ from shardfn.engine.transfers import (
 from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
 
-from ._check_canonical import check_canonical
-from ._metrics import named
-from ._opened import Passed
+from ._step_parts import check_canonical
+from ._step_run import UpdateArgs, named, one_step
 from ._update import next_state, rule_of
 
 
@@ -82,11 +80,10 @@ def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[
 
 
 def pure_update(
-    plan: Plan, state: TrainState, parts: StepParts, passed: Passed
+    plan: Plan, state: TrainState, parts: StepParts, passed: UpdateArgs
 ) -> tuple[TrainState, dict[str, Tensor]]:
     """The other half of `pure_step`: the next state, and the metrics of the update. The mesh must be bound."""
-    finish = None if passed.model_state is None else parts.finish
-    parts = dataclasses.replace(parts, finish=finish)
+    parts = dataclasses.replace(parts, finish=passed.finish(parts))
     run, gradient = _Pure(parts, plan.with_whole_stacks(), state, ()), local(passed.grads)
     if passed.model_state is not None:
         run.model_state.now = local(passed.model_state)
@@ -156,7 +153,7 @@ class _Pure:
         fresh = iter(tree_leaves(apply_updates(old, updates)))
         new = refresh_purely(plan, blocks, [None if r is None else next(fresh) for r in rows])
         kept = finished(self._parts.finish, self.model_state.now)
-        return next_state(plan, self._state, new, opt_state, tree_leaves(kept))
+        return next_state(plan, self._state, (new, opt_state, kept))
 
 
 def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: bool) -> Callable[..., Tensor]:

@@ -4,14 +4,14 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.capture import quiet
-from shardfn.collectives import bind_channels, text_hash
+from shardfn.collectives import Agreed, bind_channels, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten
 from shardfn.engine.agreement import Comms, collected
 from shardfn.engine.loss import (
@@ -36,35 +36,35 @@ from shardfn.graph import (
 )
 from shardfn.memory import AnyPool, bind_pool
 
+from ._program import CapturedProgram
+
 _Made = TypeVar("_Made")
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A captured function of flat tensors.
-
-    Attributes:
-        gm: the graph.
-        outcome: a description of its results, which must be equal on all ranks.
-    """
-
-    gm: GraphModule
-    outcome: str
-
-    def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a program that can be captured but is of no use; `exchange` gives all ranks each rank's number."""
+_Result = TypeVar("_Result")
 
 
 class Ready(NamedTuple):
     """A program that is ready to run."""
 
-    program: Any
+    program: CapturedProgram
     run: Compiled
 
     def __call__(self, comms: Comms, pool: AnyPool | None, flat: Sequence[Tensor]) -> tuple[Any, ...]:
         """Runs the graph, and returns its results."""
         with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
             return self.run(*flat)
+
+
+class ProgramCall(NamedTuple, Generic[_Result]):
+    """A call of a program, which ranks agree on and then run.
+
+    Attributes:
+        run: runs the call, given the agreement of the ranks, on a state or on the arguments of a function. A loss takes
+            a state with the model state that another loss has left.
+        known: whether this rank already has the results of a first call; see `Agreed`.
+    """
+
+    run: Callable[[Comms, Agreed, Any], _Result]
+    known: tuple[bool, bool] = (True, True)
 
 
 class Graphs:
@@ -91,7 +91,7 @@ class Graphs:
         self,
         comms: Comms,
         key: Any,
-        capture: Callable[[], Program],
+        capture: Callable[[], CapturedProgram],
         name: str,
         batch: PyTree,
         *,
@@ -141,17 +141,17 @@ class Graphs:
         self._jitted.count_capture(time.perf_counter() - start)
         return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
 
-    def compile(self, program: Program, backend: str | None, comms: Comms) -> Ready:
+    def compile(self, program: CapturedProgram, backend: str | None, comms: Comms) -> Ready:
         """A lowered program, ready to run. Collective."""
         agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
         return self._compile(program, comms, backend)
 
     def _make(
-        self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree, earlier: int
+        self, comms: Comms, key: Any, capture: Callable[[], CapturedProgram], name: str, batch: PyTree, earlier: int
     ) -> Ready:
         start = time.perf_counter()
 
-        def make() -> tuple[Program, GraphModule]:
+        def make() -> tuple[CapturedProgram, GraphModule]:
             choice = None
             try:
                 program = capture()
@@ -169,7 +169,7 @@ class Graphs:
         self._jitted.count_capture(time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
 
-    def _check_types(self, program: Program) -> None:
+    def _check_types(self, program: CapturedProgram) -> None:
         if self._jitted.check_types:
             check_types(program.gm)
 
@@ -182,7 +182,7 @@ class Graphs:
         told: Any = comms.control.gather(mine)[0]
         return None if told is None else dataclasses.replace(told, passes=given.passes)
 
-    def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
+    def _compile(self, program: CapturedProgram, comms: Comms, backend: str | None) -> Ready:
         # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
         # Made by all ranks, in one order; another stage of a pipeline may use others.
         told: Any = comms.control.gather(channel_axes(program.gm))

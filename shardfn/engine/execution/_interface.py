@@ -33,8 +33,7 @@ from shardfn.engine.loss import check_specs
 from shardfn.engine.plan import MOVE_THEM, Plan
 from shardfn.memory import DiskTensor
 
-from ._argument import Argument, taking_the_place_of
-from ._donated import Donated, check_donated, owners_of
+from ._arguments import Argument, Donated, check_donated, owners_of, taking_the_place_of
 
 # For a function that writes to an argument.
 REMEDY = "Name the argument in donate=, or write to a clone()."

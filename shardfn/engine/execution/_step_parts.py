@@ -1,18 +1,17 @@
-"""Makes the parts of a step, from an unwrapped loss and an optimizer; and the text on which ranks agree."""
+"""Makes the parts of a step, from an unwrapped loss and an optimizer; the text on which ranks agree; and refusals."""
 
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, describe
+from shardfn.collectives import transforming
+from shardfn.core import Mesh, PyTree, describe, raise_all
 from shardfn.engine.loss import Finish, Unwrapped, check_scaled, describe_step, num_microbatches, with_masters
 from shardfn.engine.pipeline import check_stages, pipelined_in, table_of
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, accumulation
-from shardfn.optim import GradientTransformation, LossScale
+from shardfn.optim import GradientTransformation, ascending
 from shardfn.schedules import as_text
-from shardfn.state import TrainState, scale_of
 
-from ._check_canonical import check_canonical
-from ._update import decided_on
+from ._update import decided_on, whole
 
 
 def step_parts(
@@ -52,32 +51,72 @@ def step_lines(
     return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
 
 
-def check_scale(state: TrainState, rule: LossScale | None) -> None:
-    """Refuses a state with a loss scale in a step without one, and the reverse.
+def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
+    """Refuses features that cannot be combined with canonical sums.
 
     Raises:
-        ValueError: names the one that has it.
+        ValueError: lists all such features.
     """
-    if (scale_of(state) is None) != (rule is None):
-        has, built = ("a", "without one") if rule is None else ("no", "with one")
-        raise ValueError(
-            f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
-        )
+    if plan.chunks is None:
+        return
+    # Blocks over an axis of the batch, such as experts, have gradients that the loss has added up over ranks already.
+    cut = {x.path: x.mean_axes for x in plan.layers if x.trainable and x.mean_axes != plan.batch_axes}
+    elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes and leaf.path not in cut]
+    over = tuple(a for a in plan.batch_axes if any(a not in axes for axes in cut.values()))
+    staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
+    problems = {
+        f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
+        or plan.chunks.ranks > plan.chunks.total,
+        "jit and lower: leave them out": jitted or plan.captured,
+        "a pipeline: its microbatches are added up in another order": staged,
+        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1 and not staged,
+        "model state: it would be changed chunk by chunk": parts.has_state,
+        "torch.func: its sums are made in order of ranks": transforming(),
+        "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
+        f"{', '.join(elsewhere)}: sharded along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
+            elsewhere
+        ),
+        f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {over}, so that their gradients come"
+        " added up over the rows of all ranks there, in an order that depends on the number of ranks; cut them along"
+        f" another axis than {plan.batch_axes}, or use reduction='by_rank'": bool(cut),
+    }
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') does not go with these; leave them out, or the reduction:",
+        [text for text, is_wrong in problems.items() if is_wrong],
+    )
 
 
-def check_pure(parts: StepParts) -> None:
-    """Refuses a step that cannot be a pure function.
+def check_descends(rule: GradientTransformation) -> None:
+    """Refuses an optimizer without a learning rate, such as `chain()` of nothing or a clip alone.
 
     Raises:
-        ValueError: it decides something on the host.
+        ValueError: names a transform to put after it.
     """
-    if parts.skip_nonfinite:
+    if rule.needs.ascends is True:
         raise ValueError(
-            "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
-            " without, and choose by torch.where on metrics['finite']."
+            "the optimizer has no learning rate: its updates point along the gradient, so that adding them raises the"
+            " loss. Put one after it, as in optim.chain(optimizer, optim.scale_by_learning_rate(1e-3)), or an"
+            " optimizer, as in optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))."
         )
-    if parts.optimizer.needs.phases is not None:
-        raise ValueError(
-            "the optimizer decides by counters of its state which values it averages, which a step inside a torch.func"
-            " transform cannot read; use an optimizer without phases."
-        )
+
+
+def check_leaves_descend(plan: Plan, optimizer: GradientTransformation) -> None:
+    """Refuses an optimizer that would add the gradients of some leaves, such as `masked(adamw(1e-3), mask)` alone.
+
+    Raises:
+        ValueError: lists these leaves and the remedies.
+    """
+    if isinstance(optimizer.needs.ascends, bool):
+        return
+    trained = [leaf for leaf in plan.leaves if leaf.trainable]
+    up = ascending(decided_on(plan, optimizer), whole(plan))
+    raise_all(
+        ValueError,
+        "the optimizer would add the gradients of these leaves to them, which raises the loss: masked(inner, mask)"
+        " passes on the gradients of leaves whose mask is False, as in optax. To keep such leaves unchanged, pass"
+        " sharded_step(trainable=mask), or optim.chain(optim.masked(inner, mask), optim.freeze(opposite_mask)). To"
+        " train them by a rule of their own, use optim.multi_transform(rules, labels). To give all leaves one learning"
+        " rate, put optim.scale_by_learning_rate(1e-3) last in an optim.chain. The leaves:",
+        [f"{leaf.path}: {tuple(leaf.shape)}" for leaf, x in zip(trained, up, strict=True) if x],
+    )

@@ -1,6 +1,14 @@
-"""The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
+"""The update: runs the optimizer on this rank's rows, and then gathers resident parameters again.
 
-from collections.abc import Callable, Sequence
+`early` chooses the leaves that are updated while the backward goes on: leaves whose state is on disk, where the update
+takes long; whose rule needs only their own gradient; and whose new values can be kept next to the old values at little
+cost in memory, on disk or in the gradient's memory.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,24 +19,30 @@ from shardfn.core import (
     MemoryKind,
     PyTree,
     StoredValue,
+    is_device,
+    is_disk,
+    is_host,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 from shardfn.engine.loss import Finish, finished, plain_arithmetic, put_in, wrapped_like
 from shardfn.engine.plan import Plan
-from shardfn.engine.transfers import StepParts, pool_of, refresh
-from shardfn.leaves import LeafLayout
+from shardfn.engine.transfers import WEIGHTED, StepParts, pool_of, refresh
+from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
 from shardfn.state import (
     Ahead,
     Column,
     Done,
+    LeafRows,
+    Promised,
     TrainState,
     Update,
     in_memory,
     kind_when_loaded,
     load_at,
+    looked_at,
     state_owners,
     stream,
     taken,
@@ -36,9 +50,10 @@ from shardfn.state import (
 
 # Gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
 Take = Callable[[int], StoredValue]
+# Blocks of params, optimizer state and model state.
+StateBlocks = tuple[Sequence[StoredValue], PyTree, PyTree]
 
 
-@plain_arithmetic()
 def update(
     plan: Plan,
     channels: AnyChannels,
@@ -49,30 +64,57 @@ def update(
     model_state: PyTree = (),
     finish: Finish | None = None,
     scale: Tensor | None,
-    ahead: Ahead | None = None,
 ) -> TrainState:
-    """The next state. Where the step donates, the buffers of `state` become its own; otherwise they are copied first.
+    """Returns the next state. Where the step donates, it has the buffers of `state`; otherwise copies of them.
 
     Args:
-        plan: the layout.
-        channels: the step's communicators.
+        plan: layout.
+        channels: communicators of the step.
         parts: the optimizer, and whether `state` is consumed.
-        state: the current state.
+        state: current state.
         take: gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
-        model_state: the model state that the loss has returned.
-        finish: the end of the step for it, if there is one.
-        scale: the factor of gradients, applied first; None for 1.
-        ahead: an update that has stepped some of the leaves already.
+        model_state: model state that the loss has returned.
+        finish: end of the step for the model state; None without one.
+        scale: factor of the gradients, which is applied first; None means 1.
+    """
+    write = taken(blocks_of(state), donate=parts.donate)
+    how: dict[str, Any] = {"model_state": model_state, "finish": finish, "scale": scale}
+    return next_state(plan, state, update_in(plan, channels, parts.optimizer, write, take, **how))
+
+
+@plain_arithmetic()
+def update_in(
+    plan: Plan,
+    channels: AnyChannels,
+    optimizer: GradientTransformation,
+    write: AbstractContextManager[tuple[PyTree, PyTree, PyTree]],
+    take: Take,
+    *,
+    model_state: PyTree,
+    finish: Finish | None,
+    scale: Tensor | None,
+    ahead: Ahead | None = None,
+) -> StateBlocks:
+    """Returns the new blocks of a state, made in the memory of the old blocks; for arguments see `update`.
+
+    Args:
+        plan: layout.
+        channels: communicators of the step.
+        optimizer: optimizer.
+        write: context manager with the old blocks, which may be written to in the context.
+        take: gives the gradient of a leaf, and lets go of it.
+        model_state: model state that the loss has returned.
+        finish: end of the step for the model state.
+        scale: factor of the gradients.
+        ahead: update that has stepped some of the leaves already.
     """
     # Before anything is written, as it may raise.
     model_state = finished(finish, model_state)
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
-    with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
-        held, rule = tree_leaves(params), parts.optimizer
-        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, take, scale, done)
-        kept = put_in(kept, model_state)
-    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
+    with write as (params, opt_state, kept), torch.no_grad():
+        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, take, scale, done)
+        return blocks, opt_state, put_in(kept, model_state)
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
@@ -80,15 +122,14 @@ def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
     return state.params, state.opt_state, state.model_state
 
 
-def next_state(
-    plan: Plan, state: TrainState, blocks: Sequence[StoredValue], opt_state: PyTree, kept: Sequence[Tensor]
-) -> TrainState:
-    """The state after `state`, from this rank's new blocks, optimizer state and model state."""
+def next_state(plan: Plan, state: TrainState, new: StateBlocks) -> TrainState:
+    """Returns the state after `state`, from this rank's new blocks."""
+    blocks, opt_state, kept = new
     return state._replace(
         params=wrap(plan, blocks),
         opt_state=_like(opt_state, state.opt_state),
         step=state.step + 1,
-        model_state=wrapped_like(kept, state.model_state),
+        model_state=wrapped_like(tree_leaves(kept), state.model_state),
     )
 
 
@@ -234,3 +275,122 @@ def _like(tree: PyTree, old: PyTree) -> PyTree:
         raise ValueError(f"the optimizer changed the structure of its state from {structure} to {treedef}.")
     pairs = zip(leaves, before, strict=True)
     return tree_unflatten(treedef, [m.with_block(x) for x, m in pairs])
+
+
+@contextlib.contextmanager
+def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool) -> Iterator[Ahead | None]:
+    """An update of the leaves that can be updated beside the backward; None if no leaf can be.
+
+    Args:
+        plan: the layout. The order in which gradients come is known after the first step.
+        optimizer: the rule.
+        state: the current state; looked at only.
+        decided: whether it is known beforehand that the step is not skipped, and that gradients are not rescaled.
+    """
+    ahead = None
+    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
+    # step, and not where gradients are divided by a weight that the last microbatch makes known.
+    decided = decided and plan.learnt.outcome is not None and not plan.learnt.outcome.startswith(WEIGHTED)
+    if (
+        decided
+        and plan.learnt.reduce_order
+        and not plan.at_home
+        and optimizer.needs.granularity == "element"
+        and _knows_its_measures(optimizer, state)
+    ):
+        units = _units(plan, measures=optimizer.needs.measure is not None)
+        ahead = _ahead(plan, optimizer, state, units) if units else None
+    try:
+        yield ahead
+    finally:
+        # However the step ended: the thread must not read a state that its caller may write again.
+        if ahead is not None:
+            ahead.stop()
+
+
+def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
+    params, opt_state = looked_at((state.params, state.opt_state))
+    where = _where(plan)
+    layers = {
+        u: [
+            (where[i], plan.layers[i].pieces.shapes[plan.zero_rank(plan.layers[i])])
+            for i in plan.reduce_units[u].leaves
+        ]
+        for u in units
+    }
+    going = {rows.leaf for own in layers.values() for rows, _ in own}
+    columns: list[Column | None] = []
+    grads: list[Column | None] = []
+    for i, (leaf, block) in enumerate(zip(plan.leaves, tree_leaves(params), strict=True)):
+        shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
+        held = torch.empty(shape, dtype=dtypes.param, device="meta")
+        if i in going:
+            cut = plan.own_cuts.get(leaf.path)
+            held = block if cut is None else block.narrow(*cut)
+        # Blocks in memory stay unchanged until the step is sure to end: their new rows are kept beside them.
+        kept = not leaf.ways.kept.is_stored
+        columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
+        promised = Promised(i, shape, dtypes.accum, bool(leaf.layers)) if i in going else None
+        grads.append(None if promised is None else Column(promised, "host"))
+    update = whole_update(plan, optimizer, columns, grads, opt_state, None)
+    return Ahead(update, [rows for own in layers.values() for rows, _ in own], layers)
+
+
+def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) -> bool:
+    """Whether the next step needs no measure of its own gradients."""
+    measure = optimizer.needs.measure
+    if measure is None:
+        return True
+    return measure.ahead is not None and measure.ahead(looked_at(state.opt_state))  # looked at, not loaded
+
+
+def _units(plan: Plan, *, measures: bool) -> list[int]:
+    """The units whose leaves can be updated early, in the order in which their gradients are complete.
+
+    Args:
+        plan: the layout.
+        measures: whether whole leaves are measured, so that a stacked one must not come layer by layer.
+    """
+    where = [rows.leaf for rows in _where(plan)]
+    able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
+    # A unit goes early only with all of its leaves, and a leaf only with all of its units: until both hold.
+    while True:
+        units = [u for u in plan.learnt.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
+        reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)
+        whole = [
+            ok and reached[i] == len(leaf.layers or (i,))
+            for i, (ok, leaf) in enumerate(zip(able, plan.leaves, strict=True))
+        ]
+        if whole == able:
+            return units
+        able = whole
+
+
+def _is_able(leaf: LeafLayout, small: int) -> bool:
+    """Whether the new values of a leaf can be kept beside the old ones."""
+    if not leaf.trainable or not is_disk(leaf.ways.state.memory_kind) or is_device(leaf.ways.summed.memory_kind):
+        return False
+    if leaf.refreshed and not leaf.ways.kept.is_plain:
+        return False
+    return leaf.ways.kept.is_stored or is_host(leaf.ways.summed.memory_kind) or leaf.shape.numel() <= small
+
+
+def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:
+    """Whether a unit arrives as the rows that this rank steps, with nothing left to be summed."""
+    first = plan.layers[unit.leaves[0]]
+    size = plan.mesh.axis_size
+    whole = size(first.reduce_axes) == 1 and all(plan.layers[x].dim is None for x in unit.leaves)
+    return (
+        size(first.extra_axes) == 1
+        and (first.ways.reduce.scatters or whole)
+        and all(able[where[x]] for x in unit.leaves)
+    )
+
+
+def _where(plan: Plan) -> list[LeafRows]:
+    """For each layer of a plan, its index in its leaf."""
+    return [
+        rows
+        for i, leaf in enumerate(plan.leaves)
+        for rows in ([LeafRows(i, k, k + 1) for k in range(len(leaf.layers))] if leaf.layers else [LeafRows(i)])
+    ]

@@ -9,11 +9,11 @@ from ._build import (
 from ._lower import (
     Lowered as Lowered,
 )
-from ._profile import (
+from ._lower import (
     Predicted as Predicted,
     StepProfile as StepProfile,
 )
-from ._several import (
+from ._multi_loss import (
     Objective as Objective,
 )
 from ._sharded import (

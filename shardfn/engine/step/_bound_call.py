@@ -1,11 +1,13 @@
 """`BoundCall`: a captured sharded function, prepared once for one layout of its arguments, for calls that repeat.
 
 The law: `f.bind(params, *args)(params, *args) == f(params, *args)`, bit for bit, also for other values of the layout.
-A call has no agreement of ranks and no exchange of shapes: both happened in `bind`.
+A call has no agreement of ranks and no exchange of shapes: both happened in `bind`. `Blocks` has the rules for memory
+that both ways of calling share: which blocks may be written, and which the result may keep.
 """
 
+import collections
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +19,18 @@ from shardfn.core import (
     P,
     PyTree,
     is_device,
+    raise_all,
     tree_flatten,
     tree_leaves,
     tree_paths,
-    tree_structure,
     tree_unflatten,
 )
 from shardfn.engine.agreement import comms_of, losing_no_peer
-from shardfn.engine.execution import Argument, Interface, Ready, on_device, taking_the_place_of
+from shardfn.engine.execution import REMEDY, Argument, FunctionArgs, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
+from shardfn.engine.transfers import disk_of
 from shardfn.graph import MemoryAnalysis, memory_analysis
-from shardfn.state import as_graph_value, taken
-
-from ._blocks import apart, memory_of, refuse_twice
+from shardfn.state import as_graph_value, taken, version_of
 
 _REMEDY = "Bind the function again for this layout, or call it without bind."
 
@@ -62,10 +63,7 @@ class BoundCall:
         what: the call, in words.
         ready: the graph.
         mesh: the function's mesh.
-        pool: where leaves on disk are.
-        params: the first argument.
-        arguments: the leaves of the others.
-        treedef: the structure of the tuple of the others.
+        given: the arguments.
         results: for each leaf of the result, its layout; None where it is passed on.
         check_every: the number of calls from one agreement of ranks to the next; 0 = none.
     """
@@ -75,23 +73,21 @@ class BoundCall:
         what: str,
         ready: Ready,
         mesh: Mesh,
-        pool: Any,
-        params: PyTree,
-        arguments: Sequence[Argument],
-        treedef: Any,
+        given: FunctionArgs,
         results: Sequence[ResultLayout | None],
         check_every: int,
     ) -> None:
-        self._what, self._ready, self._mesh, self._pool = what, ready, mesh, pool
-        self._arguments, self._results, self._check_every = arguments, results, check_every
-        self._treedefs = tree_structure(params), treedef
-        self._wanted = [_kept(x, mesh) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
+        self._what, self._ready, self._mesh, self._pool = what, ready, mesh, disk_of(given.plan)
+        self._arguments, self._results, self._check_every = given.arguments, results, check_every
+        leaves, treedef = tree_flatten(given.params)
+        self._treedefs = treedef, given.treedef
+        self._wanted = [_kept(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
         self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again; it stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
         self._memory: frozenset[int] = frozenset()
-        self._keep(tree_leaves(params))
+        self._keep(leaves)
 
     @property
     def graph(self) -> Callable[..., Any]:
@@ -100,8 +96,7 @@ class BoundCall:
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The bytes that a call needs on this rank, its arguments included."""
-        program: Any = self._ready.program
-        return memory_analysis(program.gm)
+        return memory_analysis(self._ready.program.gm)
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
         """The function's value.
@@ -203,7 +198,7 @@ class BoundCall:
 
     def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
         """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
-        program: Any = self._ready.program
+        program = self._ready.program
         values = iter(outs)
         leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
         donated = {m for m, is_donated in memory.items() if is_donated}
@@ -224,3 +219,91 @@ def _kept(x: Any, mesh: Mesh) -> Any:
     layout = held.stride() if isinstance(held, Tensor) else None
     on = mesh if x.mesh.is_like(mesh) else x.mesh
     return tuple(x.shape), x.spec, on, x.memory_kind, x.dtype, x.device, tuple(held.shape), layout
+
+
+class Blocks:
+    """The memory of a call's global tensors, during it: which may be written, and which the result may keep.
+
+    Made before the function runs; `check` and `apart` come after.
+    """
+
+    def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
+        own = [a for a in arguments if a.spec is not None]
+        held = [x.held for x in tree_leaves(params)]
+        away = [a for a in own if a.moves and isinstance(a.given.held, Tensor)]
+        # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
+        # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
+        # address is another's.
+        self._donated = {memory_of(a.seen) for a in own if a.donated}
+        seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
+        self._kept = {memory_of(x) for x in (*held, *seen) if isinstance(x, Tensor)}
+        self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
+        # The memory that the call may write over: the block as it is kept, or if that is on disk, its copy.
+        given = [(a.path, a.given.held if isinstance(a.given.held, Tensor) else a.seen) for a in own if a.donated]
+        refuse_twice(given, [x for x in (*held, *seen, *(a.given.held for a in away)) if isinstance(x, Tensor)])
+
+    def check(self) -> None:
+        """Refuses writes to arguments that are not donated.
+
+        Raises:
+            ValueError: lists them.
+        """
+        written = [path for path, x, version in self._watched if version_of(x) != version]
+        if written:
+            raise ValueError(
+                f"arguments are written to inside the function: {', '.join(written)}. {REMEDY} They have changed on"
+                " this rank, and must not be used any more."
+            )
+
+    def apart(self, out: PyTree) -> PyTree:
+        """Clones results that alias an argument, except the largest result per donated argument."""
+        leaves, treedef = tree_flatten(out)
+        return tree_unflatten(treedef, apart(leaves, self._donated, self._kept))
+
+
+def apart(leaves: Sequence[Any], donated: Container[int], *kept: Container[int]) -> list[Any]:
+    """Results that share no memory with an argument, except the largest result per donated memory; others are cloned.
+
+    Args:
+        leaves: the results; values that are not tensors are returned unchanged.
+        donated: the donated memory, by `memory_of`.
+        *kept: all memory that a result may not share otherwise, donated memory included.
+    """
+    largest: dict[int, Tensor] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and (m := memory_of(x)) in donated:
+            before = largest.setdefault(m, x)
+            largest[m] = x if x.numel() > before.numel() else before
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        m = memory_of(x)
+        if not any(m in memory for memory in kept):
+            return x
+        return x if largest.get(m) is x else x.clone()
+
+    return [own(x) for x in leaves]
+
+
+def refuse_twice(donated: Sequence[tuple[str, Tensor]], passed: Sequence[Tensor]) -> None:
+    """Refuses memory that is donated and passed again: another argument, or a parameter, would see the writes.
+
+    Args:
+        donated: the donated arguments, by path.
+        passed: the blocks of all arguments, parameters included.
+
+    Raises:
+        ValueError: lists the donated arguments whose memory is passed again.
+    """
+    counts = collections.Counter(memory_of(x) for x in passed if x.numel())
+    raise_all(
+        ValueError,
+        "donated arguments share memory with others; give each a copy of its own, or leave them out of donate=:",
+        [path for path, x in donated if counts[memory_of(x)] > 1],
+    )
+
+
+def memory_of(x: Tensor) -> int:
+    """The address of a tensor's storage, which is another's once the storage is gone."""
+    return x.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""A step made of its losses, optimizer and layouts, after each argument is checked."""
+"""Makes a step of its losses, optimizer and layouts, after each argument is checked."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, as_zero, check_key
-from shardfn.engine.execution import step_parts
+from shardfn.engine.execution import check_descends, step_parts
 from shardfn.engine.loss import (
     Finish,
     Loss,
@@ -25,8 +25,7 @@ from shardfn.engine.pipeline import stage_axes
 from shardfn.engine.plan import Planner
 from shardfn.optim import GradientTransformation, Pair, as_transformation
 
-from ._check_learning_rate import check_descends
-from ._several import Objective, StepLoss, check_alike_losses
+from ._multi_loss import Objective, StepLoss, check_alike_losses
 from ._training_step import ShardedStep
 
 

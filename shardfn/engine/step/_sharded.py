@@ -6,14 +6,14 @@ are kept, and when they move, changes no value.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.capture import capturing
-from shardfn.collectives import Constant, GlobalTensor, bind_mesh, transforming
+from shardfn.collectives import Agreed, Constant, GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -36,35 +36,26 @@ from shardfn.engine.agreement import (
     losing_no_peer_purely,
 )
 from shardfn.engine.execution import (
-    Argument,
-    FunctionProgram,
-    Graphs,
+    FunctionArgs,
+    FunctionPrograms,
     Interface,
-    Ready,
-    capture_function,
+    ProgramCall,
     entered_argument,
     entered_as_rows,
     pure_apply,
     pure_loss,
     refuse_away,
-    run_forward,
-    signature,
-    tensors_of,
 )
 from shardfn.engine.loss import (
     CacheInfo,
-    Jitted,
     Transform,
     Unwrapped,
-    agree_on_step,
     check_order,
     check_params,
     check_specs,
     default_batch,
     describe_function,
     is_abstract,
-    leaf_signature,
-    told_before,
     unwrap,
 )
 from shardfn.engine.partition import bind
@@ -73,41 +64,23 @@ from shardfn.engine.plan import Plan, Planner, Words
 from shardfn.engine.transfers import close_pool, disk_of
 from shardfn.memory import Pool
 from shardfn.modules import computing_in
-from shardfn.state import as_graph_value, check_alive, taken
+from shardfn.state import check_alive, taken
 
-from ._blocks import Blocks
-from ._bound_call import BoundCall, layouts_of
-from ._first import (
+from ._bound_call import Blocks, BoundCall, layouts_of
+from ._init import (
     abstract_params,
     drawn,
     first_params,
     own_blocks,
 )
 from ._lower import Lowered
+from ._run_call import AdmittedCall, run_call
 
-# Functions whose order of gathers a layout remembers.
-MAX_APPLIED = 16
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
     "the first argument is not kept in the layout of this function:",
     "the first argument is kept under another policy:",
 )
-
-
-class _FunctionCall(NamedTuple):
-    """A call that ranks are about to agree on, and then to run.
-
-    Attributes:
-        run: runs it; its bool is whether all ranks have the results of a first call.
-        known: whether this rank has them.
-    """
-
-    run: Callable[[Comms, bool], PyTree]
-    known: bool = True
-
-
-# A call, of its plan, its first argument, the leaves of the others and their structure.
-CallOf = Callable[[Plan, PyTree, list[Argument], Any], _FunctionCall]
 
 
 def sharded(
@@ -217,8 +190,8 @@ class Sharded(Transform):
         self.mesh, self.jitted = planner.mesh, unwrapped.jitted
         self._f, self._planner, self._interface = unwrapped.loss, planner, interface
         self._agreement, self._what, self._words = agreement, what, words
-        # The graphs of jitted calls and of `lower`. An eager call leaves only the order of use, in its plan.
-        self._graphs = Graphs(self.jitted or Jitted(self._f))
+        self._compute = None if planner.policy is None else planner.policy.compute
+        self._programs = FunctionPrograms(self._f, interface, what, self._compute, self.jitted)
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
         """The first argument in its storage layout: every rank stores only its own blocks.
@@ -257,13 +230,13 @@ class Sharded(Transform):
 
     def cache_info(self) -> CacheInfo:
         """Counts and size of the cache of captures, those of `lower` included."""
-        return self._graphs.cache_info()
+        return self._programs.graphs.cache_info()
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
         """The function's value; inside a transform, or if an argument requires a gradient, as a pure function."""
         if transforming() or capturing() or _differentiated((params, args)):
             return self.pure(params, *args)
-        return self._call(self._eager if self.jitted is None else self._captured, None, params, args)
+        return self._call(self._programs.call, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
@@ -319,19 +292,22 @@ class Sharded(Transform):
             raise TypeError(f"check_every={check_every!r} is a {type(check_every).__name__}; pass a number of calls.")
         if check_every < 0:
             raise ValueError(f"check_every={check_every}: pass a number of calls from 1 on, or 0 for no checks.")
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
-            plan, arguments, constant = self._admit(params, args)
+
+        def admit() -> AdmittedCall:
             # A bound function keeps the arguments, not their copies on the device.
-            moved, treedef = [a.moved(self.mesh.device) for a in arguments], tree_structure(args)
-            key = self._signature(plan, params, arguments, treedef)
-        knows = self._graphs.knows(key)
-        agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
-        with bind_mesh(self.mesh), losing_no_peer(comms):
-            ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready, expected=True)
-            program: FunctionProgram = ready.program
-            layouts = layouts_of(program.abstract_result(), arguments, self._interface, comms.control)
-        return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
+            given, constant = self._given(params, args)
+            moved = given.moved(self.mesh.device)
+            key = self._programs.signature(moved)
+
+            def run(comms: Comms, agreed: Agreed) -> BoundCall:
+                ready = self._programs.ready(comms, key, moved, everywhere=agreed.ready, expected=True)
+                layouts = layouts_of(ready.program.abstract_result(), given.arguments, self._interface, comms.control)
+                return BoundCall(what, ready, self.mesh, given, layouts, check_every)
+
+            knows = self._programs.graphs.knows(key)
+            return AdmittedCall(f"bind of {what}", constant, run, (knows, knows))
+
+        return run_call(self.mesh, admit)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
@@ -351,103 +327,49 @@ class Sharded(Transform):
             0
         """
         plan, params, args = self._abstract(params, args)
-        arguments, treedef = self._interface.arguments(args), tree_structure(args)
-        capture = functools.partial(self._capture, plan, params, arguments, treedef)
-        program, schedule = self._graphs.lower(capture)
-        only = self._signature(plan, params, arguments, treedef)
+        given = FunctionArgs(plan, params, self._interface.arguments(args), tree_structure(args))
+        program, schedule = self._programs.lower(given)
+        only = self._programs.signature(given)
 
         def compile(backend: str | None) -> Callable[..., Any]:
-            ready = self._graphs.compile(program, backend, comms_of(self.mesh))
-
-            def call(plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
-                del treedef
-                return _FunctionCall(lambda comms, _: _execute(ready, plan, comms, params, arguments))
-
-            return lambda params, *args: self._call(call, only, params, args)
+            call_of = self._programs.compile(program, backend, comms_of(self.mesh))
+            return lambda params, *args: self._call(call_of, only, params, args)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
-    def _call(self, call_of: CallOf, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
-        """One call, which `call_of` makes; it may do so for one signature `only`."""
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
-            plan, held, constant = self._admit(params, args)
-            arguments, treedef = [a.moved(self.mesh.device) for a in held], tree_structure(args)
-            if only is not None and self._signature(plan, params, arguments, treedef) != only:
+    def _call(
+        self, call_of: Callable[[FunctionArgs], ProgramCall[PyTree]], only: Any, params: PyTree, args: tuple[Any, ...]
+    ) -> Any:
+        """Makes one call, by `call_of`; if `only` is not None, for that signature only."""
+
+        def admit() -> AdmittedCall:
+            given, constant = self._given(params, args)
+            given = given.moved(self.mesh.device)
+            if only is not None and self._programs.signature(given) != only:
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
                 )
-            call = call_of(plan, params, arguments, treedef)
-        agreed = agree_on_step(comms.control, self._what, constant=constant, known=(call.known, call.known))
-        with bind_mesh(self.mesh), losing_no_peer(comms):
-            # Before the call runs: writes to read-only tensors are detected by their versions at this point.
-            blocks = Blocks(params, arguments)
-            with taken([a.given for a in arguments if a.donated], donate=True):
-                out = call.run(comms, agreed.ready)
-                blocks.check()
-                shape_of = self._interface.shapes_by(comms.control)
-                return self._interface.results(blocks.apart(out), shape_of, arguments)
+            call = call_of(given)
 
-    def _admit(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, list[Argument], Constant]:
-        """The plan of a call, the leaves of its arguments, and the facts that ranks compare; refuses a bad call."""
+            def run(comms: Comms, agreed: Agreed) -> Any:
+                # Before the call runs: writes to read-only tensors are detected by their versions at this point.
+                blocks = Blocks(params, given.arguments)
+                with taken([a.given for a in given.arguments if a.donated], donate=True):
+                    out = call.run(comms, agreed, given)
+                    blocks.check()
+                    shape_of = self._interface.shapes_by(comms.control)
+                    return self._interface.results(blocks.apart(out), shape_of, given.arguments)
+
+            return AdmittedCall(self._what, constant, run, call.known)
+
+        return run_call(self.mesh, admit)
+
+    def _given(self, params: PyTree, args: tuple[Any, ...]) -> tuple[FunctionArgs, Constant]:
+        """Returns the arguments of a call, and the facts that ranks compare; refuses a bad call."""
         check_alive(params, "params")
         plan = self._plan_of(params)
-        return plan, self._interface.arguments(args), self._agreement.constant(plan)
-
-    def _eager(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
-        key = self._what, self._f
-
-        def run(comms: Comms, everywhere: bool) -> PyTree:
-            # A rank may have forgotten an order that others have learnt: then all learn it anew.
-            if not everywhere:
-                plan.learnt.forget_order(key)
-            args = tree_unflatten(treedef, [a.seen for a in arguments])
-            held = [x.held for x in tree_leaves(params)]
-            with computing_in(self._compute):
-                out = run_forward(plan, comms, held, key, self._interface.following(plan, self._f, arguments, args))
-            plan.learnt.forget_orders(MAX_APPLIED)
-            return out
-
-        return _FunctionCall(run, key in plan.learnt.use_orders)
-
-    def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
-        key = self._signature(plan, params, arguments, treedef)
-
-        def run(comms: Comms, everywhere: bool) -> PyTree:
-            ready = self._ready(comms, key, plan, params, arguments, treedef, everywhere=everywhere)
-            return _execute(ready, plan, comms, params, arguments)
-
-        return _FunctionCall(run, self._graphs.knows(key))
-
-    def _ready(
-        self,
-        comms: Comms,
-        key: Any,
-        plan: Plan,
-        params: PyTree,
-        arguments: list[Argument],
-        treedef: Any,
-        *,
-        everywhere: bool,
-        expected: bool = False,
-    ) -> Ready:
-        capture = functools.partial(self._capture, plan, params, arguments, treedef)
-        shown = {a.path: a.given for a in arguments}
-        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
-
-    def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
-        with computing_in(self._compute):
-            return capture_function(self._f, plan, params, arguments, treedef, self._interface)
-
-    def _signature(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> Any:
-        held = [x.held for x in tree_leaves(params)]
-        layouts = tuple(x.stride() if isinstance(x, Tensor) else x.shape for x in held)
-        key = *signature(plan, ()), treedef, layouts, *(leaf_signature(a.given) for a in arguments)
-        try:
-            hash(key)
-        except TypeError as error:
-            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
-        return key
+        given = FunctionArgs(plan, params, self._interface.arguments(args), tree_structure(args))
+        return given, self._agreement.constant(plan)
 
     def _abstract(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, PyTree, tuple[Any, ...]]:
         leaves, treedef = tree_flatten(params)
@@ -465,10 +387,6 @@ class Sharded(Transform):
         check_layout(plan, self._f)
         return plan
 
-    @property
-    def _compute(self) -> torch.dtype | None:
-        return None if self._planner.policy is None else self._planner.policy.compute
-
 
 def kept_as(planner: Planner, params: PyTree) -> PyTree:
     """The storage `Sharding` of each leaf of a tree."""
@@ -477,12 +395,6 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
     return tree_unflatten(
         treedef, [Sharding(leaf.param, leaf.home, bool(leaf.layers), leaf.places.code) for leaf in plan.leaves]
     )
-
-
-def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:
-    program: FunctionProgram = ready.program
-    flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
-    return program.result(ready(comms, disk_of(plan), flat))
 
 
 def _differentiated(tree: PyTree) -> bool:

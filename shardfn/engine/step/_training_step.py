@@ -1,4 +1,4 @@
-"""`ShardedStep`: the training step that `sharded_step` builds.
+"""`ShardedStep`: the training step that `sharded_step` builds, and the functions over its parameters.
 
 In a collective call, ranks agree on the call before its first transfer; a failure after that closes the step's
 communicators, so that no rank waits.
@@ -6,7 +6,7 @@ communicators, so that no rank waits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from shardfn.core import (
     P,
     PyTree,
     as_html,
+    dtype_name,
     explains_attributes,
     explains_extra,
     tree_flatten,
@@ -27,14 +28,17 @@ from shardfn.engine.agreement import (
     uncollected,
 )
 from shardfn.engine.execution import (
-    CapturedSteps,
-    Passed,
-    check_scale,
+    MAX_APPLIED,
+    Interface,
+    UpdateArgs,
+    pure_gradients,
+    pure_step,
+    pure_update,
     signature,
 )
 from shardfn.engine.loss import (
+    BoundedCache,
     CacheInfo,
-    Jitted,
     Transform,
     Unwrapped,
     abstract_leaves,
@@ -42,11 +46,14 @@ from shardfn.engine.loss import (
     check_kept,
     cut_ahead,
     describe_batch,
+    function_name,
     num_microbatches,
     shapes_of,
     told_before,
+    unwrap,
 )
-from shardfn.engine.plan import Plan, Planner, in_phase
+from shardfn.engine.partition import bind
+from shardfn.engine.plan import OF_A_STATE, Plan, Planner, in_phase
 from shardfn.engine.transfers import (
     StepParts,
     check_schedule,
@@ -57,17 +64,12 @@ from shardfn.modules import beside_model_state
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
-from ._admit import Admission
-from ._described import described
 from ._evaluate import Measures, check_batches
-from ._first import drawn
-from ._functions import Functions
-from ._halves import Halves
-from ._lower import Lowered
-from ._profile import StepProfile, measured, predict
-from ._several import StepLoss, lines_of, mean_of
-from ._sharded import kept_as
-from ._states import StepStates
+from ._init import StepStates, drawn
+from ._lower import Lowered, StepProfile, measured, predict
+from ._multi_loss import StepLoss, lines_of, mean_of
+from ._sharded import Sharded, kept_as
+from ._step_calls import Admission, StepCalls, check_scale
 
 
 @explains_attributes(
@@ -110,13 +112,11 @@ class ShardedStep(Transform):
         in_specs = [state_specs] if parts.has_state else []
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
-        # Of `lower` too, where the step itself is eager.
-        calls = next(iter(sources.values())).calls
-        self._steps = calls if isinstance(calls, CapturedSteps) else CapturedSteps(Jitted(parts.loss), parts)
-        self._halves = Halves(self._admission, sources)
+        self._steps = next(iter(sources.values())).programs
+        self._calls = StepCalls(self._admission, sources)
 
     def __repr__(self) -> str:
-        return described(self._unwrapped, self._parts.loss, self._planner, list(self._halves.sources))
+        return described(self._unwrapped, self._parts.loss, self._planner, list(self._calls.sources))
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -224,11 +224,11 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             self._refuse_several("a step inside a transform of torch.func")
-            return self._halves.pure_step(state, batch)
+            return self._calls.pure("a step", pure_step, state, lambda admission, _: admission.args(state, batch))
         with uncollected():
-            if self._halves.are_several:
-                return self._halves.both(state, batch)
-            return self._halves.fused(self._halves.calls.call, None, state, batch)
+            if self._calls.are_several:
+                return self._calls.step_of_losses(state, batch)
+            return self._calls.step(self._calls.programs.step, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -260,7 +260,7 @@ class ShardedStep(Transform):
 
         def compile(backend: str | None) -> Callable[..., Any]:
             call_of = self._steps.compile(program, backend, comms_of(self.mesh))
-            return uncollected()(functools.partial(self._halves.fused, call_of, key))
+            return uncollected()(functools.partial(self._calls.step, call_of, key))
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
@@ -366,8 +366,11 @@ class ShardedStep(Transform):
             >>> state.params.full_tensor()
             tensor([0.8000, 0.9000])
         """
-        halves = self._halves
-        found = halves.pure_gradients(state, batch) if transforming() else halves.gradients(state, batch)
+        if transforming():
+            what = "the gradients of a step"
+            found = self._calls.pure(what, pure_gradients, state, lambda admission, _: admission.args(state, batch))
+        else:
+            found = self._calls.gradients(state, batch)
         return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
 
     @uncollected()
@@ -414,8 +417,15 @@ class ShardedStep(Transform):
             >>> state.step, state.params.full_tensor(), metrics["grad_norm"]
             (tensor(1), tensor(1.), tensor(2.))
         """
-        passed = Passed(grads, model_state, finite)
-        return self._halves.pure_update(state, passed) if transforming() else self._halves.update(state, passed)
+        passed = UpdateArgs(grads, model_state, finite)
+        if not transforming():
+            return self._calls.update(state, passed)
+
+        def prepare(admission: Admission, plan: Plan) -> UpdateArgs:
+            admission.passed(plan, state, passed)
+            return passed
+
+        return self._calls.pure("the update of a step", pure_update, state, prepare)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -458,13 +468,15 @@ class ShardedStep(Transform):
 
     def cache_info(self) -> CacheInfo:
         """The counts of the step's captures, those of `lower` included."""
-        infos = [x.calls.cache_info() for x in self._halves.sources.values() if isinstance(x.calls, CapturedSteps)]
-        return CacheInfo(*map(sum, zip(*(infos or [self._steps.cache_info()]), strict=True)))
+        if self._jitted is None:  # `lower` captures the first loss
+            return self._steps.graphs.cache_info()
+        infos = [x.programs.graphs.cache_info() for x in self._calls.sources.values()]
+        return CacheInfo(*map(sum, zip(*infos, strict=True)))
 
     def _refuse_several(self, call: str) -> None:
-        if self._halves.are_several:
+        if self._calls.are_several:
             raise ValueError(
-                f"{call} is of a step of one loss, and this one has {list(self._halves.sources)}; build a step of the"
+                f"{call} is of a step of one loss, and this one has {list(self._calls.sources)}; build a step of the"
                 " loss alone, with the same optimizer, specs and zero, for it."
             )
 
@@ -532,3 +544,47 @@ class ShardedStep(Transform):
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
         return kept_as(self._planner, params)
+
+
+def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence[str] = ("",)) -> str:
+    """The `repr` of a step: its loss or the names of its losses, its stage, its precision and its mesh."""
+    inner = unwrapped.loss
+    while isinstance(inner, Transform):
+        inner = getattr(inner, "inner", type(inner).__name__)
+    name = ", ".join(names) or (inner if isinstance(inner, str) else function_name(inner))
+    mixed, count = unwrapped.mixed, num_microbatches(loss)
+    facts = [f"ZeRO stage {planner.zero.stage}"]
+    facts += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
+    facts += [f"{count} microbatches"] if count > 1 else []
+    facts += ["jit"] if unwrapped.jitted is not None else []
+    return f"ShardedStep({name}: {', '.join(facts)}; {planner.mesh!r})"
+
+
+class Functions:
+    """Makes functions over the parameters of one step, and keeps those of its users.
+
+    A function is identified without its transforms, so that the same one passed again finds the order of gathers that
+    was learnt, and its graphs. `MAX_APPLIED` are kept, since each may hold graphs.
+
+    Args:
+        planner: of the step.
+        agreement: of the step.
+    """
+
+    def __init__(self, planner: Planner, agreement: Agreement) -> None:
+        self._planner, self._agreement = planner, agreement
+        self._known = BoundedCache[Sharded](MAX_APPLIED)
+
+    def make(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
+        """A function over the parameters; `what` is its name in errors, `in_specs` those of its other arguments."""
+        interface = Interface(self._planner.mesh, in_specs)
+        return Sharded(f, self._planner, interface, self._agreement, what, OF_A_STATE)
+
+    def of(self, f: Callable[..., Any]) -> Sharded:
+        """`f` over the parameters, the one of an earlier call, or a new one."""
+        unwrapped = bind(unwrap(f), self._planner)
+        found = self._known.find(unwrapped.loss)
+        if found is None or found.jitted != unwrapped.jitted:
+            found = self.make(unwrapped, "apply")
+            self._known.keep(unwrapped.loss, found)
+        return found

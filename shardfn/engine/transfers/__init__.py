@@ -67,11 +67,8 @@ from ._schedule import (
     check_schedule as check_schedule,
 )
 from ._step import (
-    Executor as Executor,
     Metrics as Metrics,
-    StepCall as StepCall,
     StepParts as StepParts,
     advanced as advanced,
-    one_step as one_step,
     rescaled as rescaled,
 )

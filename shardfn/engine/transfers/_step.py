@@ -1,30 +1,15 @@
-"""One training step, written once: loss -> gradients -> measures -> skip -> update.
-
-    out            = differentiate()            the loss, and its gradients summed over ranks
-    metrics, scale = measure(out)               the numbers that all ranks get of it
-    state          = choose(metrics, update)    update(out, scale), or the old state
-
-Executors run it in different ways. The eager executor does each part at once; the traced one writes the same parts into
-a graph; the pure one makes them of differentiable functions, inside a transform of torch.func.
-"""
+"""The parts of a step, and the loss scale of the next step."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from shardfn.collectives import Agreed
-from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Loss
 from shardfn.optim import GradientTransformation, LossScale
 from shardfn.schedules import Actions, PipelineSchedule
 from shardfn.state import TrainState
 
 Metrics = dict[str, Tensor]
-Out = TypeVar("Out")
-New = TypeVar("New")
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,46 +44,6 @@ class StepParts:
     def skips(self) -> bool:
         """Whether a step that is not finite is skipped."""
         return self.skip_nonfinite or self.loss_scale is not None
-
-
-class StepCall(NamedTuple, Generic[Result]):
-    """A step, or a half of one, which ranks agree on and then run.
-
-    Attributes:
-        run: runs it, given the ranks' agreement.
-        known: whether this rank already has the results of a first step; see `Agreed`.
-    """
-
-    run: Callable[[Comms, Agreed], Result]
-    known: tuple[bool, bool] = (True, True)
-
-
-@runtime_checkable
-class Executor(Protocol[Out, New]):
-    """Runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
-
-    def differentiate(self) -> Out:
-        """The loss and the gradients of the global batch. Reads the state, and writes nothing of it."""
-        ...
-
-    def measure(self, out: Out) -> tuple[Metrics, Tensor | None]:
-        """The metrics, equal on all ranks; and the factor that gradients still lack, or None."""
-        ...
-
-    def choose(self, metrics: Metrics, update: Callable[[], New]) -> New:
-        """The state that `update` makes, or the old one if the step is skipped; records in the metrics which."""
-        ...
-
-    def update(self, out: Out, scale: Tensor | None) -> New:
-        """The new state. The first part that may write to the old one."""
-        ...
-
-
-def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
-    """The new state, and the metrics."""
-    out = run.differentiate()
-    metrics, scale = run.measure(out)
-    return run.choose(metrics, lambda: run.update(out, scale)), metrics
 
 
 def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:

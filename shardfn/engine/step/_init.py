@@ -1,9 +1,12 @@
 """Makes the first state of a step: with values or as shapes, all at once or leaf by leaf.
 
-If leaves are not kept on the device, each is moved to its memory before the next is drawn. A resumed state is one that
+If leaves are not kept on the device, each is moved to its memory before the next is drawn. `StepStates` makes all
+states that a step begins with: of parameters, of the state of another step, or read back from its disk. A resumed state
 is made as shapes and then filled from the disk.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +20,10 @@ from shardfn.core import (
     PyTree,
     StoredValue,
     block_slices,
+    deferred,
     draw_block,
     is_device,
+    named_leaves,
     raise_all,
     tree_entries,
     tree_flatten,
@@ -27,14 +32,28 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.execution import own_rows, rule_of, wrap
-from shardfn.engine.plan import Plan, Planner
-from shardfn.engine.transfers import pool_of
+from shardfn.engine.agreement import (
+    Agreement,
+    check_replicas,
+    comms_of,
+    losing_no_peer,
+)
+from shardfn.engine.execution import check_leaves_descend, own_rows, rule_of, wrap
+from shardfn.engine.loss import check_alike, check_params, function_name, is_abstract, module_name, told_before
+from shardfn.engine.pipeline import first_kept
+from shardfn.engine.plan import (
+    Plan,
+    Planner,
+    check_phases,
+    check_trains,
+    warn_of_narrow_updates,
+)
+from shardfn.engine.transfers import StepParts, begin, pool_of, together
 from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, encode, state_owners, store
 
-from ._init_params import made
+from ._resume import blocks_for, check_movable, merged, resumed
 
 # Gives this rank's block of a leaf, on the device, in the dtype that the optimizer updates.
 Draw = Callable[[int], Tensor]
@@ -236,3 +255,163 @@ def _no_rows(plan: Plan, i: int) -> Tensor:
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
     return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)
+
+
+def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
+    """The tree itself, or the one that the function makes of `args`, with its draws deferred.
+
+    Raises:
+        TypeError: there is no such tree; names the value that was passed, and the remedy.
+    """
+    _refuse_module(params)
+    if callable(params):
+        _check_arguments(params, args)
+        with deferred():
+            params = params(*args)
+        _refuse_module(params)
+    elif args:
+        raise TypeError(
+            f"init(params, ...) got a tree of parameters and {len(args)} argument{'s' * (len(args) > 1)} more, which"
+            " nothing takes. Write step.init(params), and step.init(params, model_state=...) for a step with has_state;"
+            " parameters are drawn by a function: step.init(f, sf.key(0)), for f(sf.key(0))."
+        )
+    check_params(params)
+    _refuse_mixture(params)
+    return params
+
+
+def _refuse_module(params: Any) -> None:
+    if name := module_name(params):
+        raise TypeError(
+            f"init takes a tree of tensors, or a function that makes one, and {name} is a module. Take its parameters"
+            " out: params, apply = sf.from_module(module); call apply(params, ...) in the loss, and step.init(params)."
+        )
+
+
+def _refuse_mixture(params: PyTree) -> None:
+    """Refuses trees in which some leaves have values and others do not. A tree without values is for `step.lower`."""
+    named = named_leaves(params, "params")
+    without = [path for path, x in named if x.device.type == "meta"]
+    if 0 < len(without) < len(named):
+        raise_all(
+            ValueError,
+            "some parameters are on 'meta', where they have no values, and others are not; load or draw these first"
+            " (of a module: module.to_empty(device='cpu'), and then its weights):",
+            without,
+        )
+
+
+def _check_arguments(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        takes = inspect.signature(f)
+    except (TypeError, ValueError):  # builtins may have no signature
+        return
+    try:
+        takes.bind(*args)
+    except TypeError as error:
+        name = function_name(f)
+        raise TypeError(
+            f"init({name}, ...) calls {name}{takes} with {len(args)} arguments: {error}. Pass them after it, as in"
+            f" step.init({name}, sf.key(0)); or pass the parameters themselves."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStates:
+    """Makes the states of one step. `first` and `resume` are collective.
+
+    Attributes:
+        parts: of the step.
+        planner: of the step.
+        agreement: of the step.
+        key: that states hold; None: none.
+        specs: of the model state.
+    """
+
+    parts: StepParts
+    planner: Planner
+    agreement: Agreement
+    key: Tensor | None
+    specs: PyTree
+
+    def first(self, plan: Plan, leaves: list[Any], model_state: PyTree) -> TrainState:
+        """The first state, from parameters; see `ShardedStep.init`.
+
+        Lets go of each leaf when this rank has its block.
+        """
+        optimizer, mesh = self.parts.optimizer, self.planner.mesh
+        check_trains(plan, self.planner.trainable)
+        check_phases(plan, optimizer)
+        check_leaves_descend(plan, optimizer)
+        kept = first_kept(plan, self.parts, model_state, self.specs)
+        if mesh.abstract or is_abstract(leaves):
+            state = self.abstract(plan)._replace(model_state=kept)
+            self._warn(plan, state)
+            return state
+        comms = comms_of(mesh)
+        self.agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        if self.parts.has_state:
+            check_alike(model_state, comms.control)
+            check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        with bind_mesh(mesh), losing_no_peer(comms):
+            state = first_state(plan, optimizer, own_blocks(plan, leaves), self.key, self._scale())
+            state = state._replace(model_state=kept)
+            begin(plan, state, comms.control)
+            together(plan, comms.control)
+        self._warn(plan, state)
+        return state
+
+    def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
+        """The state from that of another step; see `ShardedStep.adopt`."""
+        mesh, comms = self.planner.mesh, comms_of(self.planner.mesh)
+        with told_before(comms.control):
+            check_movable(old)
+            check_trains(plan, self.planner.trainable)
+            check_phases(plan, self.parts.optimizer)
+            check_leaves_descend(plan, self.parts.optimizer)
+        self.agreement.agree(comms, "adopt", plan)
+        blocks = blocks_for(plan, old)
+        with bind_mesh(mesh), losing_no_peer(comms):
+            state = first_state(plan, self.parts.optimizer, blocks.__getitem__, self.key, self._scale())
+        if not fresh:
+            with told_before(comms.control):
+                opt_state = merged(state.opt_state, old, state.params)
+            state = state._replace(opt_state=opt_state)
+        state = state._replace(step=old.step.clone(), model_state=old.model_state)
+        state = state._replace(key=old.key if isinstance(old.key, Tensor) and self.key is not None else state.key)
+        state = state._replace(loss_scale=old.loss_scale if state.loss_scale and old.loss_scale else state.loss_scale)
+        # Leaves that stay where they are have new names: the old ones are consumed.
+        kept = {id(x): x.with_block(x.held) for x in tree_leaves(state) if isinstance(x, GlobalTensor)}
+        state = tree_map(lambda x: kept.get(id(x), x), state)
+        for x in tree_leaves(old):
+            if isinstance(x, GlobalTensor):
+                x.donate()
+        with bind_mesh(mesh), losing_no_peer(comms):
+            begin(plan, state, comms.control)
+            together(plan, comms.control)
+        return state
+
+    def resume(self, plan: Plan, model_state: PyTree) -> TrainState:
+        """The state after the last step that all ranks finished, from their files; see `ShardedStep.resume`."""
+        comms = comms_of(self.planner.mesh)
+        with told_before(comms.control):
+            kept = first_kept(plan, self.parts, model_state, self.specs)
+        self.agreement.agree(comms, "resume", plan)
+        if self.parts.has_state:
+            check_alike(model_state, comms.control)
+        like = self.abstract(plan)._replace(model_state=kept)
+        with losing_no_peer(comms):
+            state = resumed(plan, comms.channels, comms.control, like)
+            together(plan, comms.control)
+        return state
+
+    def abstract(self, plan: Plan) -> TrainState:
+        """The first one as shapes, but for the model state."""
+        return abstract_state(plan, self.parts.optimizer, self.key, self._scale())
+
+    def _warn(self, plan: Plan, state: TrainState) -> None:
+        warn_of_narrow_updates(plan, state.opt_state, has_policy=self.planner.policy is not None)
+
+    def _scale(self) -> PyTree:
+        return () if self.parts.loss_scale is None else self.parts.loss_scale.init()

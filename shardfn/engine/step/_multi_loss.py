@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Agreed, AnyControl, Constant
+from shardfn.collectives import Agreed, AnyControl
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import CapturedSteps, EagerSteps, GradientCall, global_mean, step_lines
+from shardfn.engine.execution import ProgramCall, StepPrograms, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -29,7 +29,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState, scale_of
 
-from ._admit import AdmittedBatch, agree
+from ._run_call import AdmittedBatch
 
 
 class Objective(NamedTuple):
@@ -59,45 +59,42 @@ class Objective(NamedTuple):
 
 
 class StepLoss(NamedTuple):
-    """One loss of a step, as its gradients need it.
+    """One loss of a step.
 
     Attributes:
         unwrapped: the loss.
-        parts: of a step of this loss alone.
-        planner: its annotations.
-        calls: its gradients, eager or captured.
+        parts: parts of a step of this loss only.
+        planner: annotations of the loss.
+        programs: gradients of the loss, eager or captured.
     """
 
     unwrapped: Unwrapped
     parts: StepParts
     planner: Planner
-    calls: EagerSteps | CapturedSteps
+    programs: StepPrograms
 
     @staticmethod
     def of(unwrapped: Unwrapped, parts: StepParts, planner: Planner) -> "StepLoss":
-        """The source of a loss."""
-        jitted = unwrapped.jitted
-        return StepLoss(
-            unwrapped, parts, planner, EagerSteps(parts) if jitted is None else CapturedSteps(jitted, parts)
-        )
+        """Returns the source of a loss."""
+        return StepLoss(unwrapped, parts, planner, StepPrograms(parts, unwrapped.jitted))
 
 
 class LossCall(NamedTuple):
-    """The part of one loss in a call of its step, admitted.
+    """The part of one loss in an admitted call of its step.
 
     Attributes:
-        name: of the loss; "" in a step of one loss.
+        name: name of the loss; "" in a step of one loss.
         source: the loss.
-        plan: its layout.
-        rows: its batch.
-        call: its gradients.
+        plan: layout of the loss.
+        rows: batch of the loss.
+        call: call of the gradients of the loss.
     """
 
     name: str
     source: StepLoss
     plan: Plan
     rows: AdmittedBatch
-    call: GradientCall
+    call: ProgramCall[Found]
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
@@ -119,33 +116,24 @@ def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
     return {name: batch[name] for name in names}
 
 
-def agree_on_all(
-    control: AnyControl, what: str, plan: Plan, calls: Sequence[LossCall], constant: Constant
-) -> list[Agreed]:
-    """The agreement of all ranks on a call with a batch for each loss. Collective; the first message of the call.
-
-    Returns:
-        The agreement on each loss.
-
-    Raises:
-        RankError: ranks differ in the call, a batch's structure, or in how the step was built.
-        ValueError: no rank has rows.
-    """
-    known = [own.call.known for own in calls]
+def facts_of(calls: Sequence[LossCall]) -> tuple[tuple[bool, bool], tuple[str, tuple[int, ...]]]:
+    """Returns what a call with a batch for each loss asks of the agreement: see `AdmittedCall`, known and facts."""
     if len(calls) == 1:
-        return [agree(control, what, plan, calls[0].rows, constant, known[0])]
+        return calls[0].call.known, (calls[0].rows.text, calls[0].rows.sizes)
+    at_even = all(x.call.known[0] for x in calls)
     text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in calls)
-    sizes = tuple(n for x in calls for n in x.rows.sizes)
-    batch = {x.name: x.rows.batch for x in calls}
-    at_even = all(k[0] for k in known)
-    agreed = agree(control, what, plan, AdmittedBatch(batch, (), text, sizes), constant, (at_even, at_even))
-    if agreed.even:
+    return (at_even, at_even), (text, tuple(n for x in calls for n in x.rows.sizes))
+
+
+def agreed_on_each(control: AnyControl, calls: Sequence[LossCall], agreed: Agreed) -> list[Agreed]:
+    """Returns the agreement on each loss, given the agreement on all losses. Collective."""
+    if len(calls) == 1 or agreed.even:
         return [agreed for _ in calls]
     ends = [sum(len(x.rows.sizes) for x in calls[: k + 1]) for k in range(len(calls))]
     cut = [[row[end - len(x.rows.sizes) : end] for row in agreed.sizes] for x, end in zip(calls, ends, strict=True)]
     even = [len(set(rows)) == 1 for rows in cut]
     # Where some batches are even and others not, only now is it clear which graphs are wanted.
-    mine = sum(k[0 if e else 1] << n for n, (k, e) in enumerate(zip(known, even, strict=True)))
+    mine = sum(x.call.known[0 if e else 1] << n for n, (x, e) in enumerate(zip(calls, even, strict=True)))
     there = control.exchange(mine)
     ready = [all(x >> n & 1 for x in there) for n in range(len(calls))]
     return [Agreed(e, (r, r), () if e else tuple(rows)) for e, r, rows in zip(even, ready, cut, strict=True)]

@@ -1,0 +1,334 @@
+"""The calls of one step: the step, its gradients and its update; each runs eagerly, or by a graph per signature.
+
+    step        differentiate, measure, choose, update                                         writes the state
+    gradients   differentiate, measure, and the factor that gradients still lack               reads the state
+    update      measure, choose, update                                                        writes the state
+
+`step == update . gradients`, bit for bit: both halves are the parts of `one_step`, cut between measure and choose.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Agreed, GlobalTensor, StoppedError
+from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.engine.agreement import Comms
+from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import Blocks, Found, Metrics, StepParts, by_leaf, disk_of, pool_of
+from shardfn.graph import Choice, Schedule
+from shardfn.optim import GradientTransformation
+from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
+
+from ._graphs import Graphs, ProgramCall, Ready, signature
+from ._program import CapturedProgram, Input, Program, Results, capture_program
+from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
+from ._update import blocks_of, next_state, update, update_blocks
+
+Result = TypeVar("Result")
+# A step or an update, as a call returns it.
+Stepped = tuple[TrainState, Metrics]
+
+
+class StepPrograms:
+    """The calls of one step.
+
+    Args:
+        parts: loss, optimizer and flags of the step.
+        jitted: how to schedule and compile the graphs; None for eager calls.
+    """
+
+    def __init__(self, parts: StepParts, jitted: Jitted | None) -> None:
+        self.parts, self.eager, self._policy = parts, jitted is None, policy_in(parts.loss)
+        # Of `lower`, too, where calls are eager.
+        self.graphs = Graphs(jitted or Jitted(parts.loss))
+
+    def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
+        """Returns the call of one step."""
+        if self.eager:
+            return ProgramCall(lambda comms, agreed, now: run_step(self.parts, plan, comms, now, args, agreed.even))
+
+        def make(now: TrainState, even: bool) -> Program:
+            return step_program(self.parts, plan, now, args, even=even)
+
+        # A state of the optimizer may come with another structure or in other memory under the same plan.
+        key = *signature(plan, args), _layouts((state.params, state.opt_state, state.model_state))
+        # A phase of the optimizer has a plan, and so a graph, of its own.
+        name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
+        return self._captured(key, make, name, args[0], lambda ready, comms, now: self._step(ready, comms, now, args))
+
+    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Found]:
+        """Returns the call of the gradients of one step."""
+        parts = self.parts
+        if self.eager:
+            return ProgramCall(lambda comms, agreed, now: run_gradients(parts, plan, comms, now, args, agreed.even))
+
+        def make(now: TrainState, even: bool) -> Program:
+            return gradient_program(parts, plan, now, args, even=even)
+
+        def run(ready: Ready, comms: Comms, now: TrainState) -> Found:
+            held = [x.held for x in tree_leaves((now.params, now.model_state))]
+            found = self._execute(ready, comms, [*held, *_loss_values(args, scale_of(now))], own=True)
+            grads, kept = found.tree
+            return found_of(plan, by_leaf(plan, grads), kept, now, found.metrics)
+
+        # A model state that another loss has left is contiguous in each call, so one graph of these keys fits it.
+        first, *rest = signature(plan, args)
+        key = ("gradients", first), *rest, _layouts((state.params, state.model_state)), scale_of(state) is None
+        return self._captured(key, make, "the gradients of a step", args[0], run)
+
+    def update(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> ProgramCall[Stepped]:
+        """Returns the call of the update by gradients."""
+        parts, finish = self.parts, passed.finish(self.parts)
+        if self.eager:
+
+            def apply(comms: Comms, now: TrainState, grads: Blocks, kept: PyTree) -> TrainState:
+                return update(plan, comms.channels, parts, now, grads.pop, model_state=kept, finish=finish, scale=None)
+
+            return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
+        grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
+        last = () if finish is None else passed.model_state
+
+        def make(now: TrainState, even: bool) -> Program:
+            del even
+            return update_program(parts.optimizer, plan, now, grads, model_state=last, finish=finish)
+
+        def run(ready: Ready, comms: Comms, now: TrainState) -> Stepped:
+            def apply(comms: Comms, now: TrainState, grads: Blocks, kept: PyTree) -> TrainState:
+                with taken(blocks_of(now), donate=parts.donate) as (params, opt_state, old):
+                    held = [*tree_leaves((params, opt_state)), *grads.values()]
+                    grads.clear()
+                    held += [] if finish is None else tree_leaves(kept)
+                    blocks, opt_state, new = self._execute(ready, comms, held).tree
+                    old = put_in(old, kept if finish is None else new)
+                return next_state(plan, now, (blocks, opt_state, old))
+
+            return run_update(parts, plan, comms, now, passed, apply)
+
+        # All ranks have the graph, or all capture it: before the update decides whether it is skipped.
+        layouts = _layouts((state.params, state.opt_state, grads, last))
+        key = ("update", id(plan)), ambient(), layouts, finish is None
+        return self._captured(key, make, "the update of a step", (), run)
+
+    def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[CapturedProgram, Schedule | Choice]:
+        """Captures and schedules a step for its shapes; see `Graphs.lower`."""
+        return self.graphs.lower(lambda: capture_program(step_program(self.parts, plan, state, args, even=True)))
+
+    def compile(
+        self, program: CapturedProgram, backend: str | None, comms: Comms
+    ) -> Callable[[Plan, TrainState, tuple[Any, ...]], ProgramCall[Stepped]]:
+        """Returns a lowered step, which is called as `step` is. Collective."""
+        ready = self.graphs.compile(program, backend, comms)
+
+        def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
+            del plan, state
+            return ProgramCall(lambda comms, agreed, now: self._step(ready, comms, now, args))
+
+        return call
+
+    def _captured(
+        self,
+        key: tuple[Any, ...],
+        make: Callable[[TrainState, bool], Program],
+        name: str,
+        batch: PyTree,
+        run: Callable[[Ready, Comms, TrainState], Result],
+    ) -> ProgramCall[Result]:
+        """Returns a call by the graph of a signature; there is one for even batches and one for uneven batches."""
+        keys = (*key, True), (*key, False)
+
+        def call(comms: Comms, agreed: Agreed, now: TrainState) -> Result:
+            def capture() -> CapturedProgram:
+                return capture_program(make(now, agreed.even))
+
+            key = keys[0 if agreed.even else 1]
+            return run(self.graphs.ready(comms, key, capture, name, batch, everywhere=agreed.ready), comms, now)
+
+        return ProgramCall(call, (self.graphs.knows(keys[0]), self.graphs.knows(keys[1])))
+
+    def _step(self, ready: Ready, comms: Comms, state: TrainState, args: tuple[Any, ...]) -> Stepped:
+        try:
+            with taken(blocks_of(state), donate=self.parts.donate) as held:
+                found = self._execute(ready, comms, [*tree_leaves(held), *_loss_values(args, scale_of(state))])
+        except StoppedError as stopped:  # before anything was written
+            return skipped(state, ready.program.metrics, stopped)
+        return next_state(ready.program.plan, state, found.tree), found.metrics
+
+    def _execute(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> Results:
+        """Runs a graph on the values of its inputs; with `own`, its results share no memory with them."""
+        program: CapturedProgram = ready.program
+        flat = [as_graph_value(x) for x in values]
+        with self._naming(program.plan):
+            outs = ready(comms, disk_of(program.plan), flat)
+        return program.results(_apart(outs, flat) if own else outs)
+
+    def _naming(self, plan: Plan) -> AbstractContextManager[Any]:
+        return noting_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
+
+
+def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> Program:
+    """Returns one step as a program.
+
+    Args:
+        parts: loss, optimizer and flags of the step.
+        plan: layout.
+        state: state; only shape, strides, dtype and device of tensors count.
+        args: batch of this rank, and a key if the loss takes one.
+        even: whether all ranks hold batches of the same shapes.
+    """
+    held, scale = (tree_leaves(state.params), state.opt_state, state.model_state), scale_of(state)
+    treedef = tree_flatten((held, args, () if scale is None else scale))[1]
+
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+        blocks, given, factor = tree_unflatten(treedef, values)
+        step = StepRun.of_blocks(parts, plan, comms, blocks, given, None if scale is None else factor, even=even)
+        new, metrics = one_step(step)
+        return Results(new, metrics, step.received)
+
+    inputs = _state_inputs(plan, *held, donated=True)
+
+    def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
+        return [*_renewed(inputs), *((f"new metrics[{name!r}]", ()) for name in found.metrics)]
+
+    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _notes(parts))
+
+
+def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> Program:
+    """Returns the gradients of one step as a program, which writes to no input; for arguments see `step_program`."""
+    held, scale = (tree_leaves(state.params), (), state.model_state), scale_of(state)
+    treedef = tree_flatten((held, args, () if scale is None else scale))[1]
+
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+        blocks, given, factor = tree_unflatten(treedef, values)
+        step = StepRun.of_blocks(parts, plan, comms, blocks, given, None if scale is None else factor, even=even)
+        grads, kept, metrics = step.gradients()
+        # A gradient on disk as a separate value: others share the value of all leaves that are sent together.
+        pool = pool_of(plan)
+        found = [apart(x, plan.leaves[i].ways.summed, pool) for i, x in sorted(grads.items())]
+        return Results((found, kept), metrics, step.received)
+
+    inputs = _state_inputs(plan, *held, donated=False)
+    # Before the end of the step, ranks may hold parts of a sum that is made there.
+    free = () if parts.finish is None else plan.mesh.axis_names
+
+    def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
+        names = [(f"the gradient of {leaf.path}", leaf.shard.axes) for leaf in plan.leaves if leaf.trainable]
+        names += [(name, (*axes, *free)) for name, axes in _renewed(inputs[len(plan.leaves) :])]
+        return [*names, *((f"metrics[{name!r}]", ()) for name in found.metrics)]
+
+    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _notes(parts))
+
+
+def update_program(
+    optimizer: GradientTransformation,
+    plan: Plan,
+    state: TrainState,
+    grads: Sequence[GlobalTensor],
+    *,
+    model_state: PyTree = (),
+    finish: Finish | None = None,
+) -> Program:
+    """Returns one update as a program.
+
+    Args:
+        optimizer: optimizer.
+        plan: layout.
+        state: state, of which params and optimizer state are updated.
+        grads: gradients of the trainable leaves.
+        model_state: model state that `finish` takes; () without one. The update does not write to it.
+        finish: end of the step for the model state.
+    """
+    held = (tree_leaves(state.params), state.opt_state, list(grads), model_state)
+    treedef = tree_flatten(held)[1]
+
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+        blocks, opt_state, own, kept = tree_unflatten(treedef, values)
+        with torch.no_grad():
+            comms.mark("update")
+            kept = finished(finish, kept)
+            blocks, opt_state = update_blocks(
+                plan, comms.channels, optimizer, blocks, opt_state, by_leaf(plan, own).pop, None
+            )
+        return Results((blocks, opt_state, kept))
+
+    state_inputs = _state_inputs(plan, *held[:2], (), donated=True)
+    named = zip(plan.trained, grads, strict=True)
+    given = [Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.code is None) for path, x in named]
+    kept_inputs = _other_inputs(model_state, donated=False)
+    results = [*_renewed(state_inputs), *_renewed(kept_inputs)]
+    return Program(plan, [*state_inputs, *given, *kept_inputs], run, lambda found: results)
+
+
+def _state_inputs(plan: Plan, params: PyTree, opt_state: PyTree, model_state: PyTree, *, donated: bool) -> list[Input]:
+    """Returns the inputs of a program for the leaves of a state. Blocks in codes are never written to."""
+    pairs = zip(plan.leaves, tree_leaves(params), strict=True)
+    out = [
+        Input(leaf.path, "params", x, x.spec.axes, leaf.trainable, donated=donated and x.code is None)
+        for leaf, x in pairs
+    ]
+    named = zip(tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True)
+    out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+    return [*out, *_other_inputs(model_state, donated=donated)]
+
+
+def _other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
+    named = zip(tree_paths(model_state, "model_state"), tree_leaves(model_state), strict=True)
+    return [Input(path, "other", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+
+
+def _loss_inputs(plan: Plan, args: tuple[Any, ...], scale: Tensor | None) -> list[Input]:
+    """Returns the inputs of a program for the other arguments of a loss: batch, key, and the factor of the loss."""
+    named = zip(tree_paths(args[0], "batch"), tree_leaves(args[0]), strict=True)
+    out = [Input(path, "batch", x, plan.batch_axes) for path, x in named]
+    out += [Input("key", "other", x) for x in args[1:]]
+    return out if scale is None else [*out, Input("loss_scale", "other", scale)]
+
+
+def _loss_values(args: tuple[Any, ...], scale: Tensor | None) -> list[Tensor]:
+    """Returns the values of the inputs that `_loss_inputs` describes."""
+    return tree_leaves(args) if scale is None else [*tree_leaves(args), scale]
+
+
+def _renewed(inputs: Sequence[Input]) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns names and axes of results that take the places of inputs."""
+    return [(f"new {x.path}", x.axes or ()) for x in inputs]
+
+
+def _notes(parts: StepParts) -> dict[str, Any]:
+    return {} if parts.table is None else {"pipeline": parts.table}
+
+
+def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
+    """Returns a gradient in the memory of its block: the host, where a leaf on disk was read and changed."""
+    if is_disk(x.memory_kind) and isinstance(x.held, Tensor):
+        return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
+    return x
+
+
+def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the results of a graph, each in memory that an update may write to: no input's, and no other result's.
+
+    A gradient may be an input itself, or the gradient of two leaves, or one number for all elements.
+    """
+    theirs = {x.untyped_storage()._cdata for x in inputs}
+    seen, out = set[int](), list[Tensor]()
+    for x in outs:
+        own = x.contiguous()
+        if own.untyped_storage()._cdata in theirs or (own.numel() and own.data_ptr() in seen):
+            own = own.clone()
+        seen.add(own.data_ptr())
+        out.append(own)
+    return out
+
+
+def _layouts(tree: PyTree) -> Any:
+    """Returns the properties of a tree of global tensors that a graph relies on."""
+    leaves, treedef = tree_flatten(tree)
+    held: list[StoredValue] = [x.held for x in leaves]
+    kinds = [x.memory_kind for x in leaves]
+    shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
+    return treedef, *kinds, *shapes

@@ -1,0 +1,86 @@
+"""Runs any call of a step or of a sharded function: this rank admits it, the ranks agree, and then it runs."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from shardfn.collectives import Agreed, AnyControl, Constant, bind_mesh
+from shardfn.core import Mesh, PyTree
+from shardfn.engine.agreement import Comms, comms_of, losing_no_peer
+from shardfn.engine.loss import agree_on_step, told_before
+from shardfn.engine.plan import Plan, check_has_rows
+from shardfn.engine.transfers import forget
+
+
+class AdmittedBatch(NamedTuple):
+    """A batch that fits its specs.
+
+    Attributes:
+        batch: rows of this rank.
+        args: arguments of the loss beyond the parameters: the batch, cut ahead if the loss accumulates, and a key.
+        text: facts of the batch that must be equal on all ranks.
+        sizes: sizes that may differ between ranks.
+    """
+
+    batch: PyTree
+    args: tuple[Any, ...]
+    text: str = ""
+    sizes: tuple[int, ...] = ()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class AdmittedCall(NamedTuple):
+    """A call that this rank has admitted, and that the ranks are about to agree on.
+
+    Attributes:
+        what: the call, in words.
+        constant: facts that are equal in all calls.
+        run: runs the call, given communicators and the agreement. The mesh is bound, and an error ends the
+            communicators.
+        known: whether this rank has the results of a first call; see `Agreed`.
+        facts: facts of this call that must be equal on all ranks, and sizes that may differ.
+        then: checks after the agreement; returns the agreement that `run` gets.
+        end: finishes the result afterwards.
+        around: makes a further context of `run` from the agreement, outside of the others.
+    """
+
+    what: str
+    constant: Constant
+    run: Callable[[Comms, Any], Any]
+    known: tuple[bool, bool] = (True, True)
+    facts: tuple[str, tuple[int, ...]] = ("", ())
+    then: Callable[[AnyControl, Agreed], Any] = lambda control, agreed: agreed
+    end: Callable[[Comms, Any], Any] = lambda comms, result: result
+    around: Callable[[Any], AbstractContextManager[Any]] = lambda agreed: _NOTHING
+
+
+def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
+    """Runs a call of a step or of a sharded function. Collective.
+
+    Args:
+        mesh: mesh of the call.
+        admit: admits the call on this rank; its errors are sent to the other ranks, which wait in the agreement.
+    """
+    comms = comms_of(mesh)
+    control = comms.control
+    with told_before(control):
+        call = admit()
+    agreed = call.then(control, agree_on_step(control, call.what, call.facts, call.constant, call.known))
+    with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
+        result = call.run(comms, agreed)
+    return call.end(comms, result)
+
+
+def begun(plan: Plan, batch: PyTree, agreed: Agreed) -> Agreed:
+    """Returns the agreement on a call with rows, which all ranks have begun.
+
+    Raises:
+        ValueError: no rank has rows.
+    """
+    check_has_rows(batch, even=agreed.even)
+    # All ranks have begun this step, and so have committed the one before.
+    forget(plan)
+    return agreed
