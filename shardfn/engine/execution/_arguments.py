@@ -24,10 +24,10 @@ class Argument(NamedTuple):
     Attributes:
         path: where it is among the arguments.
         given: the value that the caller passed.
-        spec: how a sharded leaf is cut; None for the others.
+        spec: how a sharded leaf is cut, or None for the others.
         donated: whether the function may overwrite its memory.
         position: that of its argument, counted from the first, which is 0.
-        block: the copy on the device of a block that is kept elsewhere; None before, and for the others.
+        block: the copy on the device of a block that is kept elsewhere, or None before, and for the others.
         on_host: whether the function sees the block in the memory of the host.
     """
 
@@ -41,19 +41,19 @@ class Argument(NamedTuple):
 
     @property
     def seen(self) -> Any:
-        """The value that the function sees: this rank's block, or the value that was passed."""
+        """Returns the value that the function sees: this rank's block, or the value that was passed."""
         if self.block is not None:
             return self.block
         return self.given.local if self.spec is not None else self.given
 
     @property
     def away(self) -> bool:
-        """Whether its block is kept elsewhere than on the device."""
+        """Returns whether its block is kept elsewhere than on the device."""
         return self.spec is not None and not is_device(self.given.memory_kind)
 
     @property
     def moves(self) -> bool:
-        """Whether the function sees a copy on the device of a block that is kept elsewhere."""
+        """Returns whether the function sees a copy on the device of a block that is kept elsewhere."""
         return self.away and not self.on_host
 
     def moved(self, device: torch.device) -> "Argument":
@@ -97,7 +97,7 @@ class Donated:
     on disk returns there. Use a `P` where the function returns blocks of another shape.
 
     Args:
-        argument: its position, as in `donate`; the first argument is 0.
+        argument: position, as in `donate`. The first argument is 0.
 
     Example:
         >>> import torch
@@ -128,16 +128,16 @@ def check_donated(entries: Sequence[Any], donate: Sequence[int]) -> None:
 def owners_of(
     entries: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any], arguments: Sequence[Argument]
 ) -> list[Argument | None]:
-    """For each leaf of a result, the leaf of an argument whose place it takes.
+    """Returns the leaf of an argument whose place it takes for each leaf of a result.
 
     Args:
-        entries: for each leaf, its entry of `out_specs`.
-        paths: those of the leaves.
+        entries: entry of `out_specs` for each leaf.
+        paths: paths of the leaves.
         leaves: the result.
         arguments: the leaves of the arguments.
 
     Raises:
-        ValueError: result and argument have other leaves, or leaves of other shapes or dtypes; lists them.
+        ValueError: result and argument have other leaves, or leaves of other shapes or dtypes. The message lists them.
     """
     of = {k: [a for a in arguments if a.position == k] for k in {x.argument for x in entries if isinstance(x, Donated)}}
     counts = collections.Counter(x.argument for x in entries if isinstance(x, Donated))

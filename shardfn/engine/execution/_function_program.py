@@ -1,4 +1,4 @@
-"""A function over sharded leaves as a program: a forward, and nothing else; and its calls, eager or by a graph."""
+"""A function over sharded leaves as a program: a forward, and nothing else, and its calls, eager or by a graph."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -54,14 +54,14 @@ class FunctionArgs(NamedTuple):
 
 
 class FunctionPrograms:
-    """The calls of one function; an eager call leaves only the order of use, in its plan.
+    """The calls of one function. An eager call leaves only the order of use, in its plan.
 
     Args:
         f: function of leaves as it sees them.
         interface: annotations of the arguments beyond the first, and of the result.
         what: the call, in words.
-        compute: dtype in which parameters that modules make are computed; None without a policy.
-        jitted: how to schedule and compile the graphs; None for eager calls.
+        compute: dtype in which parameters that modules make are computed, or None without a policy.
+        jitted: how to schedule and compile the graphs, or None for eager calls.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class FunctionPrograms:
         return key
 
     def ready(self, comms: Comms, key: Any, given: FunctionArgs, *, everywhere: bool, expected: bool = False) -> Ready:
-        """Returns the graph of a signature; see `Graphs.ready`."""
+        """Returns the graph of a signature. See `Graphs.ready`."""
         shown = {a.path: a.given for a in given.arguments}
         capture = functools.partial(self._capture, given)
         return self.graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
 
     def lower(self, given: FunctionArgs) -> tuple[CapturedProgram, Schedule | Choice]:
-        """Captures and schedules the function for its shapes; see `Graphs.lower`."""
+        """Captures and schedules the function for its shapes. See `Graphs.lower`."""
         return self.graphs.lower(functools.partial(self._capture, given))
 
     def compile(
@@ -190,14 +190,14 @@ def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _filled(x: Any, given: Iterator[Tensor]) -> Any:
-    """A leaf of an argument, of the tensors of the capture."""
+    """Returns a leaf of an argument, of the tensors of the capture."""
     if isinstance(x, GlobalTensor):
         return GlobalTensor(next(given), x.shape, x.spec, x.mesh)
     return next(given) if isinstance(x, Tensor) else x
 
 
 def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[tuple[Argument, Tensor]]:
-    """The sharded arguments, each with its tensor of the capture."""
+    """Yields the sharded arguments, each with its tensor of the capture."""
     given = iter(flat)
     for a in arguments:
         x = next(given) if isinstance(a.given, Tensor | GlobalTensor) else None

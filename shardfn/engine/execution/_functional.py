@@ -1,7 +1,7 @@
 """The step as a pure function of tensors, for `torch.func.vmap`, `grad`, `jvp` and the others.
 
 It is the slow reference of the step. It does not donate, write in place, read values back to Python or agree on
-anything beforehand; parameters enter through the differentiable collectives, whose transposes sum the gradients, and
+anything beforehand. Parameters enter through the differentiable collectives, whose transposes sum the gradients, and
 the optimizer's pure `update` runs on this rank's rows. So torch's transforms pass through it as through any function:
 `vmap` trains a population, `grad` differentiates through training.
 
@@ -57,19 +57,22 @@ from ._update import next_state, rule_of
 def pure_step(
     plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]
 ) -> tuple[TrainState, dict[str, Tensor]]:
-    """The next state and the metrics; see `sharded_step`. The mesh must be bound.
+    """Returns the next state and the metrics. See `sharded_step`. The mesh must be bound.
 
     Args:
         plan: the layout.
         state: the current state, which is not changed.
-        parts: the parts of the step; if a loss scale overflows, the new state has the values of the old one.
+        parts: the parts of the step. If a loss scale overflows, the new state has the values of the old one.
         args: this rank's batch, and a key if the loss takes one.
     """
     return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
 
 
 def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]) -> Found:
-    """The gradients of `pure_step`, and the model state and the metrics that come with them. The mesh must be bound."""
+    """Returns the gradients of `pure_step`, and the model state and the metrics that come with them.
+
+    The mesh must be bound.
+    """
     run = _Pure(parts, plan.with_whole_stacks(), state, args)
     out = run.differentiate()
     metrics, _ = run.measure(out)
@@ -82,7 +85,7 @@ def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[
 def pure_update(
     plan: Plan, state: TrainState, parts: StepParts, passed: UpdateArgs
 ) -> tuple[TrainState, dict[str, Tensor]]:
-    """The other half of `pure_step`: the next state, and the metrics of the update. The mesh must be bound."""
+    """Returns the other half of `pure_step`: the next state, and the metrics of the update. The mesh must be bound."""
     parts = dataclasses.replace(parts, finish=passed.finish(parts))
     run, gradient = _Pure(parts, plan.with_whole_stacks(), state, ()), local(passed.grads)
     if passed.model_state is not None:
@@ -127,7 +130,7 @@ class _Pure:
         return named(sums.mean(0).to(sums.dtype), norm, aux, self._by), None
 
     def norm(self, gradient: PyTree) -> Tensor:
-        """The norm of the averaged gradient."""
+        """Returns the norm of the averaged gradient."""
         return sum_squares(gradient, self._specs).double().sum().sqrt()
 
     def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
@@ -143,7 +146,7 @@ class _Pure:
         return self.updated(out[1])
 
     def updated(self, gradient: PyTree) -> TrainState:
-        """The state after an update by this rank's rows of the averaged gradient."""
+        """Returns the state after an update by this rank's rows of the averaged gradient."""
         plan, blocks = self._plan, self._blocks
         rows = [
             own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)
@@ -157,9 +160,9 @@ class _Pure:
 
 
 def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: bool) -> Callable[..., Tensor]:
-    """The mean of a loss over the batch of all ranks along `axes`, the same on all of them.
+    """Returns the mean of a loss over the batch of all ranks along `axes`, the same on all of them.
 
-    `mean(params, batch[, key])`; with `has_state`, `mean(params, model_state, batch[, key])`.
+    `mean(params, batch[, key])`. With `has_state`, `mean(params, model_state, batch[, key])`.
     """
 
     def mean(params: PyTree, *args: Any) -> Tensor:
@@ -197,7 +200,7 @@ def pure_loss(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
 
 
 def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
-    """The values of one state or of the other, by a 0-d condition."""
+    """Returns the values of one state or of the other, by a 0-d condition."""
 
     def either(a: Any, b: Any) -> Any:
         if isinstance(a, GlobalTensor):
@@ -227,7 +230,7 @@ def _differentiated(
     scale: Tensor | None,
     model_state: ModelState,
 ) -> tuple[_MicrobatchSums, dict[int, Tensor]]:
-    """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
+    """Returns the sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
 
     The gradients are multiplied by `scale`, and added up in their accumulation dtypes. Each microbatch takes the
     `model_state` that the one before has left.
@@ -246,7 +249,7 @@ def _differentiated(
             # A weight of this level depends on the parameters that are differentiated here; outer levels may use it.
             if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
                 refuse_gradient_of(value.weight)
-            # Beside `grad_and_value`, which passes tensors only; names and dtypes are the same in all microbatches.
+            # Beside `grad_and_value`, which passes tensors only. Names and dtypes are the same in all microbatches.
             seen[:] = [value]
             scaled = value.total if scale is None else value.total * scale.to(value.total)
             return scaled, (tuple(_row(value)), tree_leaves(model_state.now))
@@ -285,7 +288,7 @@ def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) 
 
 
 def _level(x: Tensor) -> int:
-    """The level of the innermost torch.func transform that a tensor belongs to."""
+    """Returns the level of the innermost torch.func transform that a tensor belongs to."""
     return maybe_get_level(x)
 
 

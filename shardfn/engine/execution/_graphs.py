@@ -60,7 +60,7 @@ class ProgramCall(NamedTuple, Generic[_Result]):
     Attributes:
         run: runs the call, given the agreement of the ranks, on a state or on the arguments of a function. A loss takes
             a state with the model state that another loss has left.
-        known: whether this rank already has the results of a first call; see `Agreed`.
+        known: whether this rank already has the results of a first call. See `Agreed`.
     """
 
     run: Callable[[Comms, Agreed, Any], _Result]
@@ -70,7 +70,7 @@ class ProgramCall(NamedTuple, Generic[_Result]):
 class Graphs:
     """The graphs of one function, by signature: captured, scheduled, agreed on and compiled once each.
 
-    The least recently used one is evicted if there are more than `max_graphs`; it is captured again if it comes back.
+    The least recently used one is evicted if there are more than `max_graphs`. It is captured again if it comes back.
 
     Args:
         jitted: how to schedule and compile.
@@ -84,7 +84,7 @@ class Graphs:
         self._captures: collections.Counter[Any] = collections.Counter()
 
     def knows(self, key: Any) -> bool:
-        """Whether this rank has the graph of a signature. Ranks exchange this before a call."""
+        """Returns whether this rank has the graph of a signature. Ranks exchange this before a call."""
         return key in self._known
 
     def ready(
@@ -98,13 +98,13 @@ class Graphs:
         everywhere: bool,
         expected: bool = False,
     ) -> Ready:
-        """The graph of a signature. If some rank does not have it, all ranks capture it, which is collective.
+        """Returns the graph of a signature. If some rank does not have it, all ranks capture it, which is collective.
 
         Args:
             comms: the communicators.
-            key: the signature; `signature` makes its first part.
+            key: the signature. `signature` makes its first part.
             capture: makes the program.
-            name: its name in the log.
+            name: name in the log.
             batch: whose shapes the log shows.
             everywhere: whether each rank has the graph of its own signature. Some may have it and others not, as shapes
                 of batches and strides may differ.
@@ -121,11 +121,11 @@ class Graphs:
         return made
 
     def cache_info(self) -> CacheInfo:
-        """The counts of the cache and its size."""
+        """Returns the counts of the cache and its size."""
         return self._jitted.cache_info()
 
     def lower(self, capture: Callable[[], _Made]) -> tuple[_Made, Schedule | Choice]:
-        """Captures and schedules a program for its shapes, on this rank alone; other ranks are assumed to do the same.
+        """Captures and schedules a program for its shapes, on this rank alone. Other ranks are assumed to do the same.
 
         Returns:
             The scheduled program, and its schedule, given or chosen.
@@ -142,7 +142,7 @@ class Graphs:
         return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
 
     def compile(self, program: CapturedProgram, backend: str | None, comms: Comms) -> Ready:
-        """A lowered program, ready to run. Collective."""
+        """Returns a lowered program, ready to run. Collective."""
         agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
         return self._compile(program, comms, backend)
 
@@ -174,7 +174,10 @@ class Graphs:
             check_types(program.gm)
 
     def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
-        """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has failed. Collective."""
+        """Returns the schedule that all ranks run.
+
+        The one given, or rank 0's choice, or None if rank 0 has failed. Collective.
+        """
         given = self._jitted.schedule
         if self._jitted.cluster is None:
             return given
@@ -194,14 +197,14 @@ class Graphs:
 
 
 def signature(plan: Plan, args: PyTree) -> Any:
-    """The first part of a signature: the layout, the kind of state, and ambient settings."""
+    """Returns the first part of a signature: the layout, the kind of state, and ambient settings."""
     leaves, treedef = tree_flatten(args)
     # The plan by id: the planner keeps it. Strides too, as they are written into a graph's views.
     return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
 
 
 def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:
-    """The result of `make`, if all ranks succeed and their programs finish; else all ranks raise.
+    """Returns the result of `make`, if all ranks succeed and their programs finish, else all ranks raise.
 
     Raises:
         RankError: another rank failed, or ranks would run different collectives, or wait for one another.

@@ -44,12 +44,12 @@ ShapeOf = Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]
 
 
 def is_entry(x: Any) -> bool:
-    """Whether `x` is a leaf of `in_specs` or `out_specs`; None means that the value is passed on unchanged."""
+    """Returns whether `x` is a leaf of `in_specs` or `out_specs`. None means that the value is passed on unchanged."""
     return x is None or isinstance(x, P | Sharding | Donated)
 
 
 def _spec_of(entry: Any) -> P | None:
-    """The spec of an entry of `in_specs`; None where the value is passed on unchanged."""
+    """Returns the spec of an entry of `in_specs`, or None where the value is passed on unchanged."""
     return entry.spec if isinstance(entry, Sharding) else entry
 
 
@@ -57,8 +57,8 @@ class ResultPlaces(NamedTuple):
     """The places of the leaves of a result.
 
     Attributes:
-        paths: their names.
-        specs: how each is cut; None where it is passed on unchanged.
+        paths: names.
+        specs: how each is cut, or None where it is passed on unchanged.
         owners: the donated leaf whose place it takes, if it takes one.
     """
 
@@ -75,7 +75,7 @@ class Interface:
         mesh: the mesh.
         in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded. A `Sharding` on the
             host is for leaves that are kept there, and that the function sees there.
-        out_specs: a prefix tree of `P` and `Donated` for the result; None = this rank's own value.
+        out_specs: a prefix tree of `P` and `Donated` for the result. None: this rank's own value.
         donate: positions, among all arguments, of those whose memory the function may overwrite.
     """
 
@@ -88,7 +88,7 @@ class Interface:
         """Refuses specs and donations that fit no call.
 
         Raises:
-            ValueError: a spec names an axis that the mesh lacks, or is not a spec; or a donated argument is not
+            ValueError: a spec names an axis that the mesh lacks, or is not a spec, or a donated argument is not
                 sharded.
         """
         trees = {"in_specs": self.in_specs, "out_specs": self.out_specs}
@@ -131,11 +131,11 @@ class Interface:
         check_donated(entries, self.donate)
 
     def arguments(self, args: Sequence[Any]) -> list[Argument]:
-        """The leaves of the arguments beyond the first.
+        """Returns the leaves of the arguments beyond the first.
 
         Raises:
             TypeError: an argument that has a spec holds something else than global tensors.
-            ValueError: one is cut or kept otherwise; or there are more specs than arguments.
+            ValueError: one is cut or kept otherwise, or there are more specs than arguments.
             DonatedError: one was consumed before.
         """
         if len(self.in_specs) > len(args):
@@ -154,7 +154,10 @@ class Interface:
         return out
 
     def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments without data. Sharded ones may be whole tensors, which are cut to this rank's blocks."""
+        """Returns the arguments without data.
+
+        Sharded ones may be whole tensors, which are cut to this rank's blocks.
+        """
 
         def without_data(x: Any, entry: P | Sharding | None) -> Any:
             spec, there = _spec_of(entry), isinstance(entry, Sharding)
@@ -179,7 +182,7 @@ class Interface:
         return tuple(out)
 
     def places(self, out: PyTree, arguments: Sequence[Argument] = ()) -> ResultPlaces:
-        """The places of a result's leaves.
+        """Returns the places of a result's leaves.
 
         Raises:
             ValueError: the specs do not fit, or a leaf does not fit the donated one whose place it takes.
@@ -195,9 +198,9 @@ class Interface:
         shape_of: ShapeOf,
         arguments: Sequence[Argument] = (),
     ) -> PyTree:
-        """The result, whose blocks become global tensors.
+        """Returns the result, whose blocks become global tensors.
 
-        Those that take the place of an argument have its shape; `shape_of` finds those of the others.
+        Those that take the place of an argument have its shape. `shape_of` finds those of the others.
 
         Args:
             out: the result.
@@ -219,7 +222,7 @@ class Interface:
     def cut_shapes(
         self, leaves: Sequence[Any], places: ResultPlaces, shape_of: ShapeOf
     ) -> dict[int, tuple[torch.Size, P]]:
-        """By index, the global shape and spec of each leaf of a result that is a block of its own."""
+        """Returns the global shape and spec of each leaf of a result that is a block of its own, by index."""
         found = enumerate(zip(places.paths, leaves, places.specs, places.owners, strict=True))
         blocks = {i: (n, x, p) for i, (n, x, p, a) in found if p is not None and a is None and isinstance(x, Tensor)}
         raise_all(
@@ -232,14 +235,14 @@ class Interface:
 
     @property
     def has_specs(self) -> bool:
-        """Whether a result is cut, or promised to be the same on all ranks."""
+        """Returns whether a result is cut, or promised to be the same on all ranks."""
         return any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
 
     def typed(self, out: PyTree, mode: Following, arguments: Sequence[Argument] = ()) -> PyTree:
-        """The result, whose sharded leaves vary along the axes of their specs.
+        """Returns the result, whose sharded leaves vary along the axes of their specs.
 
         Raises:
-            AxisTypeError: one varies along others; lists them.
+            AxisTypeError: one varies along others. The message lists them.
         """
         leaves, treedef = tree_flatten(out)
         places = self.places(out, arguments)
@@ -252,7 +255,7 @@ class Interface:
     def following(
         self, plan: Plan, f: Callable[..., Any], arguments: Sequence[Argument], args: tuple[Any, ...]
     ) -> Callable[[PyTree], Any]:
-        """The function of its first argument, whose values are followed where `out_specs` has specs."""
+        """Returns the function of its first argument, whose values are followed where `out_specs` has specs."""
         mode = plan.following_function
         if not (mode.axes and self.has_specs):
             return lambda params: f(params, *args)
@@ -305,7 +308,7 @@ class Interface:
 
 
 def size_along(size: int, axis: str, mesh: Mesh) -> int:
-    """The sum of a size over the ranks along an axis. The mesh must be bound."""
+    """Returns the sum of a size over the ranks along an axis. The mesh must be bound."""
     with disable_current_modes():  # while a program is captured, too, sizes are numbers
         return int(psum(torch.tensor(size, device=mesh.device), axis))
 
@@ -347,7 +350,10 @@ def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following
 
 
 def entered_argument(a: Argument, plan: Plan) -> Any:
-    """An argument of a differentiated function, which varies along the axes of its spec; without one, the batch's."""
+    """Returns an argument of a differentiated function, which varies along the axes of its spec.
+
+    Without one, the batch's.
+    """
     x = a.seen
     if not isinstance(x, Tensor):
         return x
@@ -357,7 +363,7 @@ def entered_argument(a: Argument, plan: Plan) -> Any:
 
 
 def entered_as_rows(a: Argument, plan: Plan) -> Any:
-    """An argument of a differentiated function whose values vary along the batch's axes, as those of a loss."""
+    """Returns an argument of a differentiated function whose values vary along the batch's axes, as those of a loss."""
     if a.spec is None or not isinstance(a.seen, Tensor):
         return a.seen
     rest = tuple(axis for axis in plan.batch_axes if axis not in a.spec.axes)
@@ -413,14 +419,14 @@ def _cut_otherwise(x: GlobalTensor, spec: P, path: str, name: str) -> str:
 
 
 def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
-    """The shape of the tensor that these blocks, one per rank, are cut from; or why there is no such tensor."""
+    """Returns the shape of the tensor that these blocks, one per rank, are cut from, or why there is no such tensor."""
     places = all_coords(mesh.shape)
     sizes = list(blocks[mesh.rank])
     for dim in range(len(spec)):
         axes = mesh.axes(spec.dim_axes(dim))
         sizes[dim] = sum(blocks[r][dim] for r in mesh.along(axes)) if axes else sizes[dim]
     cut = [[s.stop - s.start for s in block_slices(tuple(sizes), spec, mesh.shape, at)] for at in places]
-    # The sums fit one rank's line of blocks; others may not fit them.
+    # The sums fit one rank's line of blocks. Others may not fit them.
     if [list(b) for b in blocks] != cut:
         return f"{path} has blocks {[*map(tuple, blocks)]}, and {spec!r} cuts {tuple(sizes)} as {[*map(tuple, cut)]}"
     return torch.Size(sizes)

@@ -35,7 +35,7 @@ class Input(NamedTuple):
         kind: "params", "optimizer", "batch" or "other".
         value: value of the input, of which a capture reads shape, strides, dtype and device. The program gets the block
             of a `GlobalTensor` in its stored form.
-        axes: axes of the mesh that cut the value; None for a value without a type along axes.
+        axes: axes of the mesh that cut the value, or None for a value without a type along axes.
         trained: whether the loss gives the input a gradient.
         donated: whether the program may write to the memory of the input.
         on_host: whether a tensor is in the memory of the host.
@@ -56,7 +56,7 @@ class Results(NamedTuple):
     Attributes:
         tree: tree of blocks, tensors and other values.
         metrics: metrics by name.
-        differentiated: whether a trainable leaf has a gradient on this rank, or no leaf is trainable; None for a
+        differentiated: whether a trainable leaf has a gradient on this rank, or no leaf is trainable, or None for a
             program without gradients.
     """
 
@@ -195,7 +195,7 @@ def _note_inputs(gm: GraphModule, inputs: Sequence[Input]) -> None:
 
 
 def _slot_of(x: Any) -> Any:
-    """Returns the place of a leaf of the results; a leaf without a tensor is its own place."""
+    """Returns the place of a leaf of the results. A leaf without a tensor is its own place."""
     if isinstance(x, TracedStored | Coded):
         kept = Placement(memory_kind=x.kind, dtype=x.dtype, code=x.code)
         return _BlockSlot(Likeness(x.shape, kept))

@@ -1,6 +1,6 @@
 """Runs the loss of one step, and its gradients: storage -> compute, the user's loss, and the transpose.
 
-`run_backward` makes a `Performer`, which runs the forwards and backwards of the microbatches, action by action;
+`run_backward` makes a `Performer`, which runs the forwards and backwards of the microbatches, action by action.
 `run_forward` runs a function without gradients.
 """
 
@@ -68,7 +68,7 @@ class Performer:
     `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
     of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
     losses may take different branches. Between actions the course holds a microbatch, with its graph, from the forward
-    to the backward; any number may be open. Where the schedule has W, the backward gives gradients of activations, and
+    to the backward. Any number may be open. Where the schedule has W, the backward gives gradients of activations, and
     W those of weights: until then the performer keeps the products that are left to compute. No other state belongs to
     one microbatch: lazy leaves are opened at any use, and the reducer adds up the gradients of the backward that runs.
 
@@ -204,7 +204,7 @@ class Performer:
         self._take(grads)
 
     def _take(self, grads: list[Tensor | None]) -> None:
-        """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
+        """Takes the gradients that no hook has taken. `grads`, of all handles, is emptied."""
         # Aliases, as a hook takes: two leaves may have got one tensor, which neither then owns alone.
         mine = zip(self._handles, grads, strict=True)
         own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
@@ -212,18 +212,18 @@ class Performer:
         self._reducer.take_all(own)
 
     def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        """A context for a forward whose backward is split, which records its products."""
+        """Returns a context for a forward whose backward is split, which records its products."""
         if action[1:] not in self._split:
             return contextlib.nullcontext()
         deferred = self._deferred[action[1:]] = DeferredGradients([*self._handles.values()], opened)
         return deferred.recorded()
 
     def _ends(self, action: Action) -> bool:
-        """Whether a microbatch has all gradients of a chunk with an action."""
+        """Returns whether a microbatch has all gradients of a chunk with an action."""
         return action.kind == "weights" or (action.kind == "backward" and action[1:] not in self._split)
 
     def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
-        """The cotangent of a microbatch's loss."""
+        """Returns the cotangent of a microbatch's loss."""
         chunks = self._plan.chunks
         terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
         scale = self._plan.num_left / terms
@@ -231,7 +231,7 @@ class Performer:
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> Outcome:
-        """The sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
+        """Returns the sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
 
         Raises:
             NoGradientError: no microbatch of any rank gives a leaf a gradient.
@@ -258,7 +258,7 @@ class Performer:
 
 
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: Any, f: Callable[[PyTree], Any]) -> Any:
-    """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
+    """`f(params)` without gradients, with the leaves as a loss sees them. Leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
     watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
@@ -287,7 +287,7 @@ def run_backward(
     loss_scale: Tensor | None = None,
     ahead: Ahead | None = None,
 ) -> Outcome:
-    """The loss and the summed gradients of one global batch, by the actions of the step's schedule.
+    """Returns the loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
     Args:
         plan: the layout.
@@ -295,9 +295,9 @@ def run_backward(
         blocks: this rank's block of each parameter.
         parts: the loss, and the order in which its microbatches run.
         args: this rank's batch, and a key if the loss takes one.
-        even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
+        even: whether all ranks hold batches of the same shapes. If not, the loss must be a `WeightedMean`.
         model_state: a tree of this rank's blocks, for a loss that takes one.
-        loss_scale: the factor of the gradients; None means 1.
+        loss_scale: the factor of the gradients. None means 1.
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
@@ -336,7 +336,7 @@ def _course(
 
 
 def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
-    """The axes along which ranks run different actions at the same time."""
+    """Returns the axes along which ranks run different actions at the same time."""
     staged = pipelined_in(parts.loss)
     if parts.table is None or staged is None:
         return ()

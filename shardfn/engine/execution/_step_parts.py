@@ -1,4 +1,4 @@
-"""Makes the parts of a step, from an unwrapped loss and an optimizer; the text on which ranks agree; and refusals."""
+"""Makes the parts of a step, from an unwrapped loss and an optimizer; the text on which ranks agree, and refusals."""
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ._update import decided_on, whole
 def step_parts(
     loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, *, finish: Finish | None = None, **flags: bool
 ) -> StepParts:
-    """The parts of a step that accumulates, microbatch by microbatch, or runs stages of a pipeline side by side.
+    """Returns the parts of a step that accumulates microbatches, or runs stages of a pipeline side by side.
 
     The optimizer keeps master copies if the loss's policy requires it.
 
@@ -37,7 +37,7 @@ def step_parts(
 def step_lines(
     unwrapped: Unwrapped, parts: StepParts, plan: Plan, key: Tensor | None, state_specs: PyTree
 ) -> list[str]:
-    """The facts that ranks agree on before the first transfer, besides the layout, one a line."""
+    """Returns the facts that ranks agree on before the first transfer, besides the layout, one a line."""
     flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     kept += [] if parts.finish is None else describe(parts.finish, "finish")

@@ -1,4 +1,4 @@
-"""The calls of one step: the step, its gradients and its update; each runs eagerly, or by a graph per signature.
+"""The calls of one step: the step, its gradients and its update. Each runs eagerly, or by a graph per signature.
 
     step        differentiate, measure, choose, update                                         writes the state
     gradients   differentiate, measure, and the factor that gradients still lack               reads the state
@@ -39,7 +39,7 @@ class StepPrograms:
 
     Args:
         parts: loss, optimizer and flags of the step.
-        jitted: how to schedule and compile the graphs; None for eager calls.
+        jitted: how to schedule and compile the graphs, or None for eager calls.
     """
 
     def __init__(self, parts: StepParts, jitted: Jitted | None) -> None:
@@ -115,7 +115,7 @@ class StepPrograms:
         return self._captured(key, make, "the update of a step", (), run)
 
     def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[CapturedProgram, Schedule | Choice]:
-        """Captures and schedules a step for its shapes; see `Graphs.lower`."""
+        """Captures and schedules a step for its shapes. See `Graphs.lower`."""
         return self.graphs.lower(lambda: capture_program(step_program(self.parts, plan, state, args, even=True)))
 
     def compile(
@@ -138,7 +138,7 @@ class StepPrograms:
         batch: PyTree,
         run: Callable[[Ready, Comms, TrainState], Result],
     ) -> ProgramCall[Result]:
-        """Returns a call by the graph of a signature; there is one for even batches and one for uneven batches."""
+        """Returns a call by the graph of a signature. There is one for even batches and one for uneven batches."""
         keys = (*key, True), (*key, False)
 
         def call(comms: Comms, agreed: Agreed, now: TrainState) -> Result:
@@ -176,7 +176,7 @@ def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[An
     Args:
         parts: loss, optimizer and flags of the step.
         plan: layout.
-        state: state; only shape, strides, dtype and device of tensors count.
+        state: state. Only shape, strides, dtype and device of tensors count.
         args: batch of this rank, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes.
     """
@@ -239,7 +239,7 @@ def update_program(
         plan: layout.
         state: state, of which params and optimizer state are updated.
         grads: gradients of the trainable leaves.
-        model_state: model state that `finish` takes; () without one. The update does not write to it.
+        model_state: model state that `finish` takes, or () without one. The update does not write to it.
         finish: end of the step for the model state.
     """
     held = (tree_leaves(state.params), state.opt_state, list(grads), model_state)

@@ -43,7 +43,7 @@ New = TypeVar("New")
 
 @runtime_checkable
 class Executor(Protocol[Out, New]):
-    """Runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
+    """Runs one step. Made for one state and one batch. Each part is called once, in the order of `one_step`."""
 
     def differentiate(self) -> Out:
         """Returns the loss and the gradients of the global batch. Reads the state, and does not write to it."""
@@ -63,7 +63,7 @@ class Executor(Protocol[Out, New]):
 
 
 def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
-    """Runs one step; returns the new state and the metrics."""
+    """Runs one step, and returns the new state and the metrics."""
     out = run.differentiate()
     metrics, scale = run.measure(out)
     return run.choose(metrics, lambda: run.update(out, scale)), metrics
@@ -80,9 +80,9 @@ class StepRun:
         read: gives the blocks of params and model state, which are not written to.
         write: context manager with all blocks of the state, for the update to write to.
         args: batch of this rank, and a key if the loss takes one.
-        loss_scale: factor of the loss; None means 1.
+        loss_scale: factor of the loss. None means 1.
         even: whether all ranks hold batches of the same shapes.
-        ahead: update of some leaves during the backward; None without one.
+        ahead: update of some leaves during the backward, or None without one.
         metrics: metrics of the step, when they are measured.
         received: whether a trainable leaf has a gradient, or no leaf is trainable.
     """
@@ -187,7 +187,7 @@ class UpdateArgs(NamedTuple):
 
     Attributes:
         grads: tree as `gradients` returns it.
-        model_state: tree of `GlobalTensor`s; None keeps the model state of the state.
+        model_state: tree of `GlobalTensor`s. None keeps the model state of the state.
         finite: whether the loss and the gradients were finite where they were computed.
     """
 
@@ -196,7 +196,7 @@ class UpdateArgs(NamedTuple):
     finite: Tensor | bool = True
 
     def finish(self, parts: StepParts) -> Finish | None:
-        """Returns the end of the step for the model state that is passed; the model state of the state stays."""
+        """Returns the end of the step for the model state that is passed. The model state of the state stays."""
         return None if self.model_state is None else parts.finish
 
 
@@ -285,7 +285,7 @@ def _all_finite(comms: Comms, metrics: Metrics) -> bool:
     """Returns whether the update goes ahead: ranks must find the same, or some would wait for others that skip it.
 
     Raises:
-        RankError: ranks differ; names the ranks.
+        RankError: ranks differ. The message names the ranks.
     """
     found = list(comms.control.exchange(int(bool(metrics["finite"]))))
     if len(set(found)) > 1:
@@ -298,7 +298,7 @@ def _all_finite(comms: Comms, metrics: Metrics) -> bool:
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
-    """The metrics of a step, equal on all ranks; and the factor that gradients still lack, or None.
+    """Returns the metrics of a step, equal on all ranks, and the factor that gradients still lack, or None.
 
     The gradients passed in are multiplied by `loss_scale`.
 
@@ -324,7 +324,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
 def _made_of(
     plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
 ) -> tuple[Metrics, Tensor | None]:
-    """The metrics, of the global sums of loss, weight and the pairs of aux, and of the norm as gradients come."""
+    """Returns the metrics from the global sums of loss, weight and pairs of aux, and from the gradients' norm."""
     # Division by the weight or the loss scale is a factor, which is put on last.
     scale = None
     if out.weight is not None:
@@ -351,11 +351,11 @@ def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | No
 
 
 def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:
-    """The metrics of a step, as if it is not skipped.
+    """Returns the metrics of a step, as if it is not skipped.
 
     Args:
         loss: the mean over the global batch.
-        norm: of the averaged gradient.
+        norm: norm of the averaged gradient.
         aux: names and means.
         loss_scale: the one that was used.
 

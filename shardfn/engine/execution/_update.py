@@ -1,7 +1,7 @@
 """The update: runs the optimizer on this rank's rows, and then gathers resident parameters again.
 
 `early` chooses the leaves that are updated while the backward goes on: leaves whose state is on disk, where the update
-takes long; whose rule needs only their own gradient; and whose new values can be kept next to the old values at little
+takes long; whose rule needs only their own gradient, and whose new values can be kept next to the old values at little
 cost in memory, on disk or in the gradient's memory.
 """
 
@@ -65,7 +65,7 @@ def update(
     finish: Finish | None = None,
     scale: Tensor | None,
 ) -> TrainState:
-    """Returns the next state. Where the step donates, it has the buffers of `state`; otherwise copies of them.
+    """Returns the next state. Where the step donates, it has the buffers of `state`, otherwise copies of them.
 
     Args:
         plan: layout.
@@ -74,8 +74,8 @@ def update(
         state: current state.
         take: gives the part of a leaf's gradient that the optimizer takes, and lets go of it.
         model_state: model state that the loss has returned.
-        finish: end of the step for the model state; None without one.
-        scale: factor of the gradients, which is applied first; None means 1.
+        finish: end of the step for the model state, or None without one.
+        scale: factor of the gradients, which is applied first. None means 1.
     """
     write = taken(blocks_of(state), donate=parts.donate)
     how: dict[str, Any] = {"model_state": model_state, "finish": finish, "scale": scale}
@@ -118,7 +118,7 @@ def update_in(
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
-    """The parts of a state that an update writes to."""
+    """Returns the parts of a state that an update writes to."""
     return state.params, state.opt_state, state.model_state
 
 
@@ -144,7 +144,7 @@ def update_blocks(
     scale: Tensor | None,
     done: Done | None = None,
 ) -> tuple[list[StoredValue], PyTree]:
-    """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
+    """This rank's blocks and optimizer state after the update. All arguments are consumed, except blocks on disk."""
     if not plan.at_home:
         done = done or Done()
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
@@ -194,7 +194,7 @@ def whole_update(
     opt_state: PyTree,
     scale: Tensor | None,
 ) -> Update:
-    """The update of all leaves, from this rank's rows of params and gradients."""
+    """Returns the update of all leaves, from this rank's rows of params and gradients."""
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
     rule = rule_of(plan, optimizer)
@@ -220,7 +220,7 @@ def whole_update(
 
 
 def _column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
-    """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
+    """Returns a parameter's rows in the update. Rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
@@ -230,7 +230,7 @@ def _column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
+    """Returns the optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
 
     All calls of the optimizer's functions go through here, so that a mask or labels are never shown a block.
     """
@@ -239,12 +239,15 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """The optimizer, with its functions of the tree evaluated on the plan's whole leaves; cached in the plan."""
+    """Returns the optimizer, with its functions of the tree evaluated on the plan's whole leaves.
+
+    Cached in the plan.
+    """
     return plan.learnt.rule(optimizer, lambda: decided(optimizer, whole(plan)))
 
 
 def whole(plan: Plan) -> PyTree:
-    """The trainable leaves without data."""
+    """Returns the trainable leaves without data."""
 
     def like(leaf: LeafLayout) -> WholeLeaf | None:
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
@@ -261,14 +264,14 @@ def wrap(plan: Plan, blocks: Sequence[StoredValue]) -> PyTree:
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
-    """The part of a parameter that this rank updates: a view where it can be."""
+    """Returns the part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
     cut = plan.own_cuts.get(leaf.path)
     return block if cut is None else block.narrow(*cut).contiguous()
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:
-    """The blocks of an updated optimizer state, as global tensors like those of the old state."""
+    """Returns the blocks of an updated optimizer state, as global tensors like those of the old state."""
     leaves, treedef = tree_flatten(tree)
     before, structure = tree_flatten(old)
     if treedef != structure:
@@ -279,7 +282,7 @@ def _like(tree: PyTree, old: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool) -> Iterator[Ahead | None]:
-    """An update of the leaves that can be updated beside the backward; None if no leaf can be.
+    """An update of the leaves that can be updated beside the backward, or None if no leaf can be.
 
     Args:
         plan: the layout. The order in which gradients come is known after the first step.
@@ -337,7 +340,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
 
 
 def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) -> bool:
-    """Whether the next step needs no measure of its own gradients."""
+    """Returns whether the next step needs no measure of its own gradients."""
     measure = optimizer.needs.measure
     if measure is None:
         return True
@@ -345,7 +348,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:
-    """The units whose leaves can be updated early, in the order in which their gradients are complete.
+    """Returns the units whose leaves can be updated early, in the order in which their gradients are complete.
 
     Args:
         plan: the layout.
@@ -367,7 +370,7 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
 
 
 def _is_able(leaf: LeafLayout, small: int) -> bool:
-    """Whether the new values of a leaf can be kept beside the old ones."""
+    """Returns whether the new values of a leaf can be kept beside the old ones."""
     if not leaf.trainable or not is_disk(leaf.ways.state.memory_kind) or is_device(leaf.ways.summed.memory_kind):
         return False
     if leaf.refreshed and not leaf.ways.kept.is_plain:
@@ -376,7 +379,7 @@ def _is_able(leaf: LeafLayout, small: int) -> bool:
 
 
 def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:
-    """Whether a unit arrives as the rows that this rank steps, with nothing left to be summed."""
+    """Returns whether a unit arrives as the rows that this rank steps, with nothing left to be summed."""
     first = plan.layers[unit.leaves[0]]
     size = plan.mesh.axis_size
     whole = size(first.reduce_axes) == 1 and all(plan.layers[x].dim is None for x in unit.leaves)

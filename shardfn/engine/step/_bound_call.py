@@ -36,7 +36,7 @@ _REMEDY = "Bind the function again for this layout, or call it without bind."
 
 
 class ResultLayout(NamedTuple):
-    """The layout of a result that is cut; and if it takes the place of a donated leaf, the index of that argument."""
+    """The layout of a result that is cut, and if it takes the place of a donated leaf, the index of that argument."""
 
     shape: torch.Size
     spec: P
@@ -46,7 +46,7 @@ class ResultLayout(NamedTuple):
 def layouts_of(
     out: PyTree, arguments: Sequence[Argument], interface: Interface, control: AnyControl
 ) -> list[ResultLayout | None]:
-    """The layouts of a result, from its blocks without data. Collective where one is cut."""
+    """Returns the layouts of a result, from its blocks without data. Collective where one is cut."""
     places, leaves = interface.places(out, arguments), tree_leaves(out)
     cut = interface.cut_shapes(leaves, places, interface.shapes_by(control))
     found = [ResultLayout(*cut[i]) if i in cut else None for i in range(len(leaves))]
@@ -64,7 +64,7 @@ class BoundCall:
         ready: the graph.
         mesh: the function's mesh.
         given: the arguments.
-        results: for each leaf of the result, its layout; None where it is passed on.
+        results: for each leaf of the result, its layout, or None where it is passed on.
         check_every: the number of calls from one agreement of ranks to the next; 0 = none.
     """
 
@@ -83,7 +83,7 @@ class BoundCall:
         self._treedefs = treedef, given.treedef
         self._wanted = [_kept(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
         self._ambient, self._calls = ambient(), 0
-        # The last first argument, which most calls pass again; it stays alive until another comes.
+        # The last first argument, which most calls pass again. It stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
         self._memory: frozenset[int] = frozenset()
@@ -91,19 +91,19 @@ class BoundCall:
 
     @property
     def graph(self) -> Callable[..., Any]:
-        """The compiled graph, of this rank's blocks of `params` and the tensors of the other arguments."""
+        """Returns the compiled graph, of this rank's blocks of `params` and the tensors of the other arguments."""
         return self._ready.run
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """The bytes that a call needs on this rank, its arguments included."""
+        """Returns the bytes that a call needs on this rank, its arguments included."""
         return memory_analysis(self._ready.program.gm)
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
-        """The function's value.
+        """Returns the function's value.
 
         Raises:
-            ValueError: the arguments have another layout; lists the leaves. Or one requires a gradient, a transform of
-                torch.func is around the call, or autocast differs.
+            ValueError: the arguments have another layout. The message lists the leaves. Or one requires a gradient, a
+                transform of torch.func is around the call, or autocast differs.
             DonatedError: an argument was consumed before.
             RankError: another rank failed, or (every `check_every` calls) is at another call.
         """
@@ -150,7 +150,7 @@ class BoundCall:
         self._memory = frozenset(memory_of(x) for x in self._values)
 
     def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
-        """The inputs of the graph, their memory (and if it is donated), and the donated leaves."""
+        """Returns the inputs of the graph, their memory (and if it is donated), and the donated leaves."""
         seen: list[Tensor] = []
         kept: list[Tensor] = []  # blocks on the host, where `seen` has their copies
         donated: list[GlobalTensor] = []
@@ -197,7 +197,10 @@ class BoundCall:
         return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
 
     def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
-        """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
+        """Returns the result, made of the graph's outputs.
+
+        Those that alias an argument are cloned, as in other calls.
+        """
         program = self._ready.program
         values = iter(outs)
         leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
@@ -212,7 +215,7 @@ class BoundCall:
 
 
 def _kept(x: Any, mesh: Mesh) -> Any:
-    """The properties of a leaf of the first argument that the graph relies on; like meshes count as `mesh`."""
+    """Returns the properties of a leaf of the first argument that the graph relies on; like meshes count as `mesh`."""
     if not isinstance(x, GlobalTensor):
         return type(x)
     held = x.held
@@ -224,7 +227,7 @@ def _kept(x: Any, mesh: Mesh) -> Any:
 class Blocks:
     """The memory of a call's global tensors, during it: which may be written, and which the result may keep.
 
-    Made before the function runs; `check` and `apart` come after.
+    Made before the function runs. `check` and `apart` come after.
     """
 
     def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
@@ -262,10 +265,10 @@ class Blocks:
 
 
 def apart(leaves: Sequence[Any], donated: Container[int], *kept: Container[int]) -> list[Any]:
-    """Results that share no memory with an argument, except the largest result per donated memory; others are cloned.
+    """Results that share no memory with an argument, except the largest result per donated memory. Others are cloned.
 
     Args:
-        leaves: the results; values that are not tensors are returned unchanged.
+        leaves: the results. Values that are not tensors are returned unchanged.
         donated: the donated memory, by `memory_of`.
         *kept: all memory that a result may not share otherwise, donated memory included.
     """
@@ -305,5 +308,5 @@ def refuse_twice(donated: Sequence[tuple[str, Tensor]], passed: Sequence[Tensor]
 
 
 def memory_of(x: Tensor) -> int:
-    """The address of a tensor's storage, which is another's once the storage is gone."""
+    """Returns the address of a tensor's storage, which is another's once the storage is gone."""
     return x.untyped_storage()._cdata

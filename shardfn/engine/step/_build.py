@@ -43,17 +43,17 @@ def build_step(
     trainable: PyTree,
     finish: Finish | None = None,
 ) -> ShardedStep:
-    """The step of `sf.sharded_step`, which documents the arguments.
+    """Returns the step of `sf.sharded_step`, which documents the arguments.
 
     Args:
         loss: see there, as for the others.
         optimizer: or a pair of optax's form.
         mesh: None for one device.
-        specs: of the parameters.
-        batch: specs of the batch, or of each loss's; None for the default.
+        specs: specs of the parameters.
+        batch: specs of the batch, or of each loss's, or None for the default.
         zero: a rule or a stage.
         key: None for losses without randomness.
-        state_specs: of the model state.
+        state_specs: state specs of the model state.
         flags: `has_aux`, `has_state`, `donate`, `skip_nonfinite`.
         trainable: a prefix tree of bools, or None.
         finish: the end of a step for the model state, or None.
@@ -99,7 +99,7 @@ def build_step(
 
 
 def _named_losses(loss: Any) -> dict[str, Objective]:
-    """The losses of a step by name; one loss has the name "".
+    """Returns the losses of a step by name. One loss has the name "".
 
     Raises:
         TypeError: a name is not a string.
@@ -116,7 +116,7 @@ def _named_losses(loss: Any) -> dict[str, Objective]:
 
 
 def _by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree]:
-    """The specs of each loss's batch.
+    """Returns the specs of each loss's batch.
 
     Raises:
         ValueError: they are a dict that does not name the losses.

@@ -1,4 +1,4 @@
-"""The evaluation of a step: sums over a batch, and the loop over batches until no rank has one; then sums of all ranks.
+"""The evaluation of a step: sums over a batch, and the loop over batches until no rank has one. Then sums of all ranks.
 
 A metric other than a `WeightedMean` is a mean over rows, and its weight is the number of rows.
 """
@@ -52,11 +52,11 @@ class Measures:
     """The functions that `step.evaluate` runs; a call with the metrics of an earlier one reuses its function.
 
     Args:
-        parts: of the step.
-        planner: of the step.
+        parts: parts of the step.
+        planner: planner of the step.
         jitted: the step's jit, if it has one.
         over_params: makes a function over the step's parameters.
-        state_specs: of the model state.
+        state_specs: state specs of the model state.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Measures:
         batches: Iterable[PyTree],
         keys: tuple[Any, ...],
     ) -> dict[str, float]:
-        """Returns the means of the metrics, None = of the step's loss; see `step.evaluate`."""
+        """Returns the means of the metrics, None = of the step's loss. See `step.evaluate`."""
         f, planner = self._of(metrics), self._planner
         kept = [state.model_state] if self._parts.has_state else []
 
@@ -107,7 +107,7 @@ def check_batches(batches: Any, metrics: Any, *, has_state: bool) -> None:
 
     Args:
         batches: the second argument of `step.evaluate`.
-        metrics: its third argument, None = the step's loss.
+        metrics: third argument, None = the step's loss.
         has_state: whether the step has a model state, which metrics then take.
 
     Raises:
@@ -135,17 +135,17 @@ def evaluate(
     mesh: Mesh,
     control: AnyControl,
 ) -> dict[str, float]:
-    """The means of the metrics over all rows of all ranks, the same floats on all of them. Collective.
+    """Returns the means of the metrics over all rows of all ranks, the same floats on all of them. Collective.
 
-    A rank that has no rows runs a row of zeros, since others may wait for its leaves; its weight is 0.
+    A rank that has no rows runs a row of zeros, since others may wait for its leaves. Its weight is 0.
 
     Args:
-        sums: of a batch, by name a total and a weight; collective.
+        sums: sums of a batch, by name a total and a weight; collective.
         batches: this rank's.
         specs: how the global batch is cut.
         axes: along which ranks have rows of their own.
         mesh: the mesh.
-        control: its control plane.
+        control: control plane.
 
     Raises:
         ValueError: no rank has a row, or a metric has no weight.
@@ -171,7 +171,10 @@ def evaluate(
 
 
 def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
-    """The rank whose batch shows the shape of this one's: it has one, and the same part of all dims but the rows."""
+    """Returns the rank whose batch shows the shape of this one's.
+
+    It has one, and the same part of all dims but the rows.
+    """
     rows = {a for spec in tree_leaves(specs, is_leaf=is_spec) for a in mesh.axes(spec.dim_axes(0))}
     return next(r for r in [*mesh.along(rows), *range(mesh.size)] if there[r])
 
@@ -212,14 +215,14 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
 
     Args:
         loss: the step's, bound to its leaves. A batch is not cut in microbatches.
-        metrics: measures other values than the loss: `metrics(params, batch)`, or with `has_state`
-            `metrics(params, model_state, batch)`, in the precision of the loss.
+        metrics: measures other values than the loss: `metrics(params, batch)`, or with `has_state` `metrics(params,
+            model_state, batch)`, in the precision of the loss.
         specs: how the global batch is cut.
         has_aux: whether the loss returns aux.
         has_state: whether the loss takes a model state.
 
     Returns:
-        A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for a value that is not a
+        A function to name -> [total, weight], float64. It raises `TypeError` or `ValueError` for a value that is not a
         metric.
     """
     loss = of_whole_batch(loss)
@@ -240,7 +243,9 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
 
 
 def has_rows(batch: PyTree, specs: PyTree) -> bool:
-    """Whether this rank has a row: of a leaf whose rows are cut, else of the first that has rows; True where none has.
+    """Returns whether this rank has a row.
+
+    Of a leaf whose rows are cut, else of the first that has rows, or True where none has.
 
     Leaves may have different numbers of rows, such as the patches of images.
     """
@@ -248,14 +253,14 @@ def has_rows(batch: PyTree, specs: PyTree) -> bool:
 
 
 def _rows(batch: PyTree, specs: PyTree) -> list[int]:
-    """The numbers of rows of the leaves that are cut."""
+    """Returns the numbers of rows of the leaves that are cut."""
     leaves = tree_leaves(batch)
     sizes = [x.shape[0] for x, c in zip(leaves, _cuts_rows(batch, specs), strict=True) if c]
     return sizes or [next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)]
 
 
 def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
-    """A batch of one row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
+    """Returns a batch of one row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
     rows = [
         torch.zeros((1, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
         for x, cut in zip(tree_leaves(batch), _cuts_rows(batch, specs), strict=True)
@@ -264,7 +269,7 @@ def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
 
 
 def without_values(batch: PyTree) -> PyTree:
-    """A batch that is cheap to send: shapes and dtypes."""
+    """Returns a batch that is cheap to send: shapes and dtypes."""
     return tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
 
 
@@ -297,6 +302,6 @@ def _sums(found: Any, what: str, batch: PyTree, specs: PyTree) -> dict[str, Tens
     out = {}
     for name, (total, weight) in pairs.items():
         row = [torch.as_tensor(x, device=device).detach().to(torch.float64) for x in (total, weight)]
-        # A mean is made a total; a `WeightedMean` is one already.
+        # A mean is made a total. A `WeightedMean` is one already.
         out[name] = torch.stack([row[0] * row[1], row[1]] if name in means else row)
     return out

@@ -62,15 +62,15 @@ Draw = Callable[[int], Tensor]
 def first_state(
     plan: Plan, optimizer: GradientTransformation, draw: Draw, key: Tensor | None, loss_scale: PyTree
 ) -> TrainState:
-    """The state before the first step. Leaves that are kept on disk are in memory one at a time.
+    """Returns the state before the first step. Leaves that are kept on disk are in memory one at a time.
 
     The mesh must be bound.
 
     Args:
         plan: the layout.
-        optimizer: the rule; if leaves are not kept on the device, its `init` must treat each leaf independently.
+        optimizer: the rule. If leaves are not kept on the device, its `init` must treat each leaf independently.
         draw: gives a leaf.
-        key: from which each step's key is folded; None = steps have no key.
+        key: key from which each step's key is folded. None: steps have no key.
         loss_scale: the state of the loss scale.
 
     Raises:
@@ -85,7 +85,7 @@ def first_state(
 def abstract_state(
     plan: Plan, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree = ()
 ) -> TrainState:
-    """The first state as shapes: this rank's blocks, without data."""
+    """Returns the first state as shapes: this rank's blocks, without data."""
     with bind_mesh(plan.mesh), FakeTensorMode(allow_non_fake_inputs=True):  # where nothing takes memory
         params, opt_state = _at_once(plan, optimizer, _without_data(plan))
     return _complete(params, opt_state, key, loss_scale)
@@ -106,7 +106,7 @@ def abstract_params(plan: Plan) -> PyTree:
 
 
 def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
-    """The leaves of a first tree of parameters, which need not be drawn yet, and their plan.
+    """Returns the leaves of a first tree of parameters, which need not be drawn yet, and their plan.
 
     Args:
         planner: the annotations.
@@ -123,7 +123,7 @@ def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list
 
 
 def own_blocks(plan: Plan, leaves: list[Any]) -> Draw:
-    """A function that returns this rank's block of each leaf, once; it drops the leaf then."""
+    """Returns a function that returns this rank's block of each leaf, once; it drops the leaf then."""
     mesh = plan.mesh
 
     def draw(i: int) -> Tensor:
@@ -161,7 +161,7 @@ def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple
     params = wrap(plan, _as_kept(plan, here))
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
-    # A state may start as the parameters themselves (such as a moving average); it gets memory of its own.
+    # A state may start as the parameters themselves (such as a moving average). It gets memory of its own.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
 
     def own(x: Any) -> Any:
@@ -213,13 +213,13 @@ class _OneByOne:
                 # A counter of all leaves is there already; another is of this leaf, as factored moments, and whole.
                 self._found.setdefault(entry, found[entry])
             elif self._train[owner] == leaf:
-                # A state may start as the parameters themselves; it gets memory of its own.
+                # A state may start as the parameters themselves. It gets memory of its own.
                 x = found[entry]
                 own = x.clone() if is_device(at.memory_kind) and x.untyped_storage()._cdata == storage else x
                 self._found[entry] = store(own, at, self._pool)
 
     def state(self) -> PyTree:
-        """The whole state.
+        """Returns the whole state.
 
         Raises:
             ValueError: leaves of it appear only where the rule sees several parameters.
@@ -236,7 +236,7 @@ class _OneByOne:
 
 
 def _wrapped(plan: Plan, like: PyTree, leaves: Sequence[Any], owners: Sequence[int | None]) -> PyTree:
-    """An optimizer state with these leaves; `owners` has the trainable leaf that each belongs to, or None."""
+    """Returns an optimizer state with these leaves. `owners` has the trainable leaf that each belongs to, or None."""
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     of = [None if k is None else train[k] for k in owners]
     return tree_unflatten(tree_flatten(like)[1], [_global(plan, x, leaf) for x, leaf in zip(leaves, of, strict=True)])
@@ -251,17 +251,17 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
 
 
 def _no_rows(plan: Plan, i: int) -> Tensor:
-    """The rows of a leaf that the optimizer gets, without data."""
+    """Returns the rows of a leaf that the optimizer gets, without data."""
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
     return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)
 
 
 def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
-    """The tree itself, or the one that the function makes of `args`, with its draws deferred.
+    """Returns the tree itself, or the one that the function makes of `args`, with its draws deferred.
 
     Raises:
-        TypeError: there is no such tree; names the value that was passed, and the remedy.
+        TypeError: there is no such tree. The message names the value that was passed, and the remedy.
     """
     _refuse_module(params)
     if callable(params):
@@ -321,11 +321,11 @@ class StepStates:
     """Makes the states of one step. `first` and `resume` are collective.
 
     Attributes:
-        parts: of the step.
-        planner: of the step.
-        agreement: of the step.
-        key: that states hold; None: none.
-        specs: of the model state.
+        parts: parts of the step.
+        planner: planner of the step.
+        agreement: agreement of the step.
+        key: key that states hold; None: none.
+        specs: specs of the model state.
     """
 
     parts: StepParts
@@ -335,7 +335,7 @@ class StepStates:
     specs: PyTree
 
     def first(self, plan: Plan, leaves: list[Any], model_state: PyTree) -> TrainState:
-        """The first state, from parameters; see `ShardedStep.init`.
+        """Returns the first state, from parameters. See `ShardedStep.init`.
 
         Lets go of each leaf when this rank has its block.
         """
@@ -363,7 +363,7 @@ class StepStates:
         return state
 
     def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
-        """The state from that of another step; see `ShardedStep.adopt`."""
+        """Returns the state from that of another step. See `ShardedStep.adopt`."""
         mesh, comms = self.planner.mesh, comms_of(self.planner.mesh)
         with told_before(comms.control):
             check_movable(old)
@@ -393,7 +393,7 @@ class StepStates:
         return state
 
     def resume(self, plan: Plan, model_state: PyTree) -> TrainState:
-        """The state after the last step that all ranks finished, from their files; see `ShardedStep.resume`."""
+        """Returns the state after the last step that all ranks finished, from their files. See `ShardedStep.resume`."""
         comms = comms_of(self.planner.mesh)
         with told_before(comms.control):
             kept = first_kept(plan, self.parts, model_state, self.specs)
@@ -407,7 +407,7 @@ class StepStates:
         return state
 
     def abstract(self, plan: Plan) -> TrainState:
-        """The first one as shapes, but for the model state."""
+        """Returns the first one as shapes, but for the model state."""
         return abstract_state(plan, self.parts.optimizer, self.key, self._scale())
 
     def _warn(self, plan: Plan, state: TrainState) -> None:

@@ -49,9 +49,9 @@ class Lowered:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
         mesh: the mesh it is for, seen from this rank; an abstract one from rank 0 or the rank that it names.
         schedule: the options with which it was scheduled.
-        pipeline: for a step over stages of a pipeline, the actions of each rank; else None. The graph is that of the
+        pipeline: for a step over stages of a pipeline, the actions of each rank, else None. The graph is that of the
             stages of one rank, `mesh`'s own.
-        choice: under `jit(cluster=...)` the schedules that were compared, with their scores; else None.
+        choice: under `jit(cluster=...)` the schedules that were compared, with their scores, else None.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Lowered:
         return as_html(f"{self!r}\n\n{self.cost_analysis()}\n\n{self.memory_analysis()}")
 
     def as_text(self) -> str:
-        """The graph as text: one line per op, with leaf names, shapes, collectives and their bytes."""
+        """Returns the graph as text: one line per op, with leaf names, shapes, collectives and their bytes."""
         return as_text(self.gm)
 
     def schedule_table(self) -> str:
-        """The compared schedules, with seconds and peak, and the chosen one; else the one in use."""
+        """Returns the compared schedules, with seconds and peak, and the chosen one, else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self, *, balanced: bool = False) -> MemoryAnalysis:
-        """The peak of live bytes on this rank, by kind, from the lifetimes of the graph's values.
+        """Returns the peak of live bytes on this rank, by kind, from the lifetimes of the graph's values.
 
         Args:
             balanced: rows that come by an exchange count as if experts were equally busy, and not as the most that may.
@@ -94,7 +94,7 @@ class Lowered:
         return cost_analysis(self.gm)
 
     def estimate(self, cluster: Cluster) -> Estimate:
-        """The predicted time of the step on a cluster, and the part of transfers that computation does not hide."""
+        """Predicts the time of the step on a cluster, and the part of transfers that computation does not hide."""
         return estimate(self.gm, cluster)
 
     def plot(
@@ -104,18 +104,18 @@ class Lowered:
         kind: str = "memory",
         cluster: Cluster | None = None,
     ) -> "Figure":
-        """A picture of the step: live memory over its ops, or lanes of computation and transfers over time.
+        """Returns a picture of the step: live memory over its ops, or lanes of computation and transfers over time.
 
         Args:
-            path: a file to write, ".png" or ".svg"; None writes none.
+            path: a file to write, ".png" or ".svg". None writes none.
             kind: "memory", or "time" as the cost model predicts it.
-            cluster: for "time": the machines that the step would run on.
+            cluster: cluster for "time": the machines that the step would run on.
 
         Returns:
             A matplotlib figure, which notebooks show.
 
         Raises:
-            ImportError: matplotlib is not installed; the extra `train` has it.
+            ImportError: matplotlib is not installed. The extra `train` has it.
             ValueError: another kind, or "time" without a cluster.
 
         Example:
@@ -138,12 +138,14 @@ class Lowered:
         return figure
 
     def compile(self, backend: str | None = None) -> Callable[..., Any]:
-        """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
+        """Returns the step, ready to run.
+
+        `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
 
         A lowered function compiles to one that takes its own arguments.
 
         Args:
-            backend: as `jit` takes it; default the jit's.
+            backend: backend as `jit` takes it. Default: the jit's.
 
         Raises:
             ValueError: the mesh is abstract; (when called) state or batch have other shapes than those that were
@@ -174,9 +176,8 @@ class Predicted:
     """The cost model's prediction for a step on a cluster.
 
     Attributes:
-        seconds: of the whole step.
-        phases: phase -> seconds in which the device computes or waits; "waits" and "rest" are not
-            predicted.
+        seconds: seconds of the whole step.
+        phases: phase -> seconds in which the device computes or waits; "waits" and "rest" are not predicted.
         leaves: (phase, paths of leaves that travel together) -> seconds for which their messages are on the wire. A
             message whose leaves the graph does not show is not among them, and its waits count in the phase of the
             graph: "forward", "backward" or "update".
@@ -194,7 +195,7 @@ class StepProfile:
     It prints as two tables, by phase and by leaf.
 
     Phases do not overlap and add up to `seconds`. "gather", "reduce" and "refresh" are the time in which this rank
-    started messages and waited for them; it is not counted in "forward" or "backward" again. "waits" is waiting for
+    started messages and waited for them. It is not counted in "forward" or "backward" again. "waits" is waiting for
     other ranks at the end of a forward or backward. "rest" is everything else: checks, and agreement between ranks
     before and after the step.
 
@@ -202,8 +203,8 @@ class StepProfile:
         steps: how many steps were measured.
         seconds: one step, on this rank's clock.
         sent: bytes that this rank sent in a step, as `count_traffic` counts them.
-        phases: phase -> its time; empty for a jitted step.
-        leaves: (phase, paths of leaves that travel together) -> the time and bytes of their messages; empty for a
+        phases: phase -> its time, empty for a jitted step.
+        leaves: (phase, paths of leaves that travel together) -> the time and bytes of their messages, empty for a
             jitted step.
         predicted: the prediction for `cluster`, if `profile` got one.
         notes: reasons why something could not be measured.
@@ -253,7 +254,7 @@ class StepProfile:
         return self._cells(f"{what} {first}{more}", self.leaves[row], says, reasons, _UNSEEN)
 
     def _cells(self, name: str, spent: Spent, says: float | None, reasons: dict[str, str], why: str) -> tuple[str, ...]:
-        """A row; a prediction that is missing has a mark, and its reason is noted under that mark."""
+        """Returns a row. A prediction that is missing has a mark, and its reason is noted under that mark."""
         cells = (name, f"{spent.calls / self.steps:g}", f"{spent.sent / self.steps:,.0f}")
         cells += (_ms(spent.seconds / self.steps),)
         if self.predicted is None:
@@ -266,7 +267,7 @@ class StepProfile:
 def measured(
     mesh: Mesh, run: Callable[[], object], steps: int, predicted: Predicted | None, *, jitted: bool
 ) -> StepProfile:
-    """The profile of `steps` calls of `run`, which make one step each."""
+    """Returns the profile of `steps` calls of `run`, which make one step each."""
     with count_traffic() as traffic, measured_into(Spans(traffic)) as spans:
         _synchronize(mesh)
         start = time.perf_counter()
@@ -287,7 +288,7 @@ def measured(
 
 
 def predict(lowered: Lowered, cluster: Cluster) -> Predicted:
-    """The cost model's prediction, by the phases and leaves of a profile."""
+    """Returns the cost model's prediction, by the phases and leaves of a profile."""
     found, phase_of = lowered.estimate(cluster), {n.name: p for n, p in phases_of(lowered.gm).items()}
     sent = {t.node.name: t for t in transfers(lowered.gm)}
     waits = {t.wait.name: t for t in sent.values() if t.wait is not None}

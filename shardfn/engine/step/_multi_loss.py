@@ -1,9 +1,9 @@
-"""Several losses of one state: each with its own batch and its own trainable leaves; their gradients are added.
+"""Several losses of one state: each with its own batch and its own trainable leaves. Their gradients are added.
 
     gradient of a leaf = the sum over the losses that train it
 
 A leaf may be used by all of them and trained by one, as the critic of a GAN is. The state, and so the layout of every
-leaf, is the same for all losses; their plans differ in the leaves that get a gradient.
+leaf, is the same for all losses. Their plans differ in the leaves that get a gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Objective(NamedTuple):
     """A loss among several of one step, and the leaves that it trains.
 
     Attributes:
-        loss: as `sharded_step` takes it.
+        loss: loss as `sharded_step` takes it.
         trainable: a prefix tree of bools for params: the leaves that this loss trains. It may use the others. None: all
             leaves that the step trains.
 
@@ -140,11 +140,13 @@ def agreed_on_each(control: AnyControl, calls: Sequence[LossCall], agreed: Agree
 
 
 def combined(plan: Plan, found: Mapping[str, Found], calls: Sequence[LossCall], state: TrainState) -> Found:
-    """The sum of the gradients of several losses, the last model state, and the metrics of all. The mesh must be bound.
+    """Returns the sum of the gradients of several losses, the last model state, and the metrics of all.
+
+    The mesh must be bound.
 
     Args:
         plan: the layout, in which all leaves are trained that a loss trains.
-        found: by loss, its gradients; consumed.
+        found: gradients by loss; consumed.
         calls: the calls.
         state: the state.
     """
@@ -184,7 +186,10 @@ def check_alike_losses(sources: Mapping[str, StepLoss]) -> None:
 
 
 def lines_of(sources: Mapping[str, StepLoss], plan: Plan, key: Tensor | None, state_specs: PyTree) -> list[str]:
-    """The facts on which ranks agree before the first transfer, besides the layout: one a line, for each loss."""
+    """Returns the facts on which ranks agree before the first transfer, besides the layout.
+
+    One a line, for each loss.
+    """
     out: list[str] = []
     for name, x in sources.items():
         mask = [] if name == "" else [f"loss {name!r}, trainable {x.planner.trainable!r}, batch {x.planner.batch!r}"]
@@ -193,7 +198,10 @@ def lines_of(sources: Mapping[str, StepLoss], plan: Plan, key: Tensor | None, st
 
 
 def mean_of(sources: Mapping[str, StepLoss]) -> Callable[..., Tensor]:
-    """The mean loss over the batch of all ranks, `mean(params, [model_state,] batch[, key])`; of several, their sum."""
+    """Returns the mean loss over the batch of all ranks, `mean(params, [model_state,] batch[, key])`.
+
+    Of several, their sum.
+    """
     means = {
         name: global_mean(x.parts.loss, x.planner.batch_axes, has_aux=x.parts.has_aux, has_state=x.parts.has_state)
         for name, x in sources.items()
@@ -210,5 +218,5 @@ def mean_of(sources: Mapping[str, StepLoss]) -> Callable[..., Tensor]:
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:
-    """The sum of 0-d losses, in the dtype of the first."""
+    """Returns the sum of 0-d losses, in the dtype of the first."""
     return torch.stack([x.to(losses[0].dtype) for x in losses]).sum()

@@ -31,7 +31,7 @@ from shardfn.state import TrainState, cuts_of, store, widest
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
-    """The last state that all ranks have committed. Collective.
+    """Returns the last state that all ranks have committed. Collective.
 
     Args:
         plan: the layout.
@@ -40,7 +40,7 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
         like: the state as shapes.
 
     Raises:
-        ValueError: the commit is of another model, optimizer or mesh; every leaf is listed.
+        ValueError: the commit is of another model, optimizer or mesh. Every leaf is listed.
     """
     values, told = reopen(plan, control)
     problems = _cut_otherwise(plan, like, told)
@@ -55,7 +55,10 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
 
 
 def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[str]:
-    """The leaves that were written with cuts along other axes; their blocks may have equal shapes all the same."""
+    """Returns the leaves that were written with cuts along other axes.
+
+    Their blocks may have equal shapes all the same.
+    """
     if "cut" not in told:
         return []
     here, there = cuts_of(plan.mesh, *cut_parts(like)), told["cut"]
@@ -69,7 +72,10 @@ def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[s
 def _filled(
     plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str], rows: Collection[str] = ()
 ) -> Any:
-    """A part of the state, from its values. For leaves in `rows`, this rank's rows do: they are gathered later."""
+    """Returns a part of the state, from its values.
+
+    For leaves in `rows`, this rank's rows do: they are gathered later.
+    """
     leaves, treedef = tree_flatten(like)
     return tree_unflatten(
         treedef,
@@ -103,7 +109,7 @@ def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
 
 
 def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
-    """The parameters that the commit does not hold, as casts of their master copies."""
+    """Returns the parameters that the commit does not hold, as casts of their master copies."""
     if not isinstance(opt_state, MasterState):
         return {}
     paths = dict(named_leaves(opt_state.master, "params"))
@@ -139,10 +145,11 @@ def blocks_for(plan: Plan, old: TrainState) -> list[Tensor]:
 
 @torch.no_grad()
 def merged(fresh: PyTree, old: TrainState, params: PyTree) -> PyTree:
-    """The new optimizer's first state, with the values of the old one where both train a parameter. Collective.
+    """Returns the new optimizer's first state, with the values of the old one where both train a parameter. Collective.
 
     Raises:
-        ValueError: the optimizers' states of a parameter that both train differ, or their counters; lists them.
+        ValueError: the optimizers' states of a parameter that both train differ, or their counters. The message lists
+            them.
     """
     was = dict(zip(tree_entries(old.opt_state), tree_leaves(old.opt_state), strict=True))
     now = dict(zip(tree_entries(fresh), tree_leaves(fresh), strict=True))
@@ -173,12 +180,15 @@ def _mesh(leaves: dict[Any, GlobalTensor]) -> Any:
 
 
 def _owners(tree: PyTree, params: PyTree) -> dict[tuple[Any, ...], Any]:
-    """By path, the parameter to which a leaf of an optimizer's state belongs; None of a counter for all of them."""
+    """Returns the parameter to which a leaf of an optimizer's state belongs, by path.
+
+    None of a counter for all of them.
+    """
     paths, labels = tree_entries(params), tree_paths(params)
     out = dict[tuple[Any, ...], Any]()
     for path, x in zip(tree_entries(tree), tree_leaves(tree), strict=True):
         named = [p for p, label in zip(paths, labels, strict=True) if label in path]
-        # By position a counter may be at the end of the path of a parameter; it is 0-d.
+        # By position a counter may be at the end of the path of a parameter. It is 0-d.
         ended = [p for p in paths if p and path[len(path) - len(p) :] == p and x.ndim]
         out[path] = next(iter([*named, *ended]), None)
     return out

@@ -40,9 +40,9 @@ class AdmittedCall(NamedTuple):
         constant: facts that are equal in all calls.
         run: runs the call, given communicators and the agreement. The mesh is bound, and an error ends the
             communicators.
-        known: whether this rank has the results of a first call; see `Agreed`.
+        known: whether this rank has the results of a first call. See `Agreed`.
         facts: facts of this call that must be equal on all ranks, and sizes that may differ.
-        then: checks after the agreement; returns the agreement that `run` gets.
+        then: checks after the agreement, and returns the agreement that `run` gets.
         end: finishes the result afterwards.
         around: makes a further context of `run` from the agreement, outside of the others.
     """
@@ -62,7 +62,7 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
 
     Args:
         mesh: mesh of the call.
-        admit: admits the call on this rank; its errors are sent to the other ranks, which wait in the agreement.
+        admit: admits the call on this rank. Its errors are sent to the other ranks, which wait in the agreement.
     """
     comms = comms_of(mesh)
     control = comms.control

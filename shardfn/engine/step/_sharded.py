@@ -1,4 +1,4 @@
-"""`sharded`: a function over sharded leaves. A training step is one made of it; so are evaluation and decoding.
+"""`sharded`: a function over sharded leaves. A training step is one made of it, so are evaluation and decoding.
 
 The law: `sharded(f, ...)(params, *args) == f(whole params, *args)`, on each rank with its own arguments. Where leaves
 are kept, and when they move, changes no value.
@@ -96,40 +96,40 @@ def sharded(
 ) -> "Sharded":
     """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
 
-    `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec; it is
+    `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec. It is
     gathered at its first use and freed after its last. `jit` around `f` captures all of this as one graph. Calls are
     collective.
 
-    It can be differentiated by `torch.func` and by `value_and_grad`; then all leaves are gathered at once and stay
+    It can be differentiated by `torch.func` and by `value_and_grad`. Then all leaves are gathered at once and stay
     gathered. The gradient is that of the sum of the ranks' results: return `pmean(x, axes)` for the gradient of the
     mean.
 
     Args:
         f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
-        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
+        mesh: mesh from `make_mesh`, or a DeviceMesh with named axes. None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params.
         zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
             no effect here.
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
             `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
-            Blocks that are kept on the host are copied whole to the device; those of a `Sharding(spec, "host")` `f`
+            Blocks that are kept on the host are copied whole to the device. Those of a `Sharding(spec, "host")` `f`
             sees on the host, and moves the parts that it needs itself, as by `memory.rows_to_device`.
         out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
-            on all ranks along axes that the spec leaves out; `Donated(k)` gives the result the shapes, specs and memory
-            of argument k; None returns this rank's value unchanged.
-        batch: the axes along which ranks pass values of their own; gradients are summed over them. Default as in a
+            on all ranks along axes that the spec leaves out. `Donated(k)` gives the result the shapes, specs and memory
+            of argument k. None returns this rank's value unchanged.
+        batch: the axes along which ranks pass values of their own. Gradients are summed over them. Default as in a
             step.
         donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them. They may
             be kept on the host or on disk.
 
     Returns:
-        The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
+        The function. `init`, `specs`, `lower` and `cache_info` are those of a step.
 
     Raises:
-        ValueError: (also when called) specs, params or arguments do not fit; every leaf is listed by path. Or `mesh` is
+        ValueError: (also when called) specs, params or arguments do not fit. Every leaf is listed by path. Or `mesh` is
             None in a program of several processes.
         DonatedError: (when called) an argument was consumed by an earlier call.
-        RankError: (when called) ranks disagree on the call; or another rank failed.
+        RankError: (when called) ranks disagree on the call, or another rank failed.
 
     Example:
         >>> double = sharded(lambda w, x: w * x)
@@ -194,10 +194,10 @@ class Sharded(Transform):
         self._programs = FunctionPrograms(self._f, interface, what, self._compute, self.jitted)
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
-        """The first argument in its storage layout: every rank stores only its own blocks.
+        """Returns the first argument in its storage layout: every rank stores only its own blocks.
 
         Args:
-            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
+            params: a tree of tensors, the same on all ranks, or a function, called with `args`, that returns one.
             *args: the arguments of such a function.
 
         Raises:
@@ -216,16 +216,19 @@ class Sharded(Transform):
             return first_params(plan, own_blocks(plan, leaves))
 
     def specs(self, params: PyTree) -> PyTree:
-        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
+        """Returns the storage `Sharding` of each leaf of a parameter tree. Its leaves need a shape and a dtype only."""
         return kept_as(self._planner, params)
 
     @property
     def pool(self) -> Pool | None:
-        """The files of the function's directory on disk, as `reshard(pool=)` takes them; None without a directory."""
+        """Returns the files of the function's directory on disk, as `reshard(pool=)` takes them.
+
+        None without a directory.
+        """
         return disk_of(self._planner)
 
     def close(self) -> None:
-        """Releases the function's directory on disk; states that are there cannot be used any more."""
+        """Releases the function's directory on disk. States that are there cannot be used any more."""
         close_pool(self._planner)
 
     def cache_info(self) -> CacheInfo:
@@ -233,13 +236,16 @@ class Sharded(Transform):
         return self._programs.graphs.cache_info()
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
-        """The function's value; inside a transform, or if an argument requires a gradient, as a pure function."""
+        """Returns the function's value.
+
+        Inside a transform, or if an argument requires a gradient, as a pure function.
+        """
         if transforming() or capturing() or _differentiated((params, args)):
             return self.pure(params, *args)
         return self._call(self._programs.call, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
-        """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
+        """Returns the same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
         with losing_no_peer_purely(self.mesh, f"{self._what} in a transform"):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
             refuse_away(arguments)
@@ -257,14 +263,16 @@ class Sharded(Transform):
                 return self._interface.results(out, self._interface.shapes_within, arguments)
 
     def bind(self, params: PyTree, /, *args: Any, check_every: int = 100) -> BoundCall:
-        """The function for arguments of this layout alone: a call that repeats costs no agreement of ranks. Collective.
+        """Returns the function for arguments of this layout alone.
+
+        A call that repeats costs no agreement of ranks. Collective.
 
         `f.bind(params, *args)(params, *args) == f(params, *args)`, bit for bit, also for other values and other tensors
-        of the same layout. The graph is captured, the ranks agree and the shapes of cut results are exchanged here;
-        nothing runs. Calls of a bound function promise that all ranks call it alike.
+        of the same layout. The graph is captured, the ranks agree and the shapes of cut results are exchanged here.
+        Nothing runs. Calls of a bound function promise that all ranks call it alike.
 
         Args:
-            params: as for a call; a bound function keeps its last one alive.
+            params: parameters as for a call. A bound function keeps its last one alive.
             *args: the others.
             check_every: the number of calls from one check of that promise to the next; 0 = never.
 
@@ -310,17 +318,17 @@ class Sharded(Transform):
         return run_call(self.mesh, admit)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
-        """The function as a graph, captured and scheduled for these shapes, and not run.
+        """Returns the function as a graph, captured and scheduled for these shapes, and not run.
 
         It neither allocates memory nor sends messages, so the mesh may be abstract.
 
         Args:
-            params: as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so tensors may be
-                abstract.
+            params: parameters as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so
+                tensors may be abstract.
             *args: the others; sharded ones as `GlobalTensor`s, or whole.
 
         Raises:
-            CaptureError: the function depends on the value of a tensor; names the line.
+            CaptureError: the function depends on the value of a tensor. The message names the line.
 
         Example:
             >>> sharded(lambda w, x: w * x).lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
@@ -389,7 +397,7 @@ class Sharded(Transform):
 
 
 def kept_as(planner: Planner, params: PyTree) -> PyTree:
-    """The storage `Sharding` of each leaf of a tree."""
+    """Returns the storage `Sharding` of each leaf of a tree."""
     leaves, treedef = tree_flatten(params)
     plan = planner.plan(treedef, leaves)
     return tree_unflatten(

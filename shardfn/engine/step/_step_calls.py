@@ -1,4 +1,4 @@
-"""The calls of a training step, over one loss or several: a step, its gradients, its update; and their admission.
+"""The calls of a training step, over one loss or several: a step, its gradients, its update, and their admission.
 
 All calls ask the same questions before they run, in this order:
 
@@ -53,7 +53,7 @@ class Admission:
         parts: loss, optimizer and flags of the step.
         planner: annotations of the step.
         agreement: facts that ranks compare before a call.
-        key: key of the step; None if the loss takes no key.
+        key: key of the step, or None if the loss takes no key.
         state_specs: specs of the model state.
     """
 
@@ -74,7 +74,7 @@ class Admission:
         Raises:
             TypeError: the first argument is not a state.
             DonatedError: a step has consumed the state.
-            ValueError: the state was made under other annotations; every leaf is listed.
+            ValueError: the state was made under other annotations. Every leaf is listed.
         """
         check_passed(state, other, call=call)
         check_alive(state)
@@ -98,7 +98,7 @@ class Admission:
 
         Raises:
             TypeError: a leaf is not a tensor.
-            ValueError: a leaf does not fit its specs, or has no values; or the state has no key.
+            ValueError: a leaf does not fit its specs, or has no values, or the state has no key.
         """
         text, sizes = describe_rows(plan, batch)
         check_has_values(batch, self.planner.mesh.device)
@@ -122,7 +122,7 @@ class Admission:
         Raises:
             TypeError: a gradient is not a `GlobalTensor`.
             DonatedError: an update has consumed the gradients.
-            ValueError: leaves do not fit; every such leaf is listed.
+            ValueError: leaves do not fit. Every such leaf is listed.
         """
         check_gradients(plan, passed.grads)
         if passed.model_state is not None:
@@ -146,7 +146,7 @@ class StepCalls:
 
     Attributes:
         admission: admission of the step.
-        sources: losses of the step by name; one loss has the name "".
+        sources: losses of the step by name. One loss has the name "".
     """
 
     admission: Admission
@@ -154,7 +154,7 @@ class StepCalls:
 
     @property
     def are_several(self) -> bool:
-        """Whether the step has several losses, with a batch each."""
+        """Returns whether the step has several losses, with a batch each."""
         return tuple(self.sources) != ("",)
 
     def step(
@@ -285,7 +285,7 @@ class StepCalls:
 
     @property
     def programs(self) -> StepPrograms:
-        """The calls of the first loss, which update for all losses."""
+        """Returns the calls of the first loss, which update for all losses."""
         return next(iter(self.sources.values())).programs
 
     def _differentiate(
@@ -344,7 +344,7 @@ class StepCalls:
     def _found(
         self, comms: Comms, plan: Plan, state: TrainState, calls: Sequence[LossCall], agreed: Sequence[Agreed]
     ) -> Found:
-        """Computes the gradients of all losses in turn; a loss takes the model state that the one before has left."""
+        """Computes the gradients of all losses in turn. A loss takes the model state that the one before has left."""
         found: dict[str, Found] = {}
         for one, which in zip(calls, agreed, strict=True):
             # The error is sent to the other ranks as it is, and then names the leaves.

@@ -122,10 +122,10 @@ class ShardedStep(Transform):
         return as_html(repr(self))
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """The first state; every rank stores only its own blocks.
+        """Returns the first state; every rank stores only its own blocks.
 
         Args:
-            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one. Draws
+            params: a tree of tensors, the same on all ranks, or a function, called with `args`, that returns one. Draws
                 of `shardfn` inside such a function are deferred, so that each rank draws only its own blocks.
             *args: the arguments of such a function.
             model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
@@ -140,20 +140,20 @@ class ShardedStep(Transform):
         return self._states.first(plan, leaves, model_state)
 
     def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """The state of the last step that all ranks finished, from their files on disk. Collective.
+        """Returns the state of the last step that all ranks finished, from their files on disk. Collective.
 
         Each step commits the state under `Zero(disk=Disk(...))`, if all large parts of it are on disk (small persistent
         leaves, counters, and 16-bit parameters whose master copies are on disk, need not be). So the state survives the
         processes, however they end.
 
         Args:
-            params: as for `init`; only shapes and dtypes are used.
-            *args: as for `init`.
-            model_state: as for `init`; only shapes and dtypes are used.
+            params: see `init`. Only shapes and dtypes are used.
+            *args: see `init`.
+            model_state: see `init`. Only shapes and dtypes are used.
 
         Raises:
             FileNotFoundError: the ranks have no commit in common.
-            ValueError: the step stores nothing on disk; or the commit is of another model, with each leaf that differs.
+            ValueError: the step stores nothing on disk, or the commit is of another model, with each leaf that differs.
             DamagedError: files are missing, too short or changed.
 
         Example:
@@ -175,7 +175,9 @@ class ShardedStep(Transform):
         return self._states.resume(plan, model_state)
 
     def adopt(self, state: TrainState, *, opt_state: str = "keep") -> TrainState:
-        """The state of another step, to go on with this one: with other frozen leaves, ZeRO stage, mesh or optimizer.
+        """Returns the state of another step, to go on with this one.
+
+        With other frozen leaves, ZeRO stage, mesh or optimizer.
 
         Parameters (their master copies, where there are some), step number, key, model state and loss scale go on. So
         does the optimizer's state of parameters that both steps train, with its counters. Parameters that only this
@@ -183,14 +185,14 @@ class ShardedStep(Transform):
         Collective.
 
         Args:
-            state: that of the other step; consumed. Its ranks are those of this step's mesh.
+            state: state of the other step; consumed. Its ranks are those of this step's mesh.
             opt_state: "keep", or "new" to begin with a new state of this step's optimizer, which may be any other.
 
         Returns:
             A state of this step.
 
         Raises:
-            ValueError: the optimizers' states differ, with each difference; or the state is on disk.
+            ValueError: the optimizers' states differ, with each difference, or the state is on disk.
             DonatedError: a step has consumed `state`.
 
         Example:
@@ -212,7 +214,7 @@ class ShardedStep(Transform):
         return self._states.adopted(self._planner.plan(treedef, leaves), state, fresh=opt_state == "new")
 
     def close(self) -> None:
-        """Releases the step's directory on disk; states that are there can then only be resumed."""
+        """Releases the step's directory on disk. States that are there can then only be resumed."""
         close_pool(self._planner)
 
     @explains_extra(
@@ -231,7 +233,9 @@ class ShardedStep(Transform):
             return self._calls.step(self._calls.programs.step, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
-        """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
+        """Returns the step as a graph, captured and scheduled for these shapes but not run.
+
+        To read, measure or compile it.
 
         It neither allocates memory nor sends messages, so the mesh may be abstract and the state larger than any
         machine.
@@ -243,7 +247,7 @@ class ShardedStep(Transform):
             phase: the phase of an optimizer that has phases; needed if the state has no values to find it by.
 
         Raises:
-            CaptureError: the loss depends on the value of a tensor; names the line.
+            CaptureError: the loss depends on the value of a tensor. The message names the line.
             ValueError: under `jit(cluster=...)` no schedule fits the memory.
 
         Example:
@@ -267,7 +271,7 @@ class ShardedStep(Transform):
     def profile(
         self, state: TrainState, batch: PyTree, *, steps: int = 3, cluster: Cluster | None = None
     ) -> tuple[TrainState, StepProfile]:
-        """The time and the bytes of real steps, by phase and by leaf. Collective: every rank calls it.
+        """Returns the time and the bytes of real steps, by phase and by leaf. Collective: every rank calls it.
 
         It trains: it makes one step to warm up and then `steps` measured ones on this batch, and returns the state
         after them. `state` is consumed if the step donates; to keep it, build the step with `donate=False` and ignore
@@ -277,13 +281,14 @@ class ShardedStep(Transform):
             state: the state.
             batch: this rank's rows.
             steps: the number of steps that are measured, after the first.
-            cluster: from `graph.cluster` or `graph.calibrate`, for a prediction of the same; None means no prediction.
+            cluster: cluster from `graph.cluster` or `graph.calibrate`, for a prediction of the same. None means no
+                prediction.
 
         Returns:
             The state after `steps + 1` steps, and this rank's profile. For a jitted step only the total is measured.
 
         Raises:
-            ValueError: `steps` is below 1; or a prediction is requested for a step that cannot be lowered.
+            ValueError: `steps` is below 1, or a prediction is requested for a step that cannot be lowered.
 
         Example:
             >>> import torch
@@ -325,7 +330,9 @@ class ShardedStep(Transform):
 
     @uncollected()
     def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
-        """The gradients of a step, which `update` takes: `step(state, batch)` is `update` of `gradients`, bit for bit.
+        """Returns the gradients of a step, which `update` takes.
+
+        `step(state, batch)` is `update` of `gradients`, bit for bit.
 
         They are averaged over the global batch and free of the loss scale, as the optimizer takes them. Between the two
         calls clip them by a rule of your own, add those of other losses, look at their norms: change a leaf by
@@ -336,7 +343,7 @@ class ShardedStep(Transform):
             batch: this rank's rows.
 
         Returns:
-            `(grads, metrics)`; with `has_state`, `((grads, model_state), metrics)`, with the model state that the loss
+            `(grads, metrics)`. With `has_state`, `((grads, model_state), metrics)`, with the model state that the loss
             has returned, which `update` finishes where the step has `finish=`.
 
             grads is a tree like `state.params` with a `GlobalTensor` for each leaf that the step trains, and None for
@@ -348,7 +355,7 @@ class ShardedStep(Transform):
             "loss_scale".
 
         Raises:
-            ValueError: the state or the batch does not fit the step; or the optimizer averages gradients itself, as
+            ValueError: the state or the batch does not fit the step, or the optimizer averages gradients itself, as
                 1-bit rules do after their warm-up.
             DonatedError: a step has consumed the state.
             RankError: ranks disagree on the call, or another rank failed.
@@ -382,7 +389,7 @@ class ShardedStep(Transform):
         model_state: PyTree = None,
         finite: Tensor | bool = True,
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        """The state after an update by gradients, and its number advanced: the other half of a step.
+        """Returns the state after an update by gradients, and its number advanced: the other half of a step.
 
         If the step donates, state and gradients are consumed, the gradients of a skipped update, too. Collective.
 
@@ -390,7 +397,7 @@ class ShardedStep(Transform):
             state: the state.
             grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
                 disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
-            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one; default:
+            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one. Default:
                 that of the state stays, and is not finished.
             finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
                 while its gradients do not. The same on all ranks.
@@ -401,7 +408,7 @@ class ShardedStep(Transform):
 
         Raises:
             TypeError: a leaf of `grads` is not a `GlobalTensor`.
-            ValueError: leaves are missing or additional, or of another layout, mesh, memory, dtype or shape; all are
+            ValueError: leaves are missing or additional, or of another layout, mesh, memory, dtype or shape. All are
                 listed by path, before anything is written.
             DonatedError: an update has consumed the gradients, or a step the state.
             RankError: ranks disagree on the call, or another rank failed.
@@ -428,17 +435,17 @@ class ShardedStep(Transform):
         return self._calls.pure("the update of a step", pure_update, state, prepare)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
-        """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
+        """Returns the mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
 
-        `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
+        `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it. A gradient is a tree of `GlobalTensor`
         with the specs of `params`. Collective: every rank calls it, with the same number of members or examples under a
         `vmap`.
 
         Args:
             params: a state's params.
             batch: this rank's rows.
-            *key: the key, if the loss takes one; it is passed on unchanged.
-            model_state: with `has_state`, a state's; the new one is dropped.
+            *key: the key, if the loss takes one. It is passed on unchanged.
+            model_state: with `has_state`, a state's. The new one is dropped.
 
         Returns:
             A 0-d tensor.
@@ -454,7 +461,7 @@ class ShardedStep(Transform):
         return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
 
     def rows(self, num: int) -> slice:
-        """The rows of a global batch of `num` that this rank passes, if the batch is cut along dim 0 alone.
+        """Returns the rows of a global batch of `num` that this rank passes, if the batch is cut along dim 0 alone.
 
         Raises:
             ValueError: with canonical sums, the chunks do not divide `num`.
@@ -467,7 +474,7 @@ class ShardedStep(Transform):
         return self._planner.rows(num)
 
     def cache_info(self) -> CacheInfo:
-        """The counts of the step's captures, those of `lower` included."""
+        """Returns the counts of the step's captures, those of `lower` included."""
         if self._jitted is None:  # `lower` captures the first loss
             return self._steps.graphs.cache_info()
         infos = [x.programs.graphs.cache_info() for x in self._calls.sources.values()]
@@ -500,8 +507,8 @@ class ShardedStep(Transform):
         """Returns means over all rows of all batches of all ranks, exact for any numbers of rows and batches per rank.
 
         It runs in the precision of the step, jitted if the step is, without gradients, and does not change the state.
-        Modules of `from_module` run in eval mode, whatever mode they are in, with the statistics of the model state;
-        nothing is dropped, by modules, adapters or `sf.nn`. Each batch runs as a whole, not in microbatches. The means
+        Modules of `from_module` run in eval mode, whatever mode they are in, with the statistics of the model state.
+        Nothing is dropped, by modules, adapters or `sf.nn`. Each batch runs as a whole, not in microbatches. The means
         equal those of one device that gets all rows. Collective.
 
         Args:
@@ -509,7 +516,7 @@ class ShardedStep(Transform):
             batches: this rank's batches, cut like those of the step. Ranks may have different numbers of batches, the
                 last batch may be shorter, and a rank may have no batch.
             metrics: `metrics(params, batch) -> {name: value}`, and with `has_state` `metrics(params, model_state,
-                batch)`; a value is a `WeightedMean`, or a scalar that is a mean over the rows of the batch. Default:
+                batch)`. A value is a `WeightedMean`, or a scalar that is a mean over the rows of the batch. Default:
                 the step's loss as "loss", and its aux. Pass the same function object each time, so that its captures
                 are reused.
 
@@ -542,12 +549,12 @@ class ShardedStep(Transform):
         return self._measures.evaluate(metrics, state, batches, keys)
 
     def specs(self, params: PyTree) -> PyTree:
-        """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
+        """Returns the storage `Sharding` of each leaf of a parameter tree. Only shapes and dtypes are used."""
         return kept_as(self._planner, params)
 
 
 def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence[str] = ("",)) -> str:
-    """The `repr` of a step: its loss or the names of its losses, its stage, its precision and its mesh."""
+    """Returns the `repr` of a step: its loss or the names of its losses, its stage, its precision and its mesh."""
     inner = unwrapped.loss
     while isinstance(inner, Transform):
         inner = getattr(inner, "inner", type(inner).__name__)
@@ -567,8 +574,8 @@ class Functions:
     was learnt, and its graphs. `MAX_APPLIED` are kept, since each may hold graphs.
 
     Args:
-        planner: of the step.
-        agreement: of the step.
+        planner: planner of the step.
+        agreement: agreement of the step.
     """
 
     def __init__(self, planner: Planner, agreement: Agreement) -> None:
@@ -576,7 +583,10 @@ class Functions:
         self._known = BoundedCache[Sharded](MAX_APPLIED)
 
     def make(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
-        """A function over the parameters; `what` is its name in errors, `in_specs` those of its other arguments."""
+        """Returns a function over the parameters.
+
+        `what` is its name in errors, `in_specs` those of its other arguments.
+        """
         interface = Interface(self._planner.mesh, in_specs)
         return Sharded(f, self._planner, interface, self._agreement, what, OF_A_STATE)
 

@@ -23,10 +23,10 @@ class StepParts:
         has_state: whether it takes a model state, and returns one.
         donate: whether a step consumes its state.
         skip_nonfinite: whether a step that is not finite returns the old state, without a loss scale, too.
-        loss_scale: the rule of the loss scale; None = the loss is not scaled.
+        loss_scale: the rule of the loss scale. None: the loss is not scaled.
         schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
-        table: in a pipeline, the actions that each rank runs instead; None if all ranks run the same.
-        finish: the end of the step for the model state; None for a step without one.
+        table: table in a pipeline, the actions that each rank runs instead, or None if all ranks run the same.
+        finish: the end of the step for the model state, or None for a step without one.
     """
 
     loss: Loss
@@ -42,17 +42,19 @@ class StepParts:
 
     @property
     def skips(self) -> bool:
-        """Whether a step that is not finite is skipped."""
+        """Returns whether a step that is not finite is skipped."""
         return self.skip_nonfinite or self.loss_scale is not None
 
 
 def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:
-    """The new state with the loss scale of the next step, which changes even if a step is skipped."""
+    """Returns the new state with the loss scale of the next step, which changes even if a step is skipped."""
     return new._replace(loss_scale=rule.update(old.loss_scale, metrics["finite"]))
 
 
 def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: Metrics) -> TrainState:
-    """The new state with the loss scale of the next step, if it has one; after the step, as it reads the metrics.
+    """Returns the new state with the loss scale of the next step, if it has one.
+
+    After the step, as it reads the metrics.
 
     Raises:
         FloatingPointError: the loss scale is at its minimum, and gradients still overflow.
