@@ -148,15 +148,19 @@ def owners_of(
     owners = [next(rest[x.argument]) if isinstance(x, Donated) else None for x in entries]
     named = zip(paths, leaves, owners, strict=True)
     head = "results in the place of arguments must have their shapes and dtypes:"
-    raise_all(ValueError, head, [_unlike(path, x, a) for path, x, a in named if a is not None and _differs(x, a)])
+    raise_all(
+        ValueError,
+        head,
+        [_describe_difference(path, x, a) for path, x, a in named if a is not None and _differs_from(x, a)],
+    )
     return owners
 
 
-def _differs(x: Any, a: Argument) -> bool:
+def _differs_from(x: Any, a: Argument) -> bool:
     return not isinstance(x, Tensor) or (x.shape, x.dtype) != (a.given.held.shape, a.given.dtype)
 
 
-def _unlike(path: str, x: Any, a: Argument) -> str:
+def _describe_difference(path: str, x: Any, a: Argument) -> str:
     found = f"a block {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
     given: GlobalTensor = a.given
     wanted = f"{tuple(given.held.shape)} of {given.dtype}"

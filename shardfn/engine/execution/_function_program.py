@@ -80,16 +80,16 @@ class FunctionPrograms:
     def call(self, given: FunctionArgs) -> ProgramCall[PyTree]:
         """Returns the call of the function."""
         if self.eager:
-            return self._eager(given)
+            return self._run_eager(given)
         key = self.signature(given)
 
         def run(comms: Comms, agreed: Agreed, now: FunctionArgs) -> PyTree:
-            return self._execute(self.ready(comms, key, now, everywhere=agreed.ready), comms, now)
+            return self._run_graph(self.ready(comms, key, now, everywhere=agreed.ready), comms, now)
 
         known = self.graphs.knows(key)
         return ProgramCall(run, (known, known))
 
-    def _eager(self, given: FunctionArgs) -> ProgramCall[PyTree]:
+    def _run_eager(self, given: FunctionArgs) -> ProgramCall[PyTree]:
         plan, key = given.plan, (self._what, self._f)
 
         def run(comms: Comms, agreed: Agreed, given: FunctionArgs) -> PyTree:
@@ -126,25 +126,25 @@ class FunctionPrograms:
     def ready(self, comms: Comms, key: Any, given: FunctionArgs, *, everywhere: bool, expected: bool = False) -> Ready:
         """Returns the graph of a signature. See `Graphs.ready`."""
         shown = {a.path: a.given for a in given.arguments}
-        capture = functools.partial(self._capture, given)
+        capture = functools.partial(self._capture_function, given)
         return self.graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
 
     def lower(self, given: FunctionArgs) -> tuple[CapturedProgram, Schedule | Choice]:
         """Captures and schedules the function for its shapes. See `Graphs.lower`."""
-        return self.graphs.lower(functools.partial(self._capture, given))
+        return self.graphs.lower(functools.partial(self._capture_function, given))
 
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
     ) -> Callable[[FunctionArgs], ProgramCall[PyTree]]:
         """Returns a lowered function, which is called as `call` is. Collective."""
         ready = self.graphs.compile(program, backend, comms)
-        return lambda given: ProgramCall(lambda comms, agreed, now: self._execute(ready, comms, now))
+        return lambda given: ProgramCall(lambda comms, agreed, now: self._run_graph(ready, comms, now))
 
-    def _capture(self, given: FunctionArgs) -> CapturedProgram:
+    def _capture_function(self, given: FunctionArgs) -> CapturedProgram:
         with computing_in(self._compute):
             return capture_program(function_program(self._f, given, self._interface))
 
-    def _execute(self, ready: Ready, comms: Comms, given: FunctionArgs) -> PyTree:
+    def _run_graph(self, ready: Ready, comms: Comms, given: FunctionArgs) -> PyTree:
         blocks = [as_graph_value(x.held) for x in tree_leaves(given.params)]
         flat = [*blocks, *_tensors_of([a.seen for a in given.arguments])]
         return ready.program.results(ready(comms, disk_of(given.plan), flat)).tree
@@ -163,8 +163,8 @@ def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Inter
 
     def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
         given = iter(values[num:])
-        rest = tree_unflatten(args.treedef, [_filled(x, given) for x in seen])
-        kept = {storage_of(x): a.path for a, x in _sharded(arguments, values[num:]) if not a.donated}
+        rest = tree_unflatten(args.treedef, [_fill_leaf(x, given) for x in seen])
+        kept = {storage_of(x): a.path for a, x in _iterate_sharded(arguments, values[num:]) if not a.donated}
         out = run_forward(plan, comms, values[:num], "captured", interface.following(plan, f, arguments, rest))
         if (notes := recorder()) is not None:
             check_graph(notes.tracer.graph, kept, "the function", "arguments", REMEDY)
@@ -178,7 +178,7 @@ def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Inter
             inputs.append(Input(a.path, "batch", own, axes, donated=a.donated, on_host=a.on_host))
 
     def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
-        return list(_results(found.tree, interface.places(found.tree, arguments), args.plan))
+        return list(_describe_results(found.tree, interface.places(found.tree, arguments), args.plan))
 
     return Program(args.plan, inputs, run, results)
 
@@ -189,14 +189,14 @@ def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
     return [x for x in held if isinstance(x, Tensor)]
 
 
-def _filled(x: Any, given: Iterator[Tensor]) -> Any:
+def _fill_leaf(x: Any, given: Iterator[Tensor]) -> Any:
     """Returns a leaf of an argument, of the tensors of the capture."""
     if isinstance(x, GlobalTensor):
         return GlobalTensor(next(given), x.shape, x.spec, x.mesh)
     return next(given) if isinstance(x, Tensor) else x
 
 
-def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[tuple[Argument, Tensor]]:
+def _iterate_sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[tuple[Argument, Tensor]]:
     """Yields the sharded arguments, each with its tensor of the capture."""
     given = iter(flat)
     for a in arguments:
@@ -205,7 +205,7 @@ def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[
             yield a, x
 
 
-def _results(out: PyTree, places: ResultPlaces, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _describe_results(out: PyTree, places: ResultPlaces, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Path of each tensor of the result, and the axes along which it may differ: all, where there is no spec."""
     for path, x, spec in zip(places.paths, tree_leaves(out), places.specs, strict=True):
         if isinstance(x, Tensor | GlobalTensor):

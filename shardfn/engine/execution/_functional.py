@@ -109,7 +109,7 @@ class _Pure:
 
     def differentiate(self) -> "tuple[_MicrobatchSums, PyTree]":
         plan = self._plan
-        sums, grads = _differentiated(
+        sums, grads = _differentiate_microbatches(
             plan, self._parts, enter_purely(plan, self._blocks), self._args, self._by, self.model_state
         )
         # One message for total, weight and aux.
@@ -139,7 +139,9 @@ class _Pure:
         if self._parts.loss_scale is None:
             return new
         metrics["skipped"] = ~metrics["finite"]
-        return rescaled(_either(metrics["finite"], new, self._state), self._state, self._parts.loss_scale, metrics)
+        return rescaled(
+            _select_state(metrics["finite"], new, self._state), self._state, self._parts.loss_scale, metrics
+        )
 
     def update(self, out: "tuple[_MicrobatchSums, PyTree]", scale: Tensor | None) -> TrainState:
         del scale
@@ -171,7 +173,7 @@ def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: 
 
         def one(inner: Loss, batch: PyTree) -> list[Value]:
             with through.through():
-                value = _evaluate(inner, params, (batch, *key), has_aux)
+                value = _evaluate_loss(inner, params, (batch, *key), has_aux)
             through.now = tree_map(Tensor.detach, through.now)  # a constant of the next forward
             return [value]
 
@@ -199,7 +201,7 @@ def pure_loss(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
         return f(tree_unflatten(plan.treedef, wholes))
 
 
-def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
+def _select_state(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
     """Returns the values of one state or of the other, by a 0-d condition."""
 
     def either(a: Any, b: Any) -> Any:
@@ -222,7 +224,7 @@ class _MicrobatchSums(NamedTuple):
         return self.row[2 * k] / self.row[2 * k + 1]
 
 
-def _differentiated(
+def _differentiate_microbatches(
     plan: Plan,
     parts: StepParts,
     wholes: Sequence[Tensor],
@@ -245,14 +247,14 @@ def _differentiated(
             for i, handle in zip(train, handles, strict=True):
                 leaves[i] = handle
             with model_state.through(), plan.follows():
-                value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
+                value = _evaluate_loss(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
             # A weight of this level depends on the parameters that are differentiated here; outer levels may use it.
-            if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
+            if handles and value.weight is not None and _find_level(value.weight) == _find_level(handles[0]):
                 refuse_gradient_of(value.weight)
             # Beside `grad_and_value`, which passes tensors only. Names and dtypes are the same in all microbatches.
             seen[:] = [value]
             scaled = value.total if scale is None else value.total * scale.to(value.total)
-            return scaled, (tuple(_row(value)), tree_leaves(model_state.now))
+            return scaled, (tuple(_as_row(value)), tree_leaves(model_state.now))
 
         # torch.func.grad refuses an empty tree.
         both = grad_and_value(total, has_aux=True) if train else lambda handles: ([], total(handles))
@@ -261,13 +263,13 @@ def _differentiated(
         model_state.now = tree_unflatten(structure, kept)  # unwrapped from the gradient's transform
         return [g.to(d) for g, d in zip(grads, accum, strict=True)], list(row)
 
-    grads, row = fold(parts.loss, args[0], one, _both_added)
+    grads, row = fold(parts.loss, args[0], one, _add_pairs)
     last = seen[-1]
     sums = _MicrobatchSums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
     return sums, dict(zip(train, grads, strict=True))
 
 
-def _both_added(
+def _add_pairs(
     a: tuple[list[Tensor], list[Tensor]], b: tuple[list[Tensor], list[Tensor]]
 ) -> tuple[list[Tensor], list[Tensor]]:
     grads, row = ([x + y for x, y in zip(old, new, strict=True)] for old, new in zip(a, b, strict=True))
@@ -282,17 +284,17 @@ _HOOKS = (
 )
 
 
-def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
+def _evaluate_loss(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
     with in_other_words(_REFUSALS, _HOOKS):
         return called(loss, params, args, has_aux)
 
 
-def _level(x: Tensor) -> int:
+def _find_level(x: Tensor) -> int:
     """Returns the level of the innermost torch.func transform that a tensor belongs to."""
     return maybe_get_level(x)
 
 
-def _row(value: Value) -> list[Tensor]:
+def _as_row(value: Value) -> list[Tensor]:
     weight = torch.ones_like(value.total) if value.weight is None else value.weight
     pairs = [x for name in sorted(value.aux) for x in value.aux[name]]
     return [x.to(device=value.total.device, dtype=torch.float64) for x in (value.total, weight, *pairs)]

@@ -115,7 +115,7 @@ class Graphs:
             assert found is not None  # no graph is evicted between the ranks' agreement and the call
             return found
         with collected():
-            made = self._make(comms, key, capture, name, batch, 0 if expected else self._captures[key[0]])
+            made = self._make_graph(comms, key, capture, name, batch, 0 if expected else self._captures[key[0]])
         self._captures[key[0]] += 1
         self._known.keep(key, made, name, argument_shapes(batch, "batch"))
         return made
@@ -144,9 +144,9 @@ class Graphs:
     def compile(self, program: CapturedProgram, backend: str | None, comms: Comms) -> Ready:
         """Returns a lowered program, ready to run. Collective."""
         agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
-        return self._compile(program, comms, backend)
+        return self._compile_program(program, comms, backend)
 
-    def _make(
+    def _make_graph(
         self, comms: Comms, key: Any, capture: Callable[[], CapturedProgram], name: str, batch: PyTree, earlier: int
     ) -> Ready:
         start = time.perf_counter()
@@ -157,7 +157,7 @@ class Graphs:
                 program = capture()
                 choice = self._jitted.choose(program.gm) if comms.control.rank == 0 else None
             finally:  # a rank that fails takes part, too: the others wait for it
-                schedule = self._schedule(comms, choice)
+                schedule = self._agree_on_schedule(comms, choice)
             # Without a schedule, rank 0 has failed, and all are about to raise that.
             return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
 
@@ -167,13 +167,13 @@ class Graphs:
         agreed(comms, lambda: (self._check_types(program), True), lambda _: ("", Events([], [])))
         report(name, "batch", batch, earlier)
         self._jitted.count_capture(time.perf_counter() - start)
-        return self._compile(dataclasses.replace(program, gm=gm), comms, None)
+        return self._compile_program(dataclasses.replace(program, gm=gm), comms, None)
 
     def _check_types(self, program: CapturedProgram) -> None:
         if self._jitted.check_types:
             check_types(program.gm)
 
-    def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
+    def _agree_on_schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
         """Returns the schedule that all ranks run.
 
         The one given, or rank 0's choice, or None if rank 0 has failed. Collective.
@@ -185,7 +185,7 @@ class Graphs:
         told: Any = comms.control.gather(mine)[0]
         return None if told is None else dataclasses.replace(told, passes=given.passes)
 
-    def _compile(self, program: CapturedProgram, comms: Comms, backend: str | None) -> Ready:
+    def _compile_program(self, program: CapturedProgram, comms: Comms, backend: str | None) -> Ready:
         # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
         # Made by all ranks, in one order; another stage of a pipeline may use others.
         told: Any = comms.control.gather(channel_axes(program.gm))

@@ -150,7 +150,7 @@ class Interface:
             for path, x, entry in zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True):
                 donated, there = k in self.donate and entry is not None, isinstance(entry, Sharding)
                 out.append(Argument(path, x, _spec_of(entry), donated, k, on_host=there))
-        _check(out, self.mesh)
+        _check_arguments(out, self.mesh)
         return out
 
     def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -282,7 +282,8 @@ class Interface:
             told: Any = control.gather([tuple(x.shape) for _, x, _ in blocks])
             # On every rank for all blocks of all ranks: so an error is the same everywhere.
             found = [
-                _joined(name, [row[k] for row in told], spec, self.mesh) for k, (name, _, spec) in enumerate(blocks)
+                _join_shapes(name, [row[k] for row in told], spec, self.mesh)
+                for k, (name, _, spec) in enumerate(blocks)
             ]
             raise_all(
                 ValueError,
@@ -371,7 +372,7 @@ def entered_as_rows(a: Argument, plan: Plan) -> Any:
     return block.clone() if a.donated else block
 
 
-def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
+def _check_arguments(arguments: Sequence[Argument], mesh: Mesh) -> None:
     sharded = [(a.path, a.given, a.spec) for a in arguments if a.spec is not None]
     stay = {a.path for a in arguments if not a.donated}
     there = {a.path for a in arguments if a.on_host}
@@ -418,7 +419,7 @@ def _cut_otherwise(x: GlobalTensor, spec: P, path: str, name: str) -> str:
     return f"{path} is kept as {x.spec!r}, {name} says {spec!r}; pass x.full_tensor() or change the spec."
 
 
-def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
+def _join_shapes(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
     """Returns the shape of the tensor that these blocks, one per rank, are cut from, or why there is no such tensor."""
     places = all_coords(mesh.shape)
     sizes = list(blocks[mesh.rank])

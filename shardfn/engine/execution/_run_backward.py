@@ -102,7 +102,7 @@ class Performer:
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         # By number in the list: before the last forward an update that runs ahead begins to read, and with the last end
         # of a backward gradients are complete.
-        ends = [self._ends(a) for a in course.actions]
+        ends = [self._is_last_action(a) for a in course.actions]
         self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
         self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
         self._performed = 0
@@ -134,7 +134,7 @@ class Performer:
                 self._forward(action, last=self._performed == self._last_forward)
         else:
             with named_range("backward"):
-                self._backward(action, last=self._performed == self._last_backward)
+                self._run_backward(action, last=self._performed == self._last_backward)
         self._performed += 1
         catch_up()
 
@@ -147,7 +147,7 @@ class Performer:
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
         first = self._performed == 0 and self._compares
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
-        with kept, self._model_state.through(), self._recorded(action), drawing, plan.follows():
+        with kept, self._model_state.through(), self._record_products(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
         if value is not None and self._compares:
@@ -169,10 +169,10 @@ class Performer:
         if value is not None:
             self._seen[action.microbatch] = Value(value.total.detach(), value.weight, value.aux)
 
-    def _backward(self, action: Action, *, last: bool) -> None:
+    def _run_backward(self, action: Action, *, last: bool) -> None:
         plan, reducer = self._plan, self._reducer
         each = plan.zero.pace.accumulate == "each" and plan.chunks is None
-        send = last or (each and self._ends(action))
+        send = last or (each and self._is_last_action(action))
         reducer.begin(send=send, last=last)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
@@ -189,7 +189,7 @@ class Performer:
         self._book.forget_dead()
 
     def _differentiate(self, action: Action) -> None:
-        ends, deferred = self._course.ends(action, self._seed), self._deferred.get(action[1:])
+        ends, deferred = self._course.ends(action, self._make_cotangent), self._deferred.get(action[1:])
         wanted, num = [*self._handles.values(), *ends.inputs], len(self._handles)
         grads: list[Tensor | None] = [None] * len(wanted)
         if not wanted or not ends.outputs:
@@ -211,18 +211,18 @@ class Performer:
         grads.clear()
         self._reducer.take_all(own)
 
-    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+    def _record_products(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for a forward whose backward is split, which records its products."""
         if action[1:] not in self._split:
             return contextlib.nullcontext()
         deferred = self._deferred[action[1:]] = DeferredGradients([*self._handles.values()], opened)
         return deferred.recorded()
 
-    def _ends(self, action: Action) -> bool:
+    def _is_last_action(self, action: Action) -> bool:
         """Returns whether a microbatch has all gradients of a chunk with an action."""
         return action.kind == "weights" or (action.kind == "backward" and action[1:] not in self._split)
 
-    def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
+    def _make_cotangent(self, total: Tensor, weight: Tensor | None) -> Tensor:
         """Returns the cotangent of a microbatch's loss."""
         chunks = self._plan.chunks
         terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
@@ -262,7 +262,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: An
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
     watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
-    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
+    gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
@@ -302,7 +302,7 @@ def run_backward(
     """
     open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
-    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
+    gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks = plan.chunks
     if chunks is None:
@@ -310,7 +310,7 @@ def run_backward(
     else:
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
-    course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
+    course = _make_runner(plan, comms, parts, loss, batches, args[1:], model_state)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead)
     with _sending_errors(gatherer, comms), torch.enable_grad():
@@ -321,7 +321,7 @@ def run_backward(
         return performer.finish(blocks, model_state)
 
 
-def _course(
+def _make_runner(
     plan: Plan,
     comms: Comms,
     parts: StepParts,
@@ -343,7 +343,7 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
     return (staged.axis,)
 
 
-def _gatherer(
+def _make_gatherer(
     plan: Plan, comms: Comms, blocks: Sequence[StoredValue], order: UseOrder, *, keep: bool = True
 ) -> Gatherer:
     return Gatherer(

@@ -56,10 +56,12 @@ class StepPrograms:
             return step_program(self.parts, plan, now, args, even=even)
 
         # A state of the optimizer may come with another structure or in other memory under the same plan.
-        key = *signature(plan, args), _layouts((state.params, state.opt_state, state.model_state))
+        key = *signature(plan, args), _describe_layouts((state.params, state.opt_state, state.model_state))
         # A phase of the optimizer has a plan, and so a graph, of its own.
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
-        return self._captured(key, make, name, args[0], lambda ready, comms, now: self._step(ready, comms, now, args))
+        return self._call_graph(
+            key, make, name, args[0], lambda ready, comms, now: self._run_step(ready, comms, now, args)
+        )
 
     def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Found]:
         """Returns the call of the gradients of one step."""
@@ -72,14 +74,14 @@ class StepPrograms:
 
         def run(ready: Ready, comms: Comms, now: TrainState) -> Found:
             held = [x.held for x in tree_leaves((now.params, now.model_state))]
-            found = self._execute(ready, comms, [*held, *_loss_values(args, scale_of(now))], own=True)
+            found = self._run_graph(ready, comms, [*held, *_loss_values(args, scale_of(now))], own=True)
             grads, kept = found.tree
             return found_of(plan, by_leaf(plan, grads), kept, now, found.metrics)
 
         # A model state that another loss has left is contiguous in each call, so one graph of these keys fits it.
         first, *rest = signature(plan, args)
-        key = ("gradients", first), *rest, _layouts((state.params, state.model_state)), scale_of(state) is None
-        return self._captured(key, make, "the gradients of a step", args[0], run)
+        key = ("gradients", first), *rest, _describe_layouts((state.params, state.model_state)), scale_of(state) is None
+        return self._call_graph(key, make, "the gradients of a step", args[0], run)
 
     def update(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> ProgramCall[Stepped]:
         """Returns the call of the update by gradients."""
@@ -90,7 +92,7 @@ class StepPrograms:
                 return update(plan, comms.channels, parts, now, grads.pop, model_state=kept, finish=finish, scale=None)
 
             return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
-        grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
+        grads = [_place_gradient(x) for x in tree_leaves(passed.grads)]
         last = () if finish is None else passed.model_state
 
         def make(now: TrainState, even: bool) -> Program:
@@ -103,16 +105,16 @@ class StepPrograms:
                     held = [*tree_leaves((params, opt_state)), *grads.values()]
                     grads.clear()
                     held += [] if finish is None else tree_leaves(kept)
-                    blocks, opt_state, new = self._execute(ready, comms, held).tree
+                    blocks, opt_state, new = self._run_graph(ready, comms, held).tree
                     old = put_in(old, kept if finish is None else new)
                 return next_state(plan, now, (blocks, opt_state, old))
 
             return run_update(parts, plan, comms, now, passed, apply)
 
         # All ranks have the graph, or all capture it: before the update decides whether it is skipped.
-        layouts = _layouts((state.params, state.opt_state, grads, last))
+        layouts = _describe_layouts((state.params, state.opt_state, grads, last))
         key = ("update", id(plan)), ambient(), layouts, finish is None
-        return self._captured(key, make, "the update of a step", (), run)
+        return self._call_graph(key, make, "the update of a step", (), run)
 
     def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[CapturedProgram, Schedule | Choice]:
         """Captures and schedules a step for its shapes. See `Graphs.lower`."""
@@ -126,11 +128,11 @@ class StepPrograms:
 
         def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
             del plan, state
-            return ProgramCall(lambda comms, agreed, now: self._step(ready, comms, now, args))
+            return ProgramCall(lambda comms, agreed, now: self._run_step(ready, comms, now, args))
 
         return call
 
-    def _captured(
+    def _call_graph(
         self,
         key: tuple[Any, ...],
         make: Callable[[TrainState, bool], Program],
@@ -150,21 +152,21 @@ class StepPrograms:
 
         return ProgramCall(call, (self.graphs.knows(keys[0]), self.graphs.knows(keys[1])))
 
-    def _step(self, ready: Ready, comms: Comms, state: TrainState, args: tuple[Any, ...]) -> Stepped:
+    def _run_step(self, ready: Ready, comms: Comms, state: TrainState, args: tuple[Any, ...]) -> Stepped:
         try:
             with taken(blocks_of(state), donate=self.parts.donate) as held:
-                found = self._execute(ready, comms, [*tree_leaves(held), *_loss_values(args, scale_of(state))])
+                found = self._run_graph(ready, comms, [*tree_leaves(held), *_loss_values(args, scale_of(state))])
         except StoppedError as stopped:  # before anything was written
             return skipped(state, ready.program.metrics, stopped)
         return next_state(ready.program.plan, state, found.tree), found.metrics
 
-    def _execute(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> Results:
+    def _run_graph(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> Results:
         """Runs a graph on the values of its inputs; with `own`, its results share no memory with them."""
         program: CapturedProgram = ready.program
         flat = [as_graph_value(x) for x in values]
         with self._naming(program.plan):
             outs = ready(comms, disk_of(program.plan), flat)
-        return program.results(_apart(outs, flat) if own else outs)
+        return program.results(_separate_results(outs, flat) if own else outs)
 
     def _naming(self, plan: Plan) -> AbstractContextManager[Any]:
         return noting_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
@@ -192,9 +194,9 @@ def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[An
     inputs = _state_inputs(plan, *held, donated=True)
 
     def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
-        return [*_renewed(inputs), *((f"new metrics[{name!r}]", ()) for name in found.metrics)]
+        return [*_name_renewed(inputs), *((f"new metrics[{name!r}]", ()) for name in found.metrics)]
 
-    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _notes(parts))
+    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _list_notes(parts))
 
 
 def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> Program:
@@ -217,10 +219,10 @@ def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tupl
 
     def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
         names = [(f"the gradient of {leaf.path}", leaf.shard.axes) for leaf in plan.leaves if leaf.trainable]
-        names += [(name, (*axes, *free)) for name, axes in _renewed(inputs[len(plan.leaves) :])]
+        names += [(name, (*axes, *free)) for name, axes in _name_renewed(inputs[len(plan.leaves) :])]
         return [*names, *((f"metrics[{name!r}]", ()) for name in found.metrics)]
 
-    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _notes(parts))
+    return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _list_notes(parts))
 
 
 def update_program(
@@ -258,8 +260,8 @@ def update_program(
     state_inputs = _state_inputs(plan, *held[:2], (), donated=True)
     named = zip(plan.trained, grads, strict=True)
     given = [Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.code is None) for path, x in named]
-    kept_inputs = _other_inputs(model_state, donated=False)
-    results = [*_renewed(state_inputs), *_renewed(kept_inputs)]
+    kept_inputs = _list_other_inputs(model_state, donated=False)
+    results = [*_name_renewed(state_inputs), *_name_renewed(kept_inputs)]
     return Program(plan, [*state_inputs, *given, *kept_inputs], run, lambda found: results)
 
 
@@ -272,10 +274,10 @@ def _state_inputs(plan: Plan, params: PyTree, opt_state: PyTree, model_state: Py
     ]
     named = zip(tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True)
     out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
-    return [*out, *_other_inputs(model_state, donated=donated)]
+    return [*out, *_list_other_inputs(model_state, donated=donated)]
 
 
-def _other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
+def _list_other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
     named = zip(tree_paths(model_state, "model_state"), tree_leaves(model_state), strict=True)
     return [Input(path, "other", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
 
@@ -293,23 +295,23 @@ def _loss_values(args: tuple[Any, ...], scale: Tensor | None) -> list[Tensor]:
     return tree_leaves(args) if scale is None else [*tree_leaves(args), scale]
 
 
-def _renewed(inputs: Sequence[Input]) -> list[tuple[str, tuple[str, ...]]]:
+def _name_renewed(inputs: Sequence[Input]) -> list[tuple[str, tuple[str, ...]]]:
     """Returns names and axes of results that take the places of inputs."""
     return [(f"new {x.path}", x.axes or ()) for x in inputs]
 
 
-def _notes(parts: StepParts) -> dict[str, Any]:
+def _list_notes(parts: StepParts) -> dict[str, Any]:
     return {} if parts.table is None else {"pipeline": parts.table}
 
 
-def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
+def _place_gradient(x: GlobalTensor) -> GlobalTensor:
     """Returns a gradient in the memory of its block: the host, where a leaf on disk was read and changed."""
     if is_disk(x.memory_kind) and isinstance(x.held, Tensor):
         return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
     return x
 
 
-def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the results of a graph, each in memory that an update may write to: no input's, and no other result's.
 
     A gradient may be an input itself, or the gradient of two leaves, or one number for all elements.
@@ -325,7 +327,7 @@ def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def _layouts(tree: PyTree) -> Any:
+def _describe_layouts(tree: PyTree) -> Any:
     """Returns the properties of a tree of global tensors that a graph relies on."""
     leaves, treedef = tree_flatten(tree)
     held: list[StoredValue] = [x.held for x in leaves]

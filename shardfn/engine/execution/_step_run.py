@@ -255,7 +255,7 @@ def run_update(
     with exact(plan), torch.no_grad(), taken(passed.grads, donate=parts.donate) as held:
         grads = by_leaf(plan, held)
         metrics = measured(plan, grads, passed.finite, scale_of(state))
-        if parts.skips and not _all_finite(comms, metrics):
+        if parts.skips and not _is_finite_everywhere(comms, metrics):
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
         kept = state.model_state if passed.model_state is None else passed.model_state
@@ -281,7 +281,7 @@ def exact(plan: Plan) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if plan.chunks is None else summing_exactly()
 
 
-def _all_finite(comms: Comms, metrics: Metrics) -> bool:
+def _is_finite_everywhere(comms: Comms, metrics: Metrics) -> bool:
     """Returns whether the update goes ahead: ranks must find the same, or some would wait for others that skip it.
 
     Raises:
@@ -311,17 +311,17 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
     if plan.chunks is not None:
-        return _of_chunks(plan, plan.chunks, out, loss_scale)
-    squares = _squares(plan, out)
+        return _measure_chunks(plan, plan.chunks, out, loss_scale)
+    squares = _sum_squares(plan, out)
     # Values that are summed over the batch's axes, nearly always all of them, travel together.
     own = squares.pop(plan.batch_axes, torch.zeros_like(count))
     *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
     sums = torch.stack(rest)
     norm = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items()))
-    return _made_of(plan, out, sums, norm, loss_scale)
+    return _compute_metrics(plan, out, sums, norm, loss_scale)
 
 
-def _made_of(
+def _compute_metrics(
     plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
 ) -> tuple[Metrics, Tensor | None]:
     """Returns the metrics from the global sums of loss, weight and pairs of aux, and from the gradients' norm."""
@@ -337,7 +337,9 @@ def _made_of(
     return named((sums[0] / sums[1]).to(out.total.dtype), norm, aux, loss_scale), scale
 
 
-def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
+def _measure_chunks(
+    plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None
+) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
     store = out.reducer.store
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
@@ -347,7 +349,7 @@ def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | No
         by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
     squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
-    return _made_of(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
+    return _compute_metrics(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
 
 
 def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:
@@ -374,7 +376,7 @@ def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_sc
     return metrics
 
 
-def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
+def _sum_squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
 
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.

@@ -127,7 +127,7 @@ def next_state(plan: Plan, state: TrainState, new: StateBlocks) -> TrainState:
     blocks, opt_state, kept = new
     return state._replace(
         params=wrap(plan, blocks),
-        opt_state=_like(opt_state, state.opt_state),
+        opt_state=_wrap_blocks(opt_state, state.opt_state),
         step=state.step + 1,
         model_state=wrapped_like(tree_leaves(kept), state.model_state),
     )
@@ -147,7 +147,7 @@ def update_blocks(
     """This rank's blocks and optimizer state after the update. All arguments are consumed, except blocks on disk."""
     if not plan.at_home:
         done = done or Done()
-        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
+        rows, opt_state = stream(_update_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     own: list[Any] = [take(i) if t else None for i, t in enumerate(train)]
@@ -168,7 +168,7 @@ def update_blocks(
     return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
 
 
-def _as_stream(
+def _update_as_stream(
     plan: Plan,
     optimizer: GradientTransformation,
     blocks: Sequence[StoredValue],
@@ -178,7 +178,7 @@ def _as_stream(
     done: Done,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
-    params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
+    params = [None if leaf is None else _make_column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
         None if leaf is None or i in done.params else Column(take(i), leaf.ways.summed.memory_kind)
         for i, leaf in enumerate(train)
@@ -219,7 +219,7 @@ def whole_update(
     )
 
 
-def _column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
+def _make_column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
     """Returns a parameter's rows in the update. Rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
@@ -270,7 +270,7 @@ def own_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
     return block if cut is None else block.narrow(*cut).contiguous()
 
 
-def _like(tree: PyTree, old: PyTree) -> PyTree:
+def _wrap_blocks(tree: PyTree, old: PyTree) -> PyTree:
     """Returns the blocks of an updated optimizer state, as global tensors like those of the old state."""
     leaves, treedef = tree_flatten(tree)
     before, structure = tree_flatten(old)
@@ -301,8 +301,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
         and optimizer.needs.granularity == "element"
         and _knows_its_measures(optimizer, state)
     ):
-        units = _units(plan, measures=optimizer.needs.measure is not None)
-        ahead = _ahead(plan, optimizer, state, units) if units else None
+        units = _find_early_units(plan, measures=optimizer.needs.measure is not None)
+        ahead = _start_early_update(plan, optimizer, state, units) if units else None
     try:
         yield ahead
     finally:
@@ -311,9 +311,9 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
             ahead.stop()
 
 
-def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
+def _start_early_update(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
     params, opt_state = looked_at((state.params, state.opt_state))
-    where = _where(plan)
+    where = _index_layers(plan)
     layers = {
         u: [
             (where[i], plan.layers[i].pieces.shapes[plan.zero_rank(plan.layers[i])])
@@ -347,18 +347,18 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     return measure.ahead is not None and measure.ahead(looked_at(state.opt_state))  # looked at, not loaded
 
 
-def _units(plan: Plan, *, measures: bool) -> list[int]:
+def _find_early_units(plan: Plan, *, measures: bool) -> list[int]:
     """Returns the units whose leaves can be updated early, in the order in which their gradients are complete.
 
     Args:
         plan: the layout.
         measures: whether whole leaves are measured, so that a stacked one must not come layer by layer.
     """
-    where = [rows.leaf for rows in _where(plan)]
+    where = [rows.leaf for rows in _index_layers(plan)]
     able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
     # A unit goes early only with all of its leaves, and a leaf only with all of its units: until both hold.
     while True:
-        units = [u for u in plan.learnt.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
+        units = [u for u in plan.learnt.reduce_order if _arrives_as_rows(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)
         whole = [
             ok and reached[i] == len(leaf.layers or (i,))
@@ -378,7 +378,7 @@ def _is_able(leaf: LeafLayout, small: int) -> bool:
     return leaf.ways.kept.is_stored or is_host(leaf.ways.summed.memory_kind) or leaf.shape.numel() <= small
 
 
-def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:
+def _arrives_as_rows(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:
     """Returns whether a unit arrives as the rows that this rank steps, with nothing left to be summed."""
     first = plan.layers[unit.leaves[0]]
     size = plan.mesh.axis_size
@@ -390,7 +390,7 @@ def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool
     )
 
 
-def _where(plan: Plan) -> list[LeafRows]:
+def _index_layers(plan: Plan) -> list[LeafRows]:
     """For each layer of a plan, its index in its leaf."""
     return [
         rows

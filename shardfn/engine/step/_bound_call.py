@@ -81,13 +81,13 @@ class BoundCall:
         self._arguments, self._results, self._check_every = given.arguments, results, check_every
         leaves, treedef = tree_flatten(given.params)
         self._treedefs = treedef, given.treedef
-        self._wanted = [_kept(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
+        self._wanted = [_describe_leaf(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
         self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again. It stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
         self._memory: frozenset[int] = frozenset()
-        self._keep(leaves)
+        self._keep_leaves(leaves)
 
     @property
     def graph(self) -> Callable[..., Any]:
@@ -115,11 +115,11 @@ class BoundCall:
                 raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
             if transforming():
                 raise ValueError(f"{self._what} is bound, so torch.func cannot transform it; call it without bind.")
-            self._enter(params)
+            self._enter_call(params)
             given, treedef = tree_flatten(args)
             if treedef != self._treedefs[1]:
                 raise ValueError(f"{self._what} is bound to args {self._treedefs[1]}, not {treedef}. {_REMEDY}")
-            seen, memory, donated = self._seen(given)
+            seen, memory, donated = self._inspect_inputs(given)
             inputs = [*self._values, *seen]
             if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
                 raise ValueError(
@@ -129,9 +129,9 @@ class BoundCall:
             if self._check_every and self._calls % self._check_every == 0:
                 agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
             with taken(donated, donate=True):
-                return self._result(self._ready(comms, self._pool, inputs), memory, given)
+                return self._make_result(self._ready(comms, self._pool, inputs), memory, given)
 
-    def _enter(self, params: PyTree) -> None:
+    def _enter_call(self, params: PyTree) -> None:
         leaves, treedef = tree_flatten(params)
         if treedef != self._treedefs[0]:
             raise ValueError(f"{self._what} is bound to params {self._treedefs[0]}, not {treedef}. {_REMEDY}")
@@ -140,16 +140,16 @@ class BoundCall:
                 if x.donated:
                     _ = x.held  # raises DonatedError
             return
-        found = [_kept(x, self._mesh) for x in leaves]
+        found = [_describe_leaf(x, self._mesh) for x in leaves]
         if found != self._wanted[0]:
-            raise ValueError(self._differing(tree_paths(params, "params"), self._wanted[0], found))
-        self._keep(leaves)
+            raise ValueError(self._find_differences(tree_paths(params, "params"), self._wanted[0], found))
+        self._keep_leaves(leaves)
 
-    def _keep(self, leaves: list[GlobalTensor]) -> None:
+    def _keep_leaves(self, leaves: list[GlobalTensor]) -> None:
         self._last, self._values = leaves, [as_graph_value(x.held) for x in leaves]
         self._memory = frozenset(memory_of(x) for x in self._values)
 
-    def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
+    def _inspect_inputs(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
         """Returns the inputs of the graph, their memory (and if it is donated), and the donated leaves."""
         seen: list[Tensor] = []
         kept: list[Tensor] = []  # blocks on the host, where `seen` has their copies
@@ -166,7 +166,7 @@ class BoundCall:
             else:
                 same = leaf_signature(x) == want
             if not same:
-                self._refuse(given)
+                self._refuse_call(given)
             if away:
                 own, held = held, on_device(x, self._mesh.device)
                 if isinstance(own, Tensor) and own.numel():
@@ -188,15 +188,15 @@ class BoundCall:
             refuse_twice(named, [*self._values, *seen, *kept])
         return seen, memory, donated
 
-    def _refuse(self, given: Sequence[Any]) -> None:
+    def _refuse_call(self, given: Sequence[Any]) -> None:
         found = [leaf_signature(x) for x in given]
-        raise ValueError(self._differing([a.path for a in self._arguments], self._wanted[1], found))
+        raise ValueError(self._find_differences([a.path for a in self._arguments], self._wanted[1], found))
 
-    def _differing(self, paths: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
+    def _find_differences(self, paths: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
         lines = [f"  - {n} is bound as {w}, and is {x}" for n, w, x in zip(paths, wanted, found, strict=True) if w != x]
         return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
 
-    def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
+    def _make_result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
         """Returns the result, made of the graph's outputs.
 
         Those that alias an argument are cloned, as in other calls.
@@ -214,7 +214,7 @@ class BoundCall:
         return tree_unflatten(program.treedef, leaves)
 
 
-def _kept(x: Any, mesh: Mesh) -> Any:
+def _describe_leaf(x: Any, mesh: Mesh) -> Any:
     """Returns the properties of a leaf of the first argument that the graph relies on; like meshes count as `mesh`."""
     if not isinstance(x, GlobalTensor):
         return type(x)
@@ -235,7 +235,7 @@ class Blocks:
         held = [x.held for x in tree_leaves(params)]
         away = [a for a in own if a.moves and isinstance(a.given.held, Tensor)]
         # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
-        # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
+        # result are in `_describe_leaf`. Of donated ones it may keep one tensor. All of them outlive the call, so no
         # address is another's.
         self._donated = {memory_of(a.seen) for a in own if a.donated}
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]

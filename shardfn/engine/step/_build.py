@@ -80,7 +80,7 @@ def build_step(
     check_specs(specs, batch, rule, on)
     check_cuts(batch, rule)
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
-    rows = {"": batch} if "" in losses else _by_loss(losses, batch)
+    rows = {"": batch} if "" in losses else _specs_by_loss(losses, batch)
     masks = trainable if "" in losses else Masks(trainable, {name: x.trainable for name, x in losses.items()})
 
     def planned(name: str, mask: PyTree, cut: PyTree) -> Planner:
@@ -115,7 +115,7 @@ def _named_losses(loss: Any) -> dict[str, Objective]:
     return {name: x if isinstance(x, Objective) else Objective(x) for name, x in loss.items()}
 
 
-def _by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree]:
+def _specs_by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree]:
     """Returns the specs of each loss's batch.
 
     Raises:

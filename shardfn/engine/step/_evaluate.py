@@ -79,7 +79,7 @@ class Measures:
         keys: tuple[Any, ...],
     ) -> dict[str, float]:
         """Returns the means of the metrics, None = of the step's loss. See `step.evaluate`."""
-        f, planner = self._of(metrics), self._planner
+        f, planner = self._measure_with(metrics), self._planner
         kept = [state.model_state] if self._parts.has_state else []
 
         def sums(batch: PyTree) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class Measures:
         control = comms_of(planner.mesh).control
         return evaluate(sums, batches, planner.batch, planner.batch_axes, planner.mesh, control)
 
-    def _of(self, metrics: Callable[..., Any] | None) -> Sharded:
+    def _measure_with(self, metrics: Callable[..., Any] | None) -> Sharded:
         found = self._made.find(metrics)
         if found is None:
             parts = self._parts
@@ -162,15 +162,15 @@ def evaluate(
             continue  # batches without rows: no rank runs them
         if 0 in there:
             shapes = control.gather(None if batch is None else without_values(batch))
-            batch = shapes[_nearest(there, specs, mesh)] if batch is None else batch
+            batch = shapes[_find_nearest_rank(there, specs, mesh)] if batch is None else batch
         found = sums(batch if rows else one_row(batch, specs, mesh.device))
         for name, x in found.items():
             x = x if rows else torch.zeros_like(x)
             own[name] = own[name] + x if name in own else x
-    return _means(own, axes, mesh, control)
+    return _compute_means(own, axes, mesh, control)
 
 
-def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
+def _find_nearest_rank(there: list[int], specs: PyTree, mesh: Mesh) -> int:
     """Returns the rank whose batch shows the shape of this one's.
 
     It has one, and the same part of all dims but the rows.
@@ -179,7 +179,7 @@ def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
     return next(r for r in [*mesh.along(rows), *range(mesh.size)] if there[r])
 
 
-def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: AnyControl) -> dict[str, float]:
+def _compute_means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: AnyControl) -> dict[str, float]:
     names = list(own)
     mine = torch.stack([own[name] for name in names]).tolist() if names else []
     of_all: Any = control.gather((names, mine))
@@ -233,11 +233,11 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
             measure = Mixed(metrics, loss.policy, has_state=has_state) if isinstance(loss, Mixed) else metrics
             with evaluating():
                 found = measure(params, *([state] if has_state else []), batch)
-            return _sums(found, "what metrics= returns", batch, specs)
+            return _check_sums(found, "what metrics= returns", batch, specs)
         with evaluating(), ModelState(state).through():
             out = loss(params, batch, *key)
         main, aux = out if has_aux else (out, {})
-        return _sums({"loss": main, **aux}, "the loss and its aux", batch, specs)
+        return _check_sums({"loss": main, **aux}, "the loss and its aux", batch, specs)
 
     return sums
 
@@ -249,10 +249,10 @@ def has_rows(batch: PyTree, specs: PyTree) -> bool:
 
     Leaves may have different numbers of rows, such as the patches of images.
     """
-    return max(_rows(batch, specs)) > 0
+    return max(_count_rows(batch, specs)) > 0
 
 
-def _rows(batch: PyTree, specs: PyTree) -> list[int]:
+def _count_rows(batch: PyTree, specs: PyTree) -> list[int]:
     """Returns the numbers of rows of the leaves that are cut."""
     leaves = tree_leaves(batch)
     sizes = [x.shape[0] for x, c in zip(leaves, _cuts_rows(batch, specs), strict=True) if c]
@@ -279,10 +279,10 @@ def _cuts_rows(batch: PyTree, specs: PyTree) -> list[bool]:
     return [isinstance(x, Tensor) and x.ndim > 0 and bool(spec.dim_axes(0)) for x, spec in pairs]
 
 
-def _sums(found: Any, what: str, batch: PyTree, specs: PyTree) -> dict[str, Tensor]:
+def _check_sums(found: Any, what: str, batch: PyTree, specs: PyTree) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not found:
         raise TypeError(f"{what} must be a dict of scalars with a name each; got {type(found).__name__} {found!r}.")
-    rows = {n for n in _rows(batch, specs) if n} or {0}
+    rows = {n for n in _count_rows(batch, specs) if n} or {0}
     means = [name for name, x in found.items() if not isinstance(x, WeightedMean)]
     if means and len(rows) > 1:
         named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _cuts_rows(batch, specs), strict=True)

@@ -76,10 +76,10 @@ def first_state(
     Raises:
         ValueError: the optimizer's state for a leaf depends on other leaves.
     """
-    make = _at_once if all(leaf.ways.at_home for leaf in plan.leaves) else _one_by_one
+    make = _init_at_once if all(leaf.ways.at_home for leaf in plan.leaves) else _init_one_by_one
     with torch.no_grad():
         params, opt_state = make(plan, optimizer, draw)
-    return _complete(params, opt_state, key, loss_scale)
+    return _make_state(params, opt_state, key, loss_scale)
 
 
 def abstract_state(
@@ -87,8 +87,8 @@ def abstract_state(
 ) -> TrainState:
     """Returns the first state as shapes: this rank's blocks, without data."""
     with bind_mesh(plan.mesh), FakeTensorMode(allow_non_fake_inputs=True):  # where nothing takes memory
-        params, opt_state = _at_once(plan, optimizer, _without_data(plan))
-    return _complete(params, opt_state, key, loss_scale)
+        params, opt_state = _init_at_once(plan, optimizer, _make_abstract(plan))
+    return _make_state(params, opt_state, key, loss_scale)
 
 
 def first_params(plan: Plan, draw: Draw) -> PyTree:
@@ -100,9 +100,9 @@ def first_params(plan: Plan, draw: Draw) -> PyTree:
 
 def abstract_params(plan: Plan) -> PyTree:
     """Parameters as shapes: this rank's blocks, without data."""
-    draw = _without_data(plan)
+    draw = _make_abstract(plan)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return wrap(plan, _as_kept(plan, [draw(i) for i in range(len(plan.leaves))]))
+        return wrap(plan, _store_blocks(plan, [draw(i) for i in range(len(plan.leaves))]))
 
 
 def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
@@ -135,7 +135,7 @@ def own_blocks(plan: Plan, leaves: list[Any]) -> Draw:
     return draw
 
 
-def _without_data(plan: Plan) -> Draw:
+def _make_abstract(plan: Plan) -> Draw:
     mesh = plan.mesh
 
     def draw(i: int) -> Tensor:
@@ -146,19 +146,19 @@ def _without_data(plan: Plan) -> Draw:
     return draw
 
 
-def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale: PyTree) -> TrainState:
+def _make_state(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale: PyTree) -> TrainState:
     return TrainState(params, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
 
 
-def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[StoredValue]:
+def _store_blocks(plan: Plan, blocks: Sequence[Tensor]) -> list[StoredValue]:
     """Returns blocks in the form in which parameters are kept, if they have no data or need not move."""
     pairs = zip(plan.leaves, blocks, strict=True)
     return [encode(block.to(leaf.dtypes.param), leaf.ways.kept) for leaf, block in pairs]
 
 
-def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
+def _init_at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
     here = [draw(i) for i in range(len(plan.leaves))]
-    params = wrap(plan, _as_kept(plan, here))
+    params = wrap(plan, _store_blocks(plan, here))
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (such as a moving average). It gets memory of its own.
@@ -168,10 +168,10 @@ def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple
         return x.clone() if isinstance(x, Tensor) and x.untyped_storage()._cdata in held else x
 
     opt_state = tree_map(own, rule_of(plan, optimizer).init(tree))
-    return params, _wrapped(plan, opt_state, tree_leaves(opt_state), state_owners(opt_state, tree))
+    return params, _wrap_state(plan, opt_state, tree_leaves(opt_state), state_owners(opt_state, tree))
 
 
-def _one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
+def _init_one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
     first, pool = _OneByOne(plan, optimizer), pool_of(plan)
     blocks: list[StoredValue] = []
     for i, leaf in enumerate(plan.leaves):
@@ -192,18 +192,18 @@ class _OneByOne:
         self._plan, self._optimizer, self._pool = plan, rule_of(plan, optimizer), pool_of(plan)
         self._train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
         with FakeTensorMode(allow_non_fake_inputs=True):
-            rows = [_no_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
+            rows = [_make_empty_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
             self._like = self._optimizer.init(tree_unflatten(plan.treedef, rows))
         self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows), self._optimizer)
         self._entries = tree_entries(self._like)
         none = tree_unflatten(plan.treedef, [None] * len(plan.leaves))
-        self._found: dict[Any, StoredValue] = self._named(self._optimizer.init(none))
+        self._found: dict[Any, StoredValue] = self._name_leaves(self._optimizer.init(none))
 
     def add(self, leaf: int, rows: Tensor) -> None:
         """Makes the state of one leaf, and moves it to its memory."""
         only: list[Tensor | None] = [None] * len(self._plan.leaves)
         only[leaf] = rows
-        found = self._named(self._optimizer.init(tree_unflatten(self._plan.treedef, only)))
+        found = self._name_leaves(self._optimizer.init(tree_unflatten(self._plan.treedef, only)))
         at = self._plan.leaves[leaf].ways.state
         storage = rows.untyped_storage()._cdata
         for entry, owner in zip(self._entries, self._owners, strict=True):
@@ -229,20 +229,22 @@ class _OneByOne:
         raise_all(
             ValueError, "an optimizer whose state is kept on host or disk is initialised leaf by leaf; missing:", lost
         )
-        return _wrapped(self._plan, self._like, [self._found[e] for e in self._entries], self._owners)
+        return _wrap_state(self._plan, self._like, [self._found[e] for e in self._entries], self._owners)
 
-    def _named(self, tree: PyTree) -> dict[Any, Any]:
+    def _name_leaves(self, tree: PyTree) -> dict[Any, Any]:
         return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
 
 
-def _wrapped(plan: Plan, like: PyTree, leaves: Sequence[Any], owners: Sequence[int | None]) -> PyTree:
+def _wrap_state(plan: Plan, like: PyTree, leaves: Sequence[Any], owners: Sequence[int | None]) -> PyTree:
     """Returns an optimizer state with these leaves. `owners` has the trainable leaf that each belongs to, or None."""
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     of = [None if k is None else train[k] for k in owners]
-    return tree_unflatten(tree_flatten(like)[1], [_global(plan, x, leaf) for x, leaf in zip(leaves, of, strict=True)])
+    return tree_unflatten(
+        tree_flatten(like)[1], [_make_global(plan, x, leaf) for x, leaf in zip(leaves, of, strict=True)]
+    )
 
 
-def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
+def _make_global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
     if isinstance(x, GlobalTensor):
         return x
     if leaf is None:
@@ -250,7 +252,7 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
     return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.ways.state.memory_kind)
 
 
-def _no_rows(plan: Plan, i: int) -> Tensor:
+def _make_empty_rows(plan: Plan, i: int) -> Tensor:
     """Returns the rows of a leaf that the optimizer gets, without data."""
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
@@ -346,7 +348,7 @@ class StepStates:
         kept = first_kept(plan, self.parts, model_state, self.specs)
         if mesh.abstract or is_abstract(leaves):
             state = self.abstract(plan)._replace(model_state=kept)
-            self._warn(plan, state)
+            self._warn_about_state(plan, state)
             return state
         comms = comms_of(mesh)
         self.agreement.agree(comms, "init", plan)
@@ -355,11 +357,11 @@ class StepStates:
             check_alike(model_state, comms.control)
             check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
         with bind_mesh(mesh), losing_no_peer(comms):
-            state = first_state(plan, optimizer, own_blocks(plan, leaves), self.key, self._scale())
+            state = first_state(plan, optimizer, own_blocks(plan, leaves), self.key, self._make_scale())
             state = state._replace(model_state=kept)
             begin(plan, state, comms.control)
             together(plan, comms.control)
-        self._warn(plan, state)
+        self._warn_about_state(plan, state)
         return state
 
     def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
@@ -373,7 +375,7 @@ class StepStates:
         self.agreement.agree(comms, "adopt", plan)
         blocks = blocks_for(plan, old)
         with bind_mesh(mesh), losing_no_peer(comms):
-            state = first_state(plan, self.parts.optimizer, blocks.__getitem__, self.key, self._scale())
+            state = first_state(plan, self.parts.optimizer, blocks.__getitem__, self.key, self._make_scale())
         if not fresh:
             with told_before(comms.control):
                 opt_state = merged(state.opt_state, old, state.params)
@@ -408,10 +410,10 @@ class StepStates:
 
     def abstract(self, plan: Plan) -> TrainState:
         """Returns the first one as shapes, but for the model state."""
-        return abstract_state(plan, self.parts.optimizer, self.key, self._scale())
+        return abstract_state(plan, self.parts.optimizer, self.key, self._make_scale())
 
-    def _warn(self, plan: Plan, state: TrainState) -> None:
+    def _warn_about_state(self, plan: Plan, state: TrainState) -> None:
         warn_of_narrow_updates(plan, state.opt_state, has_policy=self.planner.policy is not None)
 
-    def _scale(self) -> PyTree:
+    def _make_scale(self) -> PyTree:
         return () if self.parts.loss_scale is None else self.parts.loss_scale.init()

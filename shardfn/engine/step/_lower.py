@@ -220,13 +220,21 @@ class StepProfile:
 
     def __str__(self) -> str:
         reasons: dict[str, str] = {}
-        parts = [f"a step, the mean of {self.steps}: {_ms(self.seconds)}, {self.sent:,.0f} bytes sent by this rank"]
+        parts = [
+            f"a step, the mean of {self.steps}: {_format_ms(self.seconds)}, {self.sent:,.0f} bytes sent by this rank"
+        ]
         if self.predicted is not None:
-            parts[0] += f"; predicted {_ms(self.predicted.seconds)}"
+            parts[0] += f"; predicted {_format_ms(self.predicted.seconds)}"
         if self.phases:
-            parts += ["", columns([self._head("phase"), *(self._phase(name, reasons) for name in self.phases)])]
+            parts += [
+                "",
+                columns([self._format_head("phase"), *(self._format_phase(name, reasons) for name in self.phases)]),
+            ]
         if self.leaves:
-            parts += ["", columns([self._head("leaf"), *(self._leaf(row, reasons) for row in self.leaves)])]
+            parts += [
+                "",
+                columns([self._format_head("leaf"), *(self._format_leaf(row, reasons) for row in self.leaves)]),
+            ]
         notes = [*(f"[{mark}] {reason}" for reason, mark in reasons.items()), *self.notes]
         return "\n".join([*parts, *([""] if notes else []), *notes])
 
@@ -236,31 +244,33 @@ class StepProfile:
     def _repr_html_(self) -> str:
         return as_html(str(self))
 
-    def _head(self, first: str) -> tuple[str, ...]:
+    def _format_head(self, first: str) -> tuple[str, ...]:
         head = (first, "calls", "bytes sent", "measured")
         return head if self.predicted is None else (*head, "predicted")
 
-    def _phase(self, name: str, reasons: dict[str, str]) -> tuple[str, ...]:
+    def _format_phase(self, name: str, reasons: dict[str, str]) -> tuple[str, ...]:
         says = None if self.predicted is None else self.predicted.phases.get(name)
-        return self._cells(name, self.phases[name], says, reasons, _UNPREDICTED.get(name, _ABSENT))
+        return self._format_cells(name, self.phases[name], says, reasons, _UNPREDICTED.get(name, _ABSENT))
 
-    def _leaf(self, row: Row, reasons: dict[str, str]) -> tuple[str, ...]:
+    def _format_leaf(self, row: Row, reasons: dict[str, str]) -> tuple[str, ...]:
         what, paths = row
         known = {} if self.predicted is None else self.predicted.leaves
         found = [took for (part, names), took in known.items() if part == what and set(names) & set(paths)]
         says = sum(found) if found else None
         first, *others = paths
         more = f" and {len(others)} more" if others else ""
-        return self._cells(f"{what} {first}{more}", self.leaves[row], says, reasons, _UNSEEN)
+        return self._format_cells(f"{what} {first}{more}", self.leaves[row], says, reasons, _UNSEEN)
 
-    def _cells(self, name: str, spent: Spent, says: float | None, reasons: dict[str, str], why: str) -> tuple[str, ...]:
+    def _format_cells(
+        self, name: str, spent: Spent, says: float | None, reasons: dict[str, str], why: str
+    ) -> tuple[str, ...]:
         """Returns a row. A prediction that is missing has a mark, and its reason is noted under that mark."""
         cells = (name, f"{spent.calls / self.steps:g}", f"{spent.sent / self.steps:,.0f}")
-        cells += (_ms(spent.seconds / self.steps),)
+        cells += (_format_ms(spent.seconds / self.steps),)
         if self.predicted is None:
             return cells
         if says is not None:
-            return (*cells, _ms(says))
+            return (*cells, _format_ms(says))
         return (*cells, f"- [{reasons.setdefault(why, chr(ord('a') + len(reasons)))}]")
 
 
@@ -269,18 +279,18 @@ def measured(
 ) -> StepProfile:
     """Returns the profile of `steps` calls of `run`, which make one step each."""
     with count_traffic() as traffic, measured_into(Spans(traffic)) as spans:
-        _synchronize(mesh)
+        _synchronize_device(mesh)
         start = time.perf_counter()
         for _ in range(steps):
             run()
-        _synchronize(mesh)
+        _synchronize_device(mesh)
         seconds = time.perf_counter() - start
     notes = list[str]()
     if jitted:
         notes.append("the step is jitted: it runs as one program, whose phases and leaves are not measured apart.")
     elif mesh.device.type != "cpu":
         notes.append(f"on {mesh.device.type} work is queued: times of parts are the host's; the whole step's is real.")
-    phases = {} if jitted else _by_phase(spans.spent, seconds, traffic.bytes, steps)
+    phases = {} if jitted else _sum_by_phase(spans.spent, seconds, traffic.bytes, steps)
     leaves = {row: spent for row, spent in spans.spent.items() if row[1]}
     most = sorted(leaves, key=lambda row: (_MESSAGES.index(row[0]), -leaves[row].seconds))
     by_leaf = {row: leaves[row] for row in most}
@@ -297,15 +307,15 @@ def predict(lowered: Lowered, cluster: Cluster) -> Predicted:
     for event in found.events:
         phase = phase_of[event.name]
         if event.lane == "wait" and event.name in waits:
-            phases[_kind(waits[event.name].op, phase, waits[event.name].leaves)] += event.seconds
+            phases[_find_kind(waits[event.name].op, phase, waits[event.name].leaves)] += event.seconds
         elif event.lane in ("compute", "wait"):
             phases[phase] += event.seconds
         elif event.name in sent and (move := sent[event.name]).leaves:
-            leaves[_kind(move.op, phase, move.leaves), move.leaves] += event.seconds
+            leaves[_find_kind(move.op, phase, move.leaves), move.leaves] += event.seconds
     return Predicted(found.seconds, dict(phases), dict(leaves))
 
 
-def _kind(op: str, phase: str, leaves: tuple[str, ...]) -> str:
+def _find_kind(op: str, phase: str, leaves: tuple[str, ...]) -> str:
     """Where a profile counts a transfer of a captured step."""
     if not leaves:
         return phase
@@ -314,7 +324,7 @@ def _kind(op: str, phase: str, leaves: tuple[str, ...]) -> str:
     return "refresh" if phase == "update" else "gather"
 
 
-def _by_phase(spent: Mapping[Row, Spent], seconds: float, sent: int, steps: int) -> dict[str, Spent]:
+def _sum_by_phase(spent: Mapping[Row, Spent], seconds: float, sent: int, steps: int) -> dict[str, Spent]:
     out = {name: Spent() for name in PHASES}
     for (what, _), took in spent.items():
         into = out[what]
@@ -326,10 +336,10 @@ def _by_phase(spent: Mapping[Row, Spent], seconds: float, sent: int, steps: int)
     return out | {"rest": rest}
 
 
-def _synchronize(mesh: Mesh) -> None:
+def _synchronize_device(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"

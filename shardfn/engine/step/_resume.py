@@ -44,13 +44,13 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
     """
     values, told = reopen(plan, control)
     problems = _cut_otherwise(plan, like, told)
-    opt_state = _filled(plan, "opt_state", like.opt_state, values, problems)
-    rest = _filled(plan, "state", like._replace(params=(), opt_state=()), values, problems)
-    casts = _casts(plan, opt_state, values)
+    opt_state = _fill_part(plan, "opt_state", like.opt_state, values, problems)
+    rest = _fill_part(plan, "state", like._replace(params=(), opt_state=()), values, problems)
+    casts = _cast_masters(plan, opt_state, values)
     raise_all(ValueError, "the commit on disk is not this step's state:", problems)
-    params = tree_leaves(_filled(plan, "params", like.params, values | casts, problems, {*casts}))
+    params = tree_leaves(_fill_part(plan, "params", like.params, values | casts, problems, {*casts}))
     raise_all(ValueError, "the commit on disk is not this step's state:", problems)
-    blocks = _whole(plan, channels, [x.held for x in params], casts)
+    blocks = _gather_blocks(plan, channels, [x.held for x in params], casts)
     return rest._replace(params=wrap(plan, blocks), opt_state=opt_state)
 
 
@@ -69,7 +69,7 @@ def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[s
     ]
 
 
-def _filled(
+def _fill_part(
     plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str], rows: Collection[str] = ()
 ) -> Any:
     """Returns a part of the state, from its values.
@@ -80,13 +80,13 @@ def _filled(
     return tree_unflatten(
         treedef,
         [
-            _leaf(plan, path, x, values.get(path), problems, path in rows)
+            _read_leaf(plan, path, x, values.get(path), problems, path in rows)
             for path, x in zip(tree_paths(like, name), leaves, strict=True)
         ],
     )
 
 
-def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
+def _read_leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
     own = like.held if isinstance(like, GlobalTensor) else like
     if value is None:
         problems.append(f"{path} is missing")
@@ -97,10 +97,10 @@ def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], row
         return like
     if not isinstance(like, GlobalTensor):
         return value
-    return like.with_block(_placed(plan, value, like))
+    return like.with_block(_place_value(plan, value, like))
 
 
-def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
+def _place_value(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
     if is_disk(like.memory_kind):
         return store(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
@@ -108,7 +108,7 @@ def _placed(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
     return here if is_host(like.memory_kind) else here.to(plan.mesh.device, copy=True)
 
 
-def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+def _cast_masters(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the parameters that the commit does not hold, as casts of their master copies."""
     if not isinstance(opt_state, MasterState):
         return {}
@@ -118,7 +118,9 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
         return {leaf.path: paths[leaf.path].local.to(leaf.dtypes.param) for leaf in missing}
 
 
-def _whole(plan: Plan, channels: AnyChannels, blocks: list[StoredValue], casts: dict[str, Tensor]) -> list[StoredValue]:
+def _gather_blocks(
+    plan: Plan, channels: AnyChannels, blocks: list[StoredValue], casts: dict[str, Tensor]
+) -> list[StoredValue]:
     """Gathers blocks where this rank has only its rows."""
     if not casts:
         return blocks
@@ -155,7 +157,7 @@ def merged(fresh: PyTree, old: TrainState, params: PyTree) -> PyTree:
     now = dict(zip(tree_entries(fresh), tree_leaves(fresh), strict=True))
     names = dict(zip(tree_entries(fresh), tree_paths(fresh, "opt_state"), strict=True))
     names |= dict(zip(tree_entries(old.opt_state), tree_paths(old.opt_state, "opt_state"), strict=True))
-    groups = _owners(old.opt_state, params) | _owners(fresh, params)
+    groups = _find_owners(old.opt_state, params) | _find_owners(fresh, params)
     trained, trains = ({groups[path] for path in side} - {None} for side in (was, now))
     problems = [f"{names[p]} is new" for p in now if p not in was and groups[p] in {None, *trained}]
     problems += [f"{names[p]} is not kept any more" for p in was if p not in now and groups[p] in {None, *trains}]
@@ -170,16 +172,16 @@ def merged(fresh: PyTree, old: TrainState, params: PyTree) -> PyTree:
         "this step's optimizer is not that of the state; begin with a new state of it, adopt(state, opt_state='new'):",
         sorted(problems),
     )
-    moved = reshard([was[p] for p in both], [now[p].placement for p in both], mesh=_mesh(now))
+    moved = reshard([was[p] for p in both], [now[p].placement for p in both], mesh=_find_mesh(now))
     values = now | dict(zip(both, moved, strict=True))
     return tree_unflatten(tree_flatten(fresh)[1], [values[p] for p in tree_entries(fresh)])
 
 
-def _mesh(leaves: dict[Any, GlobalTensor]) -> Any:
+def _find_mesh(leaves: dict[Any, GlobalTensor]) -> Any:
     return next((x.mesh for x in leaves.values()), None)
 
 
-def _owners(tree: PyTree, params: PyTree) -> dict[tuple[Any, ...], Any]:
+def _find_owners(tree: PyTree, params: PyTree) -> dict[tuple[Any, ...], Any]:
     """Returns the parameter to which a leaf of an optimizer's state belongs, by path.
 
     None of a counter for all of them.

@@ -240,9 +240,9 @@ class Sharded(Transform):
 
         Inside a transform, or if an argument requires a gradient, as a pure function.
         """
-        if transforming() or capturing() or _differentiated((params, args)):
+        if transforming() or capturing() or _is_differentiated((params, args)):
             return self.pure(params, *args)
-        return self._call(self._programs.call, None, params, args)
+        return self._make_call(self._programs.call, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """Returns the same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
@@ -303,7 +303,7 @@ class Sharded(Transform):
 
         def admit() -> AdmittedCall:
             # A bound function keeps the arguments, not their copies on the device.
-            given, constant = self._given(params, args)
+            given, constant = self._check_given(params, args)
             moved = given.moved(self.mesh.device)
             key = self._programs.signature(moved)
 
@@ -341,17 +341,17 @@ class Sharded(Transform):
 
         def compile(backend: str | None) -> Callable[..., Any]:
             call_of = self._programs.compile(program, backend, comms_of(self.mesh))
-            return lambda params, *args: self._call(call_of, only, params, args)
+            return lambda params, *args: self._make_call(call_of, only, params, args)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
-    def _call(
+    def _make_call(
         self, call_of: Callable[[FunctionArgs], ProgramCall[PyTree]], only: Any, params: PyTree, args: tuple[Any, ...]
     ) -> Any:
         """Makes one call, by `call_of`; if `only` is not None, for that signature only."""
 
         def admit() -> AdmittedCall:
-            given, constant = self._given(params, args)
+            given, constant = self._check_given(params, args)
             given = given.moved(self.mesh.device)
             if only is not None and self._programs.signature(given) != only:
                 raise ValueError(
@@ -372,7 +372,7 @@ class Sharded(Transform):
 
         return run_call(self.mesh, admit)
 
-    def _given(self, params: PyTree, args: tuple[Any, ...]) -> tuple[FunctionArgs, Constant]:
+    def _check_given(self, params: PyTree, args: tuple[Any, ...]) -> tuple[FunctionArgs, Constant]:
         """Returns the arguments of a call, and the facts that ranks compare; refuses a bad call."""
         check_alive(params, "params")
         plan = self._plan_of(params)
@@ -405,7 +405,7 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
     )
 
 
-def _differentiated(tree: PyTree) -> bool:
+def _is_differentiated(tree: PyTree) -> bool:
     if not torch.is_grad_enabled():
         return False
     held = [x.held if isinstance(x, GlobalTensor) and not x.donated else x for x in tree_leaves(tree)]

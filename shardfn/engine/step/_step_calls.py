@@ -179,7 +179,7 @@ class StepCalls:
                 return call.run(comms, agreed, state)
 
             def end(comms: Comms, result: tuple[TrainState, dict[str, Tensor]]) -> Any:
-                new, metrics = self._ended(comms, plan, state, *result)
+                new, metrics = self._end_step(comms, plan, state, *result)
                 with losing_no_peer(comms):
                     compare_first_step(plan, new.model_state, metrics, comms.control)
                 return new, metrics
@@ -192,7 +192,7 @@ class StepCalls:
                 (rows.text, rows.sizes),
                 lambda control, agreed: begun(plan, batch, agreed),
                 end,
-                lambda agreed: self._naming(batch, admission.planner, agreed),
+                lambda agreed: self._name_call(batch, admission.planner, agreed),
             )
 
         return run_call(admission.planner.mesh, admit)
@@ -205,7 +205,7 @@ class StepCalls:
             return found
 
         name, call = "the gradients of step", "step.gradients(state, batch)"
-        return self._differentiate(state, batch, name, call, then, lambda comms, plan, found: found)
+        return self._call_with_gradients(state, batch, name, call, then, lambda comms, plan, found: found)
 
     def step_of_losses(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """Makes a step over several losses: gradients, and then the update, with one agreement."""
@@ -222,10 +222,10 @@ class StepCalls:
 
         def end(comms: Comms, plan: Plan, result: tuple[TrainState, dict[str, Tensor], Found]) -> Any:
             new, updated, found = result
-            new, _ = self._ended(comms, plan, state, new, updated)
+            new, _ = self._end_step(comms, plan, state, new, updated)
             return new, found.metrics | {"skipped": updated["skipped"]}
 
-        return self._differentiate(state, batch, "step", "step(state, batch)", update, end)
+        return self._call_with_gradients(state, batch, "step", "step(state, batch)", update, end)
 
     def update(self, state: TrainState, passed: UpdateArgs) -> tuple[TrainState, dict[str, Tensor]]:
         """Makes the update of a step, as `ShardedStep.update`."""
@@ -249,7 +249,7 @@ class StepCalls:
                 return agreed
 
             def end(comms: Comms, result: tuple[TrainState, dict[str, Tensor]]) -> Any:
-                return self._ended(comms, plan, state, *result)
+                return self._end_step(comms, plan, state, *result)
 
             # All ranks skip an update, or none does.
             facts, what = (f"finite: {given.finite}", ()), named_call("the update of step", plan, state)
@@ -288,7 +288,7 @@ class StepCalls:
         """Returns the calls of the first loss, which update for all losses."""
         return next(iter(self.sources.values())).programs
 
-    def _differentiate(
+    def _call_with_gradients(
         self,
         state: TrainState,
         batch: PyTree,
@@ -316,7 +316,7 @@ class StepCalls:
             constant, what = admission.constant(plan, state), named_call(name, plan, state)
 
             def run(comms: Comms, agreed: Sequence[Agreed]) -> Any:
-                return then(comms, plan, self._found(comms, plan, state, calls, agreed))
+                return then(comms, plan, self._compute_gradients(comms, plan, state, calls, agreed))
 
             def on_each(control: AnyControl, agreed: Agreed) -> list[Agreed]:
                 rows = {x.name: x.rows.batch for x in calls} if self.are_several else calls[0].rows.batch
@@ -341,14 +341,14 @@ class StepCalls:
             loss_calls.append(LossCall(name, source, mine, rows, source.programs.gradients(mine, state, rows.args)))
         return loss_calls
 
-    def _found(
+    def _compute_gradients(
         self, comms: Comms, plan: Plan, state: TrainState, calls: Sequence[LossCall], agreed: Sequence[Agreed]
     ) -> Found:
         """Computes the gradients of all losses in turn. A loss takes the model state that the one before has left."""
         found: dict[str, Found] = {}
         for one, which in zip(calls, agreed, strict=True):
             # The error is sent to the other ranks as it is, and then names the leaves.
-            with self._naming(one.rows.batch, one.source.planner, which), losing_no_peer(comms):
+            with self._name_call(one.rows.batch, one.source.planner, which), losing_no_peer(comms):
                 compare_first_batch(one.plan, one.rows.batch, comms.control)
                 own = found[one.name] = one.call.run(comms, which, state)
                 # Before the end of the step, ranks may hold parts of a sum that is made there.
@@ -357,7 +357,7 @@ class StepCalls:
             state = state._replace(model_state=own.model_state)
         return combined(plan, found, calls, state) if self.are_several else found[""]
 
-    def _naming(self, batch: PyTree, planner: Planner, agreed: Agreed) -> AbstractContextManager[None]:
+    def _name_call(self, batch: PyTree, planner: Planner, agreed: Agreed) -> AbstractContextManager[None]:
         return naming_unequal(batch, planner.batch, planner.mesh, agreed.sizes)
 
     def _compare_end(
@@ -367,7 +367,7 @@ class StepCalls:
         if passed.finish(self.admission.parts) is not None and not bool(metrics["skipped"]):
             compare_first_end(plan, new.model_state, comms.control)
 
-    def _ended(
+    def _end_step(
         self, comms: Comms, plan: Plan, old: TrainState, new: TrainState, metrics: dict[str, Tensor]
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """Advances the loss scale of the new state, and commits the state where it is on disk."""

@@ -258,7 +258,7 @@ class ShardedStep(Transform):
             0
         """
         self._refuse_several("lower")
-        plan, given, args = self._abstract(state, batch, phase)
+        plan, given, args = self._make_abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given, args)
         key = signature(plan, args), shapes_of(given.model_state)
 
@@ -316,7 +316,9 @@ class ShardedStep(Transform):
         found = measured(self.mesh, run, steps, predicted, jitted=self._jitted is not None)
         return now, found
 
-    def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
+    def _make_abstract(
+        self, state: PyTree, batch: PyTree, phase: Phase | None
+    ) -> tuple[Plan, TrainState, tuple[Any, ...]]:
         given = state
         if not isinstance(state, TrainState):
             leaves, treedef = tree_flatten(state)
