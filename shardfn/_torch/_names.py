@@ -222,7 +222,7 @@ def unbound(method: Any) -> Callable[..., Any]:
     if hasattr(method, "__func__"):
         return method.__func__
 
-    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def call_unbound(cls: type, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(None, cls)(*args, **kwargs)
 
-    return call
+    return call_unbound

@@ -15,17 +15,17 @@ def default_group() -> Any:
     Raises:
         ValueError: there is no process group.
     """
-    return _c10d()._get_default_group()
+    return _load_c10d()._get_default_group()
 
 
 def default_store() -> Any:
     """Returns the store of the default group."""
-    return _c10d()._get_default_store()
+    return _load_c10d()._get_default_store()
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Returns whether a group has not been destroyed."""
-    return group in _c10d()._world.pg_map
+    return group in _load_c10d()._world.pg_map
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def on_one_thread() -> Iterator[None]:
     if not dist.is_gloo_available():
         yield
         return
-    c10d, own = _c10d(), _c10d().ProcessGroupGloo
+    c10d, own = _load_c10d(), _load_c10d().ProcessGroupGloo
     c10d.ProcessGroupGloo = _SharingGloo
     try:
         yield
@@ -77,7 +77,7 @@ def registered_group(
         backend: backend. None: that of the default group.
         timeout: timeout of its collectives. None: the default of the backend.
     """
-    c10d = _c10d()
+    c10d = _load_c10d()
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     made = dist.Backend(backend or default_backend)
     limit = timeout or c10d._get_default_timeout(made)
@@ -93,5 +93,5 @@ def default_timeout(device: torch.device) -> datetime.timedelta:
     return default_group()._get_backend(torch.device(device.type)).options._timeout
 
 
-def _c10d() -> Any:
+def _load_c10d() -> Any:
     return dist.distributed_c10d

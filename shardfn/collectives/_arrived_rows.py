@@ -29,7 +29,7 @@ def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> 
         >>> arrived_rows(torch.ones(3), torch.tensor([[2]]))
         tensor([1., 1., 1.])
     """
-    if not _marks(x, sizes):
+    if not _can_mark(x, sizes):
         return x
     return _Arrived.apply(x, sizes)  # pyright: ignore[reportReturnType]
 
@@ -45,10 +45,10 @@ def rows_as(x: Shaped[Tensor, "rows ..."], like: Shaped[Tensor, "come ..."]) -> 
         >>> rows_as(torch.tensor([0, 1, -1]), torch.ones(2))
         tensor([0, 1])
     """
-    return torch.ops.shardfn.rows_as(x, like.detach()) if _marks(x, like) else x[: len(like)]
+    return torch.ops.shardfn.rows_as(x, like.detach()) if _can_mark(x, like) else x[: len(like)]
 
 
-def _marks(*tensors: Tensor) -> bool:
+def _can_mark(*tensors: Tensor) -> bool:
     return recording() and not any(functorch.is_batchedtensor(x) for x in tensors)
 
 

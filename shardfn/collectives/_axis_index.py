@@ -50,7 +50,7 @@ class AxisNumber:
 
     def __bool__(self) -> bool:
         """Refuses, as ranks would go different ways."""
-        self._refuse(
+        self._refuse_conversion(
             "the truth of a number made of sf.axis_index",
             "they would go different ways, and a number that max, min or if chooses by it would count as the same on"
             " all ranks. Compute with it: a comparison is 0 or 1, so that max(0, i - 1) is (i - 1) * (i > 0)",
@@ -58,7 +58,7 @@ class AxisNumber:
 
     def __index__(self) -> int:
         """Refuses, as an element of a list would count as the same on all ranks."""
-        self._refuse(
+        self._refuse_conversion(
             "an index, a length or a range by a number made of sf.axis_index",
             "an element that is chosen by it would count as the same on all ranks. Index a tensor: for numbers xs,"
             " torch.tensor(xs)[i]; for x.chunk(n)[i] a slice of x",
@@ -66,7 +66,7 @@ class AxisNumber:
 
     def __float__(self) -> float:
         """Refuses, as the result of a function of `math` would count as the same on all ranks."""
-        self._refuse(
+        self._refuse_conversion(
             "the float of a number made of sf.axis_index",
             "a float, and a result of math, would count as the same on all ranks. Compute with i * 1.0, and by torch:"
             " math.sin(i) is torch.tensor(i).sin()",
@@ -82,7 +82,7 @@ class AxisNumber:
         """Returns a power."""
         if modulus is not None:
             return self**other % modulus
-        return _operated(operator.pow, self, other)
+        return _apply_operator(operator.pow, self, other)
 
     def __round__(self, ndigits: int | None = None) -> "AxisNumber":
         """Returns a rounded number."""
@@ -100,7 +100,7 @@ class AxisNumber:
         """Returns the plain number as text."""
         return format(self.value, spec)
 
-    def _refuse(self, what: str, why: str) -> NoReturn:
+    def _refuse_conversion(self, what: str, why: str) -> NoReturn:
         raise AxisTypeError(
             f"{what} differs between ranks along {', '.join(map(repr, self.axes))}: {why}. Where only this rank's own"
             " affairs depend on it, such as its prints, take int(i), a plain number."
@@ -132,7 +132,7 @@ def with_plain_numbers(x: Any) -> Any:
     return slice(*map(plain, (x.start, x.stop, x.step))) if kind is slice else plain(x)
 
 
-def _operated(f: Callable[..., Any], *operands: Any) -> Any:
+def _apply_operator(f: Callable[..., Any], *operands: Any) -> Any:
     """Returns `f` of numbers, as numbers along the axes of all of them; NotImplemented where an operand is another."""
     axes: dict[str, None] = {}
     for x in operands:
@@ -146,20 +146,20 @@ def _operated(f: Callable[..., Any], *operands: Any) -> Any:
     return AxisNumber(out, tuple(axes))
 
 
-def _method(f: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+def _make_method(f: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
     if swapped:
-        return lambda self, other: _operated(f, other, self)
-    return lambda self, *rest: _operated(f, self, *rest)
+        return lambda self, other: _apply_operator(f, other, self)
+    return lambda self, *rest: _apply_operator(f, self, *rest)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor"):
     _f = getattr(operator, f"__{_name}__")
-    setattr(AxisNumber, f"__{_name}__", _method(_f))
-    setattr(AxisNumber, f"__r{_name}__", _method(_f, swapped=True))
-AxisNumber.__rpow__ = _method(operator.pow, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
-AxisNumber.__divmod__ = _method(divmod)  # pyright: ignore[reportAttributeAccessIssue]
-AxisNumber.__rdivmod__ = _method(divmod, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(AxisNumber, f"__{_name}__", _make_method(_f))
+    setattr(AxisNumber, f"__r{_name}__", _make_method(_f, swapped=True))
+AxisNumber.__rpow__ = _make_method(operator.pow, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
+AxisNumber.__divmod__ = _make_method(divmod)  # pyright: ignore[reportAttributeAccessIssue]
+AxisNumber.__rdivmod__ = _make_method(divmod, swapped=True)  # pyright: ignore[reportAttributeAccessIssue]
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs"):
-    setattr(AxisNumber, f"__{_name}__", _method(getattr(operator, _name)))
+    setattr(AxisNumber, f"__{_name}__", _make_method(getattr(operator, _name)))
 for _f in (math.floor, math.ceil, math.trunc):
-    setattr(AxisNumber, f"__{_f.__name__}__", _method(_f))
+    setattr(AxisNumber, f"__{_f.__name__}__", _make_method(_f))

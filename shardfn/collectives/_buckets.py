@@ -54,10 +54,10 @@ def padded(flat: Tensor, size: int) -> Tensor:
 
 def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
     """Raises unless every leaf is a floating point tensor that no gradient is taken of."""
-    bad = [f"{path} is {_kind(x)}" for path, x in zip(paths, leaves, strict=True)
+    bad = [f"{path} is {_describe_kind(x)}" for path, x in zip(paths, leaves, strict=True)
            if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
     raise_all(TypeError, f"{op} takes floating point tensors:", bad)
-    bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _followed(x)]
+    bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _is_followed(x)]
     raise_all(
         NotImplementedError,
         f"{op} is no linear function and has no derivative, nor is it mapped by vmap; call it outside of torch.func and"
@@ -66,11 +66,11 @@ def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
     )
 
 
-def _kind(x: Any) -> str:
+def _describe_kind(x: Any) -> str:
     return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
 
 
-def _followed(x: Tensor) -> bool:
+def _is_followed(x: Tensor) -> bool:
     if is_functorch_wrapped_tensor(x) or (x.requires_grad and torch.is_grad_enabled()):
         return True
     return forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None

@@ -55,13 +55,13 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
         ...     carry(torch.ones(2), route((2,), Placement(), half, mesh))
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    for hop, _, shape in _in_one(route):
+    for hop, _, shape in _merge_hops(route):
         if isinstance(hop, Cast):
             block = block.to(hop.dtype)
         elif isinstance(hop, Move) and move is not None:
             block = move(block, hop.memory_kind)
         else:
-            block = bind(block, _call(block, hop, shape))
+            block = bind(block, _call_of_hop(block, hop, shape))
     return block
 
 
@@ -83,12 +83,12 @@ def carry_all(
         ValueError: a route rounds to codes.
     """
     out: list[StoredValue] = list(blocks)
-    groups = _groups([x.dtype for x in blocks], routes)
-    staggered([_run(out, at, [routes[i] for i in at], send, keep) for at in groups])
+    groups = _group_routes([x.dtype for x in blocks], routes)
+    staggered([_carry_group(out, at, [routes[i] for i in at], send, keep) for at in groups])
     return out
 
 
-def _groups(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list[int]]:
+def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list[int]]:
     """The routes that share messages, by number: of small leaves of one dtype, with the same hops. Equal on all ranks.
 
     A group has the place of its first route.
@@ -96,7 +96,7 @@ def _groups(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list
     out: list[list[int]] = []
     shared: dict[object, tuple[list[int], int]] = {}
     for i, (dtype, way) in enumerate(zip(dtypes, routes, strict=True)):
-        hops = tuple(hop for hop, _, _ in _in_one(way))
+        hops = tuple(hop for hop, _, _ in _merge_hops(way))
         nbytes = math.prod(way.shape) * max(dtype.itemsize, (way.dst.dtype or dtype).itemsize)
         if nbytes >= SMALL or not any(isinstance(hop, AllGather | AllToAll) for hop in hops):
             out.append([i])
@@ -110,11 +110,11 @@ def _groups(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list
     return out
 
 
-def _run(
+def _carry_group(
     out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
 ) -> Iterator[None]:
     """Brings `out[i]` along routes of the same hops; each time that something is on its way, others go on."""
-    for step in zip(*map(_in_one, routes), strict=True):
+    for step in zip(*map(_merge_hops, routes), strict=True):
         blocks, hop = [out[i] for i in at], step[0][0]
         if isinstance(hop, Move):
             moved = hop.memory_kind
@@ -128,7 +128,7 @@ def _run(
             if isinstance(hop, Cast):
                 ends = [x.to(hop.dtype) for x in here]
             else:
-                calls = [_call(x, one, shape) for x, (one, _, shape) in zip(here, step, strict=True)]
+                calls = [_call_of_hop(x, one, shape) for x, (one, _, shape) in zip(here, step, strict=True)]
                 wait = start_together(here, calls)
                 del blocks, here
                 yield
@@ -139,7 +139,7 @@ def _run(
         out[i] = keep(i, out[i])
 
 
-def _in_one(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
+def _merge_hops(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
     """Hops, the placements before them, and the shapes of this rank's block after them.
 
     Two hops of one gather, or of one sum, are one.
@@ -159,7 +159,7 @@ def _in_one(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
         yield hop, before, after.block_shape(route.shape, mesh.shape, mesh.coords)
 
 
-def _call(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
+def _call_of_hop(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
     """The collective that a hop is, of a block that then has `shape`."""
     match hop:
         case Psum(axes):

@@ -43,7 +43,7 @@ class Code(NamedTuple):
 
     def length(self, c: int) -> int:
         """Returns the bytes of a message of c elements."""
-        return _length(c, self.bits, self.block)
+        return _message_length(c, self.bits, self.block)
 
     def encode(self, flat: Tensor, sizes: Sequence[int], c: int) -> Tensor:
         """One message of c elements for each block of `flat`, uint8."""
@@ -62,23 +62,23 @@ class Code(NamedTuple):
         return _ops.decode_sum_encode(messages, num, c, *self)
 
 
-def _length(c: int, bits: int, block: int) -> int:
+def _message_length(c: int, bits: int, block: int) -> int:
     return -(-(4 * -(-c // block) + -(-c * bits // 8)) // 4) * 4
 
 
-def _encode(flat: Tensor, runs: Sequence[int], c: int, bits: int, block: int) -> Tensor:
+def _encode_runs(flat: Tensor, runs: Sequence[int], c: int, bits: int, block: int) -> Tensor:
     rows, start = list[Tensor](), 0
     for num, n in zip(runs[::2], runs[1::2], strict=True):
         x = flat[start : start + num * n].view(num, n)
         rows.append(x if n == c else torch.nn.functional.pad(x, (0, c - n)))
         start += num * n
     x = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return _message(*quantize(x.float() if x.dtype == torch.float64 else x, bits=bits, block=block))
+    return _join_message(*quantize(x.float() if x.dtype == torch.float64 else x, bits=bits, block=block))
 
 
-def _decode(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+def _decode_runs(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
     num, narrow = sum(runs[::2]), torch.float32 if dtype == torch.float64 else dtype
-    codes, scales = _parts(messages.view(num, -1), c, bits, block)
+    codes, scales = _split_messages(messages.view(num, -1), c, bits, block)
     x = dequantize(codes, scales, c, bits=bits, block=block, dtype=narrow)
     rows, start = list[Tensor](), 0
     for num, n in zip(runs[::2], runs[1::2], strict=True):
@@ -88,17 +88,17 @@ def _decode(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int
 
 
 def _decode_sum(messages: Tensor, num: int, n: int, c: int, bits: int, block: int) -> Tensor:
-    codes, scales = _parts(messages.view(num, 1, -1), c, bits, block)
+    codes, scales = _split_messages(messages.view(num, 1, -1), c, bits, block)
     total = dequantize_sum(codes, scales, c, bits=bits, block=block).view(-1)
     return total if n == c else total[:n].clone()
 
 
 def _decode_sum_encode(messages: Tensor, num: int, c: int, bits: int, block: int) -> Tensor:
-    codes, scales = _parts(messages.view(num, -1, _length(c, bits, block)), c, bits, block)
-    return _message(*dequantize_sum_quantize(codes, scales, c, bits=bits, block=block))
+    codes, scales = _split_messages(messages.view(num, -1, _message_length(c, bits, block)), c, bits, block)
+    return _join_message(*dequantize_sum_quantize(codes, scales, c, bits=bits, block=block))
 
 
-def _message(codes: Tensor, scales: Tensor) -> Tensor:
+def _join_message(codes: Tensor, scales: Tensor) -> Tensor:
     parts = [scales.view(torch.uint8), codes.view(torch.uint8)]
     padding = -sum(x.shape[1] for x in parts) % 4
     if padding:
@@ -106,7 +106,7 @@ def _message(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat(parts, 1).view(-1)
 
 
-def _parts(messages: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+def _split_messages(messages: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
     begin = 4 * -(-c // block)
     codes = messages[..., begin : begin + -(-c * bits // 8)].contiguous()
     scales = messages[..., :begin].contiguous().view(torch.float32)
@@ -114,8 +114,8 @@ def _parts(messages: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Ten
 
 
 for _name, _impl in (
-    ("encode", _encode),
-    ("decode", _decode),
+    ("encode", _encode_runs),
+    ("decode", _decode_runs),
     ("decode_sum", _decode_sum),
     ("decode_sum_encode", _decode_sum_encode),
 ):
@@ -124,7 +124,7 @@ for _name, _impl in (
 
 @torch.library.register_fake("shardfn::encode", lib=_LIBRARY)
 def _(flat: Tensor, runs: Sequence[int], c: int, bits: int, block: int) -> Tensor:
-    return flat.new_empty(sum(runs[::2]) * _length(c, bits, block), dtype=torch.uint8)
+    return flat.new_empty(sum(runs[::2]) * _message_length(c, bits, block), dtype=torch.uint8)
 
 
 @torch.library.register_fake("shardfn::decode", lib=_LIBRARY)

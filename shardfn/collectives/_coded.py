@@ -39,19 +39,19 @@ class CodedGather:
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """See `TwoHops.bring`. The blocks arrive in code, and take half the memory and wire, or a quarter."""
         assert isinstance(self._inner, TwoHops)
-        return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
+        return self._inner.bring(self._encode_block(own, max(sizes)), self._message_lengths(sizes))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """See `Channel.all_gather`. With two hops the second, from the result of `bring`."""
         c = max(sizes)
-        message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
-        pending = self._inner.all_gather(message, self._lengths(sizes))
+        message = own if isinstance(self._inner, TwoHops) else self._encode_block(own, c)
+        pending = self._inner.all_gather(message, self._message_lengths(sizes))
         return pending.then(lambda messages: self._code.decode(messages, sizes, c, self._dtype))
 
-    def _encoded(self, own: Tensor, c: int) -> Tensor:
+    def _encode_block(self, own: Tensor, c: int) -> Tensor:
         return self._code.encode(own.reshape(-1), [own.numel()], c)
 
-    def _lengths(self, sizes: Sequence[int]) -> list[int]:
+    def _message_lengths(self, sizes: Sequence[int]) -> list[int]:
         return [self._code.length(max(sizes))] * len(sizes)
 
 

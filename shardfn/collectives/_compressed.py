@@ -207,19 +207,21 @@ def decoded(
         tensor([2., 3.])
     """
     check_compressor("decoded", compressor)
-    between, inside = _lines("decoded", axis, outer)
+    between, inside = _compressed_and_exact_lines("decoded", axis, outer)
     leaves, treedef = tree_flatten(like)
     pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
-    cuts = [cut_of(x.numel(), _size(between), compressor.quantum, _size(inside)) for x in leaves]
+    cuts = [cut_of(x.numel(), _line_size(between), compressor.quantum, _line_size(inside)) for x in leaves]
     with torch.no_grad():
         out = [
-            _apart(_decoded(part, x, cut, compressor, _memory_of(x) if donate else None), part) if cut.n else x
+            _copy_from_codes(_decode_leaf(part, x, cut, compressor, _memory_of(x) if donate else None), part)
+            if cut.n
+            else x
             for (x, part), cut in zip(pairs, cuts, strict=True)
         ]
     return tree_unflatten(treedef, out)
 
 
-def _apart(x: Tensor, codes: Codes) -> Tensor:
+def _copy_from_codes(x: Tensor, codes: Codes) -> Tensor:
     """`x`, which may be a view of the codes (identity's are), in memory of its own: they are kept."""
     shared = any(x.untyped_storage()._cdata == part.untyped_storage()._cdata for part in codes)
     return x.clone() if shared else x
@@ -230,7 +232,7 @@ def _memory_of(x: Tensor) -> Tensor | None:
     return x.view(-1) if x.dtype == torch.float32 and x.is_contiguous() else None
 
 
-def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: Tensor | None = None) -> Tensor:
+def _decode_leaf(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: Tensor | None = None) -> Tensor:
     if compressor.decompress_into is None or cut.inner > 1:
         rows = compressor.decompress(codes, cut.c).view(cut.inner, -1)
         return rows[:, : cut.piece].reshape(-1)[: cut.n].view(like.shape).to(like.dtype)
@@ -245,14 +247,14 @@ def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: 
     return flat.view(like.shape).to(like.dtype)
 
 
-def _lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
+def _compressed_and_exact_lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
     """Returns the ranks between which traffic is compressed, and those among which it is exact."""
     line_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
     return line_along(between), line_along(inside)
 
 
-def _size(line: Line | None) -> int:
+def _line_size(line: Line | None) -> int:
     return 1 if line is None else line.size
 
 
@@ -283,8 +285,8 @@ class _CompressedCall:
     ) -> None:
         check_compressor(op, compressor)
         self.compressor, self.donate = compressor, donate
-        self.between, self.inside = _lines(op, axis, outer)
-        self.ranks, self.inner = _size(self.between), _size(self.inside)
+        self.between, self.inside = _compressed_and_exact_lines(op, axis, outer)
+        self.ranks, self.inner = _line_size(self.between), _line_size(self.inside)
         self.divisor, self.inner_divisor = (self.ranks, self.inner) if mean else (1, 1)
         leaves, self.treedef = tree_flatten(tree)
         paths = tree_paths(tree, "x")
@@ -293,39 +295,39 @@ class _CompressedCall:
         cuts = [cut_of(x.numel(), self.ranks, compressor.quantum, self.inner) for x in leaves]
         rows = list(zip(leaves, residuals, cuts, strict=True))
         problems = [p for path, (x, r, cut) in zip(paths, rows, strict=True)
-                    for p in check_memory(path, x, r, *self._wanted(cut))]  # fmt: skip
+                    for p in check_memory(path, x, r, *self._expected_shapes(cut))]  # fmt: skip
         raise_all(ValueError, misfit(op, self.ranks), problems)
         self.leaves = [_CompressedLeaf(*row) for row in rows]
 
-    def _wanted(self, cut: Cut) -> tuple[Any, Any]:
+    def _expected_shapes(self, cut: Cut) -> tuple[Any, Any]:
         return ((1, cut.ranks * cut.c), (cut.c,)) if self.compressor.remembers else (None, None)
 
     def run(self, bucket: int, *, decode: bool) -> tuple[PyTree, PyTree]:
         """Runs it bucket by bucket; the result, decompressed or not, and the new state."""
         with torch.no_grad():
-            staggered([self._stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
+            staggered([self._run_stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
             # Only here are all residuals those after the call. An error before leaves donated tensors partly
             # overwritten.
             out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
         return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
 
-    def _stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
+    def _run_stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
         """Yields the phases of one bucket; stops where something is under way."""
         # Collective at each stop: all ranks make the same buckets of the same leaves, and so send in the same order.
-        pieces = self._pieces(leaves)
-        sent = [self._compressed(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
+        pieces = self._make_pieces(leaves)
+        sent = [self._compress_piece(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
         pieces.clear()
         arrived = exchange_rows(sent, self.between, name="all_to_all")
         yield
-        combined = [self._combined(leaf, codes) for leaf, codes in zip(leaves, arrived(), strict=True)]
+        combined = [self._combine_codes(leaf, codes) for leaf, codes in zip(leaves, arrived(), strict=True)]
         gathered = gather_rows(combined, self.between)
         yield
         whole = gather_rows(gathered(), self.inside)
         for leaf, codes in zip(leaves, whole(), strict=True):
             into = _memory_of(leaf.x) if self.donate else None
-            leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
+            leaf.out = _decode_leaf(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
 
-    def _pieces(self, leaves: list[_CompressedLeaf]) -> list[Tensor]:
+    def _make_pieces(self, leaves: list[_CompressedLeaf]) -> list[Tensor]:
         """This rank's inputs, flat: the leaves, or with inner axes its pieces of their means there."""
         if self.inside is None:
             return [leaf.x.reshape(-1) for leaf in leaves]
@@ -333,7 +335,7 @@ class _CompressedCall:
         own = native.reduce_scatter(torch.cat(rows, 1), self.inside, name="psum_scatter")
         return list((own / self.inner_divisor).split([leaf.cut.piece for leaf in leaves]))
 
-    def _compressed(self, leaf: _CompressedLeaf, piece: Tensor) -> Codes:
+    def _compress_piece(self, leaf: _CompressedLeaf, piece: Tensor) -> Codes:
         cut, memory = leaf.cut, leaf.residual.worker
         piece = piece.float() if piece.dtype == torch.float64 else piece
         fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
@@ -343,7 +345,7 @@ class _CompressedCall:
         leaf.residual = leaf.residual._replace(worker=worker)
         return codes
 
-    def _combined(self, leaf: _CompressedLeaf, codes: Codes) -> Codes:
+    def _combine_codes(self, leaf: _CompressedLeaf, codes: Codes) -> Codes:
         memory = leaf.residual.server
         memory = memory.view(1, -1) if isinstance(memory, Tensor) else memory
         # `combine` may write the server's error in place.

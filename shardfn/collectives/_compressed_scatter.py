@@ -78,7 +78,7 @@ def compressed_psum_scatter(
     """
     scatter = _Scatter("compressed_psum_scatter", axis, outer, compressor, inner or identity(), donate)
     leaves, treedef = tree_flatten(tree)
-    jobs = scatter.jobs(leaves, tree_paths(tree, "x"), matched(scatter.op, treedef, state), dim)
+    jobs = scatter.make_jobs(leaves, tree_paths(tree, "x"), matched(scatter.op, treedef, state), dim)
     with torch.no_grad():
         staggered([scatter.stages(some) for some in buckets(jobs, bucket)])
     return tree_unflatten(treedef, [j.out for j in jobs]), tree_unflatten(treedef, [j.residual for j in jobs])
@@ -114,13 +114,13 @@ def compressed_scatter_init(
     leaves, treedef = tree_flatten(tree)
     check_dims(op, leaves, tree_paths(tree, "x"), dim)
 
-    def leaf(x: Tensor) -> Residual:
+    def init_leaf(x: Tensor) -> Residual:
         grid = grid_of(op, x, axis, outer, dim)
         like = x.new_empty((grid.outer, grid.columns(compressor.quantum)), dtype=torch.float32)
         memory = compressor.init(like)
         return Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
 
-    return tree_unflatten(treedef, [leaf(x) for x in leaves])
+    return tree_unflatten(treedef, [init_leaf(x) for x in leaves])
 
 
 @dataclasses.dataclass
@@ -149,53 +149,57 @@ class _Scatter:
         between, inside = split_axes(op, axis, outer)
         self.between, self.inside = line_along(between), line_along(inside)
 
-    def jobs(self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int) -> list[_ScatteredLeaf]:
+    def make_jobs(
+        self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int
+    ) -> list[_ScatteredLeaf]:
         check_leaves(self.op, leaves, paths)
         check_dims(self.op, leaves, paths, dim)
         grids = [grid_of(self.op, x, self.axis, self.outer, dim) for x in leaves]
         problems = [p for path, x, residual, grid in zip(paths, leaves, residuals, grids, strict=True)
-                    for p in check_memory(path, x, residual, self._wanted(grid), None)]  # fmt: skip
+                    for p in check_memory(path, x, residual, self._expected_shapes(grid), None)]  # fmt: skip
         raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
         rows = zip(leaves, residuals, grids, strict=True)
         return [_ScatteredLeaf(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
 
-    def _wanted(self, grid: Grid) -> tuple[int, int] | None:
+    def _expected_shapes(self, grid: Grid) -> tuple[int, int] | None:
         return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
 
     def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
         """Yields the hops of one bucket; stops where something is under way."""
-        # Collective at each stop, as in `_compressed`: the same buckets on all ranks, and one message of a bucket at a
+        # Collective at each stop, as in `_compressed.py`: the same buckets on all ranks, one message of a bucket at a
         # time.
         blocks = [job.cut.blocks(job.x) for job in jobs]
         if self.inside is not None:
-            sent = [_compressed(self.inner, block.flatten(1), (), donate=self.donate)[0] for block in blocks]
+            sent = [_compress_rows(self.inner, block.flatten(1), (), donate=self.donate)[0] for block in blocks]
             arrived = exchange_rows(sent, self.inside, name="all_to_all")
             yield
             rows = zip(arrived(), blocks, strict=True)
-            blocks = [_sum(self.inner, codes, block[0].numel()).view(1, *block.shape[1:]) for codes, block in rows]
-        sent = [self._sent(job, block[0]) for job, block in zip(jobs, blocks, strict=True)]
+            blocks = [
+                _sum_codes(self.inner, codes, block[0].numel()).view(1, *block.shape[1:]) for codes, block in rows
+            ]
+        sent = [self._send_rows(job, block[0]) for job, block in zip(jobs, blocks, strict=True)]
         blocks.clear()
         arrived = exchange_rows(sent, self.between, name="all_to_all")
         yield
         for job, codes in zip(jobs, arrived(), strict=True):
-            job.out = job.cut.own(_sum(self.compressor, codes, job.cut.m), job.x.dtype)
+            job.out = job.cut.own(_sum_codes(self.compressor, codes, job.cut.m), job.x.dtype)
 
-    def _sent(self, job: _ScatteredLeaf, rows: Tensor) -> Codes:
-        codes, memory = _compressed(self.compressor, rows, job.residual.worker, donate=self.donate)
+    def _send_rows(self, job: _ScatteredLeaf, rows: Tensor) -> Codes:
+        codes, memory = _compress_rows(self.compressor, rows, job.residual.worker, donate=self.donate)
         job.residual = Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
         return codes
 
 
-def _compressed(compressor: Compressor, rows: Tensor, memory: Memory, donate: bool) -> tuple[Codes, Memory]:
-    r, c = len(rows), _whole(rows.shape[1], compressor)
+def _compress_rows(compressor: Compressor, rows: Tensor, memory: Memory, donate: bool) -> tuple[Codes, Memory]:
+    r, c = len(rows), _whole_columns(rows.shape[1], compressor)
     memory = memory.view(r, c) if isinstance(memory, Tensor) else memory
     full = torch.nn.functional.pad(rows, (0, c - rows.shape[1])) if c != rows.shape[1] else rows
     return compressor.compress(full, memory, whole=False, donate=donate)
 
 
-def _sum(compressor: Compressor, codes: Codes, m: int) -> Tensor:
-    return sum_of_rows(compressor, codes, _whole(m, compressor))[0, :m]
+def _sum_codes(compressor: Compressor, codes: Codes, m: int) -> Tensor:
+    return sum_of_rows(compressor, codes, _whole_columns(m, compressor))[0, :m]
 
 
-def _whole(m: int, compressor: Compressor) -> int:
+def _whole_columns(m: int, compressor: Compressor) -> int:
     return -(-m // compressor.quantum) * compressor.quantum

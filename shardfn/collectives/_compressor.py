@@ -74,11 +74,11 @@ class Compressor(NamedTuple):
     @property
     def remembers(self) -> bool:
         """Returns whether there is a memory."""
-        return _remembers(self.init)
+        return _has_memory(self.init)
 
 
 @functools.lru_cache(maxsize=256)
-def _remembers(init: Callable[[Tensor], Memory]) -> bool:
+def _has_memory(init: Callable[[Tensor], Memory]) -> bool:
     with disable_current_modes():  # a program that is being captured is not to hold this
         return isinstance(init(torch.empty(1, 0)), Tensor)
 
@@ -115,10 +115,10 @@ def identity() -> Compressor:
         >>> identity().compress(torch.ones(1, 2), (), whole=True, donate=False)
         ((tensor([[1., 1.]]),), ())
     """
-    return Compressor("identity()", _nothing, _keep, lambda codes, c: codes[0])
+    return Compressor("identity()", _no_memory, _compress_nothing, lambda codes, c: codes[0])
 
 
-def _keep(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+def _compress_nothing(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
     del whole, donate
     return (x.clone(),), memory
 
@@ -143,7 +143,7 @@ def sign() -> Compressor:
     return _SIGN._replace(fed_back=_SIGN_FED_BACK)
 
 
-def _signs(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+def _compress_signs(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
     del donate
     return kernels.sign_compress_(x, torch.zeros_like(x), whole=whole), memory
 
@@ -163,13 +163,13 @@ def _mean_of_signs(codes: Codes, memory: Memory) -> tuple[Codes, Memory]:
     return (bits[None], scale), memory
 
 
-def _from_signs(codes: Codes, c: int) -> Tensor:
+def _decompress_signs(codes: Codes, c: int) -> Tensor:
     del c
     bits, scale = codes
     return kernels.unpack_signs(bits, scale)
 
 
-def _from_signs_into(codes: Codes, out: Tensor) -> None:
+def _decompress_signs_into(codes: Codes, out: Tensor) -> None:
     bits, scale = codes
     kernels.unpack_signs(bits, scale, out=out)
 
@@ -198,7 +198,7 @@ def int8(block: int = 2048) -> Compressor:
         >>> codes[0]
         tensor([[-128,  -64,    0,   32,   96,  127]], dtype=torch.int8)
     """
-    return _blocks(8, block)
+    return _make_block_compressor(8, block)
 
 
 @functools.cache
@@ -221,31 +221,33 @@ def int4(block: int = 256) -> Compressor:
         >>> int4().decompress(int4().compress(x, (), whole=True, donate=False)[0], 6)
         tensor([[-1.0000, -0.5000,  0.0000,  0.2500,  0.7500,  0.8750]])
     """
-    return _blocks(4, block)
+    return _make_block_compressor(4, block)
 
 
-def _blocks(bits: int, block: int) -> Compressor:
+def _make_block_compressor(bits: int, block: int) -> Compressor:
     if block < 1 or (bits == 4 and block % 2):
         raise ValueError(f"int{bits}(block={block}): a block has 1 element or more, and with 4 bits an even number.")
 
-    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    def compress_blocks(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         del whole, donate
         return kernels.quantize(x, bits=bits, block=block), memory
 
-    def decompress(codes: Codes, c: int) -> Tensor:
+    def decompress_blocks(codes: Codes, c: int) -> Tensor:
         values, scales = codes
         return kernels.dequantize(values, scales, c, bits=bits, block=block)
 
-    def into(codes: Codes, out: Tensor) -> None:
+    def decompress_into(codes: Codes, out: Tensor) -> None:
         values, scales = codes
         kernels.dequantize(values, scales, out.shape[1], bits=bits, block=block, out=out)
 
-    def total(codes: Codes, c: int) -> Tensor:
+    def sum_blocks(codes: Codes, c: int) -> Tensor:
         values, scales = codes
         return kernels.dequantize_sum(values[:, None], scales[:, None], c, bits=bits, block=block)
 
     name = f"int{bits}(block={block})"
-    return Compressor(name, _nothing, compress, decompress, total=total, decompress_into=into)
+    return Compressor(
+        name, _no_memory, compress_blocks, decompress_blocks, total=sum_blocks, decompress_into=decompress_into
+    )
 
 
 # top_k
@@ -271,16 +273,16 @@ def top_k(fraction: float) -> Compressor:
     if not 0 < fraction <= 1:
         raise ValueError(f"top_k({fraction}): the fraction of elements to keep is in (0, 1].")
 
-    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    def compress_largest(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         del whole, donate
         places = x.abs().topk(math.ceil(fraction * x.shape[1]), dim=1).indices
         return (x.gather(1, places), places.int()), memory
 
-    def decompress(codes: Codes, c: int) -> Tensor:
+    def decompress_largest(codes: Codes, c: int) -> Tensor:
         values, places = codes
         return values.new_zeros(values.shape[0], c).scatter_(1, places.long(), values)
 
-    return Compressor(f"top_k({fraction})", _nothing, compress, decompress)
+    return Compressor(f"top_k({fraction})", _no_memory, compress_largest, decompress_largest)
 
 
 # error feedback
@@ -317,7 +319,7 @@ def error_feedback(inner: Compressor) -> Compressor:
     if inner.fed_back is not None:
         return inner.fed_back
 
-    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    def compress_with_error(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         assert isinstance(memory, Tensor)
         y = memory.add_(x) if donate else x + memory
         codes, _ = inner.compress(y, (), whole=whole, donate=False)
@@ -326,7 +328,7 @@ def error_feedback(inner: Compressor) -> Compressor:
     return Compressor(
         f"error_feedback({inner.name})",
         torch.zeros_like,
-        compress,
+        compress_with_error,
         inner.decompress,
         inner.quantum,
         total=inner.total,
@@ -334,19 +336,21 @@ def error_feedback(inner: Compressor) -> Compressor:
     )
 
 
-def _nothing(like: Tensor) -> Memory:
+def _no_memory(like: Tensor) -> Memory:
     del like
     return ()
 
 
-_SIGN = Compressor("sign()", _nothing, _signs, _from_signs, quantum=8, decompress_into=_from_signs_into)
+_SIGN = Compressor(
+    "sign()", _no_memory, _compress_signs, _decompress_signs, quantum=8, decompress_into=_decompress_signs_into
+)
 _SIGN_FED_BACK = Compressor(
     "error_feedback(sign())",
     torch.zeros_like,
     _signs_and_error,
-    _from_signs,
+    _decompress_signs,
     quantum=8,
     pads=True,
     mean=_mean_of_signs,
-    decompress_into=_from_signs_into,
+    decompress_into=_decompress_signs_into,
 )

@@ -55,7 +55,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
         places: rank of the program -> its index in the channel.
     """
     window, tags = _CrossWindow(), collections.Counter[tuple[int, int]]()
-    for message in _messages(crossings):
+    for message in _make_messages(crossings):
         if isinstance(message, LeafCrossing):
             window.add(_UnderWay(0, None, message.done))
         elif message.sender == message.receiver:
@@ -63,7 +63,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
         else:
             window.make_room(message.nbytes)
             pair = places[message.sender], places[message.receiver]
-            window.add(_start(message, channel, *pair, tags[pair]))
+            window.add(_start_message(message, channel, *pair, tags[pair]))
             tags[pair] += 1
     window.make_room(WINDOW + 1)  # waits for all
 
@@ -94,27 +94,27 @@ class _Message:
     def add(self, crossing: LeafCrossing, box: Box) -> None:
         """Adds a part."""
         self.parts.append((crossing, box))
-        self.numel += _numel(box)
+        self.numel += _box_numel(box)
 
     def taken(self) -> Tensor:
         """Returns the elements, from the sender's blocks."""
         whole = torch.empty(self.numel, dtype=self.dtype, device="cpu")
-        for crossing, box, piece in self._pieces(whole):
+        for crossing, box, piece in self._split_parts(whole):
             piece.copy_(crossing.take(box))
         return whole
 
     def put(self, whole: Tensor) -> None:
         """Stores the elements in the receiver's blocks."""
-        for crossing, box, piece in self._pieces(whole):
+        for crossing, box, piece in self._split_parts(whole):
             crossing.put(box, piece)
 
-    def _pieces(self, whole: Tensor) -> Iterator[tuple[LeafCrossing, Box, Tensor]]:
-        split = whole.split([_numel(box) for _, box in self.parts])
+    def _split_parts(self, whole: Tensor) -> Iterator[tuple[LeafCrossing, Box, Tensor]]:
+        split = whole.split([_box_numel(box) for _, box in self.parts])
         for (crossing, box), piece in zip(self.parts, split, strict=True):
-            yield crossing, box, piece.view(_shape(box))
+            yield crossing, box, piece.view(_box_shape(box))
 
 
-def _messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCrossing]:
+def _make_messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCrossing]:
     """This rank's messages in the order of their starts, and each leaf after all messages with parts of it."""
     out: list[_Message | LeafCrossing] = []
     shared: dict[tuple[int, int, torch.dtype], _Message] = {}
@@ -122,7 +122,7 @@ def _messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCrossing
         for sender, receiver, whole in crossing.overlaps:
             key = sender, receiver, crossing.dtype
             for box in pieces(whole, max(1, PIECE // crossing.dtype.itemsize)):
-                nbytes = _numel(box) * crossing.dtype.itemsize
+                nbytes = _box_numel(box) * crossing.dtype.itemsize
                 small = nbytes < SMALL and sender != receiver
                 message = shared.get(key) if small else None
                 if message is None or message.nbytes + nbytes > PIECE:
@@ -161,7 +161,7 @@ class _CrossWindow:
         self._nbytes += x.nbytes
 
 
-def _start(message: _Message, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
+def _start_message(message: _Message, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
     if sender == channel.index:
         return _UnderWay(message.nbytes, channel.send(message.taken(), receiver, tag), lambda: None)
     whole = torch.empty(message.numel, dtype=message.dtype, device="cpu")
@@ -169,9 +169,9 @@ def _start(message: _Message, channel: Channel, sender: int, receiver: int, tag:
     return _UnderWay(message.nbytes, pending, lambda: message.put(whole))
 
 
-def _shape(box: Box) -> tuple[int, ...]:
+def _box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _numel(box: Box) -> int:
-    return math.prod(_shape(box))
+def _box_numel(box: Box) -> int:
+    return math.prod(_box_shape(box))

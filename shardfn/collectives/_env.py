@@ -36,7 +36,7 @@ def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
 
 
 @bound_again
-def _same_mesh() -> list[Again]:
+def _restore_mesh() -> list[Again]:
     return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
 
 
@@ -50,7 +50,7 @@ def mesh_as_now() -> Again:
         ...     current_mesh() is mesh
         True
     """
-    return next(iter(_same_mesh()), contextlib.nullcontext)
+    return next(iter(_restore_mesh()), contextlib.nullcontext)
 
 
 @contextlib.contextmanager

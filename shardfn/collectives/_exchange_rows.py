@@ -56,7 +56,7 @@ def exchange_rows(
             "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know; give"
             " rows=, the most that may come."
         )
-    return one_operation(_exchanged, x, sizes, line, rows, along=axis)
+    return one_operation(_exchange_by_table, x, sizes, line, rows, along=axis)
 
 
 def check_room(
@@ -100,7 +100,7 @@ def values_are_known(*tensors: Tensor) -> bool:
     return not any(isinstance(x, FakeTensor) or functorch.is_batchedtensor(x) for x in tensors)
 
 
-def _exchanged(x: Tensor, sizes: Tensor, line: Line | None, rows: int | None) -> Tensor:
+def _exchange_by_table(x: Tensor, sizes: Tensor, line: Line | None, rows: int | None) -> Tensor:
     here = 0 if line is None else line.index
     sizes = sizes.detach()
     leaving, coming = sizes[here], sizes[:, here]

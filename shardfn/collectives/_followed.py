@@ -70,12 +70,12 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
     named = current_mesh().axes(along)
     mode.crossed.update(named)
 
-    def unfollowed(_: object, *args: Any) -> Any:
+    def run_unfollowed(_: object, *args: Any) -> Any:
         with not_following():
             return f(*args)
 
     # A number along these axes is one more operand.
-    return mode.operation(unfollowed, (AxisNumber(0, named), *args), {})
+    return mode.operation(run_unfollowed, (AxisNumber(0, named), *args), {})
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:
@@ -102,7 +102,7 @@ def noted_axes(x: Tensor) -> int | None:
 
 
 @bound_again
-def _same_following() -> list[Again]:
+def _restore_following() -> list[Again]:
     mode = following_now(begin=False)
     if mode is not None:
         return [functools.partial(following, mode)]
@@ -113,15 +113,15 @@ def _same_following() -> list[Again]:
 
 
 @noted_again
-def _same_arguments(args: Sequence[Any]) -> Note | None:
+def _make_argument_note(args: Sequence[Any]) -> Note | None:
     # Not the tensors, which a checkpoint is to drop, and from the end, as other arguments may precede those of a run.
     named = enumerate(args, -len(args))
     noted = [(i, x.__dict__[NOTED]) for i, x in named if isinstance(x, Tensor) and NOTED in x.__dict__]
     if not noted:
         return None
 
-    def note(args: Sequence[Any]) -> None:
+    def set_axes(args: Sequence[Any]) -> None:
         for i, axes in noted:
             setattr(args[i], NOTED, axes)
 
-    return note
+    return set_axes

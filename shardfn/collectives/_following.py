@@ -68,7 +68,7 @@ class Following(NotingMode):
             raise ValueError(f"a mesh of more than {_BITS} axes: {self.axes}.")
         self._bit = {a: 1 << i for i, a in enumerate(self.axes)}
         self._stamp = next(_STAMPS) << _BITS
-        self._default = self._mask(default)
+        self._default = self._mask_of(default)
         self.batch = tuple(a for a in (default if batch is None else batch) if a in self._bit)
         self._names: dict[int, tuple[str, ...]] = {}
         self._wrote = False
@@ -89,17 +89,17 @@ class Following(NotingMode):
 
     def axes_of(self, x: Tensor) -> tuple[str, ...]:
         """Returns the axes along which a tensor varies."""
-        return self._named(self._of(x))
+        return self._names_of(self._mask_of_tensor(x))
 
     def declare(self, x: Tensor, axes: Iterable[str]) -> Tensor:
         """Notes that a tensor varies along `axes`, and along no others, and returns it."""
-        self._note(x, self._mask(axes))
+        self._note_mask(x, self._mask_of(axes))
         return x
 
     def cast(self, x: Tensor, axes: Iterable[str]) -> Tensor:
         """Returns the tensor as one that varies along `axes` too."""
-        missing = self._mask(axes) & ~self._of(x)
-        return self._cast(x, missing) if missing and _differentiable(x) else x
+        missing = self._mask_of(axes) & ~self._mask_of_tensor(x)
+        return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
 
     def made_at(self, x: Tensor) -> str:
         """Returns the line that made a tensor, in words."""
@@ -109,52 +109,52 @@ class Following(NotingMode):
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation on operands that vary alike."""
         del kinds
-        rule = _rule(func)
+        rule = _find_rule(func)
         if rule is not None:
             return rule(self, func, args, kwargs or {})
         return self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operation of any kind: the result varies along the union of the axes of its operands."""
-        union, numbered = None if kwargs or self._wrote else self._common(args), False
+        union, numbered = None if kwargs or self._wrote else self._common_mask(args), False
         if union is None:
             given = args, kwargs
-            union, unlike, args, kwargs = self._union(args, kwargs)
+            union, unlike, args, kwargs = self._union_mask(args, kwargs)
             numbered = args is not given[0]
             if unlike and _recording_gradients():
-                args, kwargs = self._alike(args, union), self._alike(kwargs, union)
+                args, kwargs = self._cast_operand(args, union), self._cast_operand(kwargs, union)
         out = func(*args, **kwargs)
         self._note_result(out, union, sys._getframe(2))
-        return AxisNumber(out, self._named(union)) if numbered and type(out) in (bool, int, float) else out
+        return AxisNumber(out, self._names_of(union)) if numbered and type(out) in (bool, int, float) else out
 
     # Masks: bit i is the i-th axis.
 
-    def _mask(self, axes: Iterable[str]) -> int:
+    def _mask_of(self, axes: Iterable[str]) -> int:
         mask = 0
         for a in axes:
             mask |= self._bit.get(a, 0)
         return mask
 
-    def _named(self, mask: int) -> tuple[str, ...]:
+    def _names_of(self, mask: int) -> tuple[str, ...]:
         if mask not in self._names:
             self._names[mask] = tuple(a for a in self.axes if self._bit[a] & mask)
         return self._names[mask]
 
-    def _of(self, x: Tensor) -> int:
+    def _mask_of_tensor(self, x: Tensor) -> int:
         noted = x.__dict__.get(NOTED, 0) ^ self._stamp
-        mask = noted if noted >> _BITS == 0 else self._inherited(x)
-        if self._wrote and (base := _base(x)) is not None:
-            mask |= self._of(base)
+        mask = noted if noted >> _BITS == 0 else self._inherit_mask(x)
+        if self._wrote and (base := _base_of(x)) is not None:
+            mask |= self._mask_of_tensor(base)
         return mask
 
-    def _inherited(self, x: Tensor) -> int:
+    def _inherit_mask(self, x: Tensor) -> int:
         """Returns the axes of a tensor that was made past this mode: a wrapper of torch.func, a view."""
         if functorch.is_functorch_wrapped_tensor(x):
-            return self._of(functorch.get_unwrapped(x))
-        base = _base(x)
-        return self._default if base is None else self._of(base)
+            return self._mask_of_tensor(functorch.get_unwrapped(x))
+        base = _base_of(x)
+        return self._default if base is None else self._mask_of_tensor(base)
 
-    def _common(self, args: Any) -> int | None:
+    def _common_mask(self, args: Any) -> int | None:
         """Returns the axes of operands that all have the same and hold no others, which is the rule, else None."""
         stamp, common = self._stamp, None
         for a in args:
@@ -167,10 +167,10 @@ class Following(NotingMode):
                 return None
         return common
 
-    def _union(self, args: Any, kwargs: Any) -> tuple[int, bool, Any, Any]:
+    def _union_mask(self, args: Any, kwargs: Any) -> tuple[int, bool, Any, Any]:
         """Returns the axes of all operands together, whether they differ, and the operands with plain numbers."""
         masks: list[int] = []
-        numbers = [self._collect(x, masks) for x in (*args, *kwargs.values())]
+        numbers = [self._collect_masks(x, masks) for x in (*args, *kwargs.values())]
         union = 0
         for m in masks:
             union |= m
@@ -178,23 +178,23 @@ class Following(NotingMode):
             args, kwargs = with_plain_numbers(args), with_plain_numbers(kwargs)
         return union, any(m != union for m in masks), args, kwargs
 
-    def _collect(self, x: Any, into: list[int]) -> bool:
+    def _collect_masks(self, x: Any, into: list[int]) -> bool:
         """Collects the axes of an operand, and returns whether it has numbers that remember some."""
         kind = type(x)
         if kind is Tensor or isinstance(x, Tensor):
-            into.append(self._of(x))
+            into.append(self._mask_of_tensor(x))
         elif kind is tuple or kind is list or kind is torch.Size:
-            return any([self._collect(y, into) for y in x])
+            return any([self._collect_masks(y, into) for y in x])
         elif kind is AxisNumber:
-            into.append(self._mask(x.axes))
+            into.append(self._mask_of(x.axes))
             return True
         elif kind is slice:
-            return self._collect((x.start, x.stop, x.step), into)
+            return self._collect_masks((x.start, x.stop, x.step), into)
         elif kind is dict:
-            return self._collect([*x.values()], into)
+            return self._collect_masks([*x.values()], into)
         return False
 
-    def _note(self, x: Tensor, mask: int) -> None:
+    def _note_mask(self, x: Tensor, mask: int) -> None:
         setattr(x, NOTED, self._stamp | mask)
         if transforming():
             while functorch.is_functorch_wrapped_tensor(x):
@@ -203,7 +203,7 @@ class Following(NotingMode):
 
     def _note_result(self, out: Any, mask: int, frame: Any) -> None:
         if isinstance(out, Tensor):
-            self._note(out, mask)
+            self._note_mask(out, mask)
             if mask and _MADE_AT not in out.__dict__:
                 while _is_inside(frame):
                     frame = frame.f_back
@@ -214,26 +214,26 @@ class Following(NotingMode):
 
     # Casts.
 
-    def _cast(self, x: Tensor, missing: int) -> Tensor:
-        return self._bind(x, "pvary", missing, self._of(x) | missing)
+    def _cast_missing(self, x: Tensor, missing: int) -> Tensor:
+        return self._bind_primitive(x, "pvary", missing, self._mask_of_tensor(x) | missing)
 
-    def _bind(self, x: Tensor, name: str, over: int, mask: int) -> Tensor:
-        line = line_along(self._named(over))
+    def _bind_primitive(self, x: Tensor, name: str, over: int, mask: int) -> Tensor:
+        line = line_along(self._names_of(over))
         assert line is not None
         out = bind(x, Call(name, line))
-        self._note(out, mask)
+        self._note_mask(out, mask)
         return out
 
-    def _alike(self, x: Any, union: int) -> Any:
+    def _cast_operand(self, x: Any, union: int) -> Any:
         """Returns an operand, or a container of some, with casts along the axes that it lacks."""
         if isinstance(x, Tensor):
-            missing = union & ~self._of(x)
-            return self._cast(x, missing) if missing and _differentiable(x) else x
+            missing = union & ~self._mask_of_tensor(x)
+            return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
         kind = type(x)
         if kind is dict:
-            return {k: self._alike(y, union) for k, y in x.items()}
+            return {k: self._cast_operand(y, union) for k, y in x.items()}
         if kind is tuple or kind is list:
-            return kind(self._alike(y, union) for y in x)
+            return kind(self._cast_operand(y, union) for y in x)
         return x
 
     # Rules of operations that differ.
@@ -241,10 +241,10 @@ class Following(NotingMode):
     def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns a primitive of the table."""
         x, call = (*args, *kwargs.values())
-        has, over = self._of(x), self._mask(call.line.axes)
+        has, over = self._mask_of_tensor(x), self._mask_of(call.line.axes)
         self.crossed.update(call.line.axes)
-        if call.name == "pvary" and has & over and (_differentiable(x) or not self._default):
-            named = ", ".join(map(repr, self._named(has & over)))
+        if call.name == "pvary" and has & over and (_is_differentiable(x) or not self._default):
+            named = ", ".join(map(repr, self._names_of(has & over)))
             raise AxisTypeError(
                 f"{_line_of_user()}pvary over {named} of a value of shape {tuple(x.shape)} that varies there"
                 f" already{self.made_at(x)}: each rank's gradient would be the sum of all ranks'. Leave out this pvary:"
@@ -252,7 +252,7 @@ class Following(NotingMode):
                 " value first, with sf.psum. (Along an axis that cuts the batch parameters vary from the beginning.)"
             )
         if call.name == "psum" and has & over and over & ~has:
-            rest = ", ".join(map(repr, self._named(over & ~has)))
+            rest = ", ".join(map(repr, self._names_of(over & ~has)))
             raise AxisTypeError(
                 f"{_line_of_user()}psum over {', '.join(map(repr, call.line.axes))} of a value of shape"
                 f" {tuple(x.shape)} that is the same along {rest}{self.made_at(x)}: it would be counted once a rank"
@@ -262,34 +262,34 @@ class Following(NotingMode):
             out = own_block(x, call)  # of a value that varies its block is a slice as any other
         else:
             missing = over & ~has
-            if missing and call.name not in ("pvary", "take_own_block") and _differentiable(x):
+            if missing and call.name not in ("pvary", "take_own_block") and _is_differentiable(x):
                 if _recording_gradients():
-                    x = self._cast(x, missing)
+                    x = self._cast_missing(x, missing)
             out = func(x, call)
         self._note_result(out, has & ~over if call.name in _JOINS else has | over, sys._getframe(2))
         return out
 
     def in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns a write to the first operand, which varies along the union afterwards."""
-        union, unlike, args, kwargs = self._union(args, kwargs)
+        union, unlike, args, kwargs = self._union_mask(args, kwargs)
         target = args[0]
         if not unlike or not isinstance(target, Tensor):
             return self.operation(func, args, kwargs)
-        rest, kwargs, base = self._alike(args[1:], union), self._alike(kwargs, union), _base(target)
+        rest, kwargs, base = self._cast_operand(args[1:], union), self._cast_operand(kwargs, union), _base_of(target)
         owner = target if base is None else base
-        missing = union & ~self._of(owner)
-        if missing and _differentiable(owner) and _recording_gradients():
-            owner.copy_(self._cast(owner, missing).clone())  # its previous values count as varying, too
+        missing = union & ~self._mask_of_tensor(owner)
+        if missing and _is_differentiable(owner) and _recording_gradients():
+            owner.copy_(self._cast_missing(owner, missing).clone())  # its previous values count as varying, too
         out = func(target, *rest, **kwargs)
         self._wrote = True
         for x in (target, owner):
-            self._note(x, union | self._of(x))
+            self._note_mask(x, union | self._mask_of_tensor(x))
         return out
 
     def first_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operation that only looks at the shape or dtype of its further operands."""
         out = func(*args, **kwargs)
-        self._note_result(out, self._of(args[0]) if isinstance(args[0], Tensor) else 0, sys._getframe(2))
+        self._note_result(out, self._mask_of_tensor(args[0]) if isinstance(args[0], Tensor) else 0, sys._getframe(2))
         return out
 
     def constant(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class Following(NotingMode):
         Others are numbers, or data to copy.
         """
         first = args[0] if args else kwargs["input"]
-        union, _, rest, kwargs = self._union(args[1:], {k: x for k, x in kwargs.items() if k != "input"})
+        union, _, rest, kwargs = self._union_mask(args[1:], {k: x for k, x in kwargs.items() if k != "input"})
         out = func(first, *rest, **kwargs)
         self._note_result(out, union, sys._getframe(2))
         return out
@@ -308,7 +308,7 @@ class Following(NotingMode):
         out = func(*args, **kwargs)
         given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         for x, y in zip(out, given, strict=True):
-            self._note(x, self._of(y))
+            self._note_mask(x, self._mask_of_tensor(y))
         return out
 
     def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ class Following(NotingMode):
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         for g, x in zip(out, [inputs] if isinstance(inputs, Tensor) else inputs, strict=True):
             if g is not None:
-                self._note(g, self._of(x))
+                self._note_mask(g, self._mask_of_tensor(x))
         return out
 
 
@@ -337,7 +337,7 @@ _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "
 _MOST_RULES = 4096
 
 
-def _rule(func: Any) -> Rule | None:
+def _find_rule(func: Any) -> Rule | None:
     try:
         return _RULES[func]
     except KeyError:
@@ -378,7 +378,7 @@ def _carries_nothing(index: Any) -> bool:
     return all(type(x) in _CARRY_NOTHING or (type(x) is slice and _carries_nothing(x)) for x in parts)
 
 
-def _base(x: Tensor) -> Tensor | None:
+def _base_of(x: Tensor) -> Tensor | None:
     """Returns the tensor that a view shows."""
     with DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
         return x._base if x._is_view() else None
@@ -388,7 +388,7 @@ def _recording_gradients() -> bool:
     return torch.is_grad_enabled() or transforming()
 
 
-def _differentiable(x: Tensor) -> bool:
+def _is_differentiable(x: Tensor) -> bool:
     """Returns whether a gradient may be wanted.
 
     Inside torch.func any tensor of floats may have one at an outer level.

@@ -100,18 +100,18 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @functools.cache
-def _application(original: Any) -> Any:
+def _make_application(original: Any) -> Any:
     """`autograd.Function.apply` whose calls go through the function mode that has an `operation`."""
     function = unbound(original)
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_in_modes(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(function, cls)
         if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
             return call(*args, **kwargs)
         mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
         return call(*args, **kwargs) if mode is None else mode.operation(call, args, kwargs)
 
-    return classmethod(apply)
+    return classmethod(apply_in_modes)
 
 
 @contextlib.contextmanager
@@ -122,4 +122,4 @@ def interception() -> Iterator[None]:
 
 
 _NOTHING = contextlib.nullcontext()
-_INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _application)])
+_INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _make_application)])

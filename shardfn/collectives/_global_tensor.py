@@ -186,7 +186,7 @@ class GlobalTensor:
         self._check_one()
         own = self.local.to(self.mesh.device)
         with bind_mesh(self.mesh), torch.no_grad(), self._naming_the_wait():
-            x = carry(own, _gathering(self.shape, self.spec, self.mesh))
+            x = carry(own, _route_to_whole(self.shape, self.spec, self.mesh))
         return x.clone() if x is own and own is self._local else x
 
     def _naming_the_wait(self) -> contextlib.AbstractContextManager[None]:
@@ -277,12 +277,12 @@ class GlobalTensor:
         )
 
 
-def _refused(name: str) -> Any:
-    def operator(self: GlobalTensor, *rest: Any) -> Any:
+def _make_refusal(name: str) -> Any:
+    def refuse_operator(self: GlobalTensor, *rest: Any) -> Any:
         del self, rest
         raise TypeError(f"{name} of a GlobalTensor. {_COMPUTE}")
 
-    return operator
+    return refuse_operator
 
 
 for _name in (
@@ -300,7 +300,7 @@ for _name in (
     "neg",
     "float",
 ):
-    setattr(GlobalTensor, f"__{_name}__", _refused(f"__{_name}__"))
+    setattr(GlobalTensor, f"__{_name}__", _make_refusal(f"__{_name}__"))
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
@@ -357,7 +357,7 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
     problems: list[str] = []
     paths = iter(tree_paths(trees[0], "tree"))
 
-    def join(*leaves: Any) -> Any:
+    def join_leaves(*leaves: Any) -> Any:
         path = next(paths)
         if len({(type(x), tuple(x.shape), getattr(x, "spec", None)) for x in leaves}) > 1:
             problems.append(f"{path}: {', '.join(map(repr, leaves))}")
@@ -368,7 +368,7 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
         block = torch.stack([x.local for x in leaves])
         return GlobalTensor(block, first.shape, first.spec, first.mesh, frozen=first.frozen)
 
-    out = tree_map(join, *trees)
+    out = tree_map(join_leaves, *trees)
     raise_all(ValueError, "leaves of the members differ:", problems)
     return out
 
@@ -385,12 +385,12 @@ def member(tree: PyTree, index: int) -> PyTree:
         {'w': tensor([0., 0.])}
     """
 
-    def take(x: Any) -> Any:
+    def take_member(x: Any) -> Any:
         if not isinstance(x, GlobalTensor):
             return x[index]
         return GlobalTensor(x.local[index], x.shape, x.spec, x.mesh, frozen=x.frozen)
 
-    return tree_map(take, tree)
+    return tree_map(take_member, tree)
 
 
 def transforming() -> bool:
@@ -408,7 +408,7 @@ def transforming() -> bool:
 _Context = tuple[torch.Size, P, Mesh, MemoryKind, bool]
 
 
-def _flatten(x: GlobalTensor) -> tuple[list[Any], _Context]:
+def _flatten_leaf(x: GlobalTensor) -> tuple[list[Any], _Context]:
     held = x._local
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(
@@ -419,11 +419,11 @@ def _flatten(x: GlobalTensor) -> tuple[list[Any], _Context]:
 
 
 def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    children, context = _flatten(x)
+    children, context = _flatten_leaf(x)
     return [(pytree.GetAttrKey("local"), children[0])], context
 
 
-def _unflatten(children: Any, context: _Context) -> GlobalTensor:
+def _unflatten_leaf(children: Any, context: _Context) -> GlobalTensor:
     x = object.__new__(GlobalTensor)
     (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen) = children, context
     return x
@@ -431,13 +431,13 @@ def _unflatten(children: Any, context: _Context) -> GlobalTensor:
 
 pytree.register_pytree_node(
     GlobalTensor,
-    _flatten,
-    _unflatten,
+    _flatten_leaf,
+    _unflatten_leaf,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
 
-def _gathering(shape: torch.Size, spec: P, mesh: Mesh) -> Route:
+def _route_to_whole(shape: torch.Size, spec: P, mesh: Mesh) -> Route:
     """To the whole, axis by axis: a group along several is made by all ranks of the mesh, and here fewer may call."""
     stops, entries = [Placement(spec)], [spec.dim_axes(dim) for dim in range(len(spec))]
     for dim in range(len(spec)):

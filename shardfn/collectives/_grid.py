@@ -66,7 +66,7 @@ class Grid:
         pieces = rows.split(self.lengths)
         longest = self.lengths[0]
         if any(len(piece) != longest for piece in pieces):
-            rows = torch.cat([piece if len(piece) == longest else _longer(piece, longest) for piece in pieces])
+            rows = torch.cat([piece if len(piece) == longest else _pad_rows(piece, longest) for piece in pieces])
         grid = rows.reshape(*self.sizes, self.m)
         return grid.permute(*self.order, len(self.sizes)).reshape(self.inner, self.outer, self.m).contiguous()
 
@@ -77,7 +77,7 @@ class Grid:
         return rows.movedim(0, self.dim).to(dtype).contiguous()
 
 
-def _longer(piece: Shaped[Tensor, "rows ..."], rows: int) -> Shaped[Tensor, "longer ..."]:
+def _pad_rows(piece: Shaped[Tensor, "rows ..."], rows: int) -> Shaped[Tensor, "longer ..."]:
     return torch.cat([piece, piece.new_zeros((rows - len(piece), *piece.shape[1:]))])
 
 

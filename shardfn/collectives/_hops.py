@@ -55,7 +55,7 @@ class TwoHops:
     def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Along the near axes: from the result of `bring` to the blocks of all ranks, in their order."""
         pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
-        return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))
+        return pending.then(lambda out: _trim_padding(self._grid.to_ranks(out), sizes))
 
 
 class NearFar:
@@ -73,7 +73,7 @@ class NearFar:
     def __init__(self, axes: tuple[str, ...], far: AnyChannel, near: AnyChannel) -> None:
         self._axes, self._shape = axes, {**near.shape, **far.shape}
         at = near.index * far.size + far.index
-        coords = dict(zip(self._shape, _digits(at, tuple(self._shape.values())), strict=True))
+        coords = dict(zip(self._shape, _split_index(at, tuple(self._shape.values())), strict=True))
         self.index = functools.reduce(lambda i, a: i * self._shape[a] + coords[a], axes, 0)
 
     def to_ranks(self, flat: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ class NearFar:
         return now.permute(*(self._axes.index(a) for a in self._shape), -1).reshape(-1)
 
 
-def _digits(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _split_index(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
 
-def _trimmed(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+def _trim_padding(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     """Blocks without their padding."""
     runs, c, parts, start = as_runs(sizes), max(sizes), list[Tensor](), 0
     if len(runs) == 2:

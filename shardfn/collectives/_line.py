@@ -75,7 +75,7 @@ def line_along(axis: Axes) -> Line | None:
     if not mesh.abstract:
         mesh.check_open()
     sizes = tuple(mesh.shape[n] for n in named)
-    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), mesh)
+    return Line(axes, sizes, mesh.axis_index(named), _find_ranks(mesh, named, axes), mesh)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,7 +95,7 @@ def block_lengths(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rows for start, stop in bounds for rows in block_lengths(stop - start, sizes[1:]))
 
 
-def _ranks(mesh: Mesh, named: tuple[str, ...], axes: tuple[str, ...]) -> Sequence[int]:
+def _find_ranks(mesh: Mesh, named: tuple[str, ...], axes: tuple[str, ...]) -> Sequence[int]:
     if named == axes:
         return range(math.prod(mesh.shape[n] for n in axes))
     stride = {n: math.prod(mesh.shape[m] for m in axes[i + 1 :]) for i, n in enumerate(axes)}

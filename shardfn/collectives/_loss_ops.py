@@ -45,7 +45,7 @@ def channel_along(axes: str) -> Channel | None:
     return loss_channel(mesh, names)
 
 
-def _of(axes: str) -> Channel:
+def _channel_of(axes: str) -> Channel:
     channel = channel_along(axes)
     assert channel is not None
     return channel
@@ -56,7 +56,7 @@ def _of(axes: str) -> Channel:
 
 def _loss_psum_start(x: Tensor, axes: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    return under_way(out, _of(axes).all_reduce(out.view(-1), name="psum"))
+    return under_way(out, _channel_of(axes).all_reduce(out.view(-1), name="psum"))
 
 
 # pmax
@@ -64,7 +64,7 @@ def _loss_psum_start(x: Tensor, axes: str) -> Tensor:
 
 def _loss_pmax_start(x: Tensor, axes: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    return under_way(out, _of(axes).maximum(out.view(-1), name="pmax"))
+    return under_way(out, _channel_of(axes).maximum(out.view(-1), name="pmax"))
 
 
 # all_gather
@@ -72,7 +72,7 @@ def _loss_pmax_start(x: Tensor, axes: str) -> Tensor:
 
 def _loss_all_gather_start(own: Tensor, num: int, axes: str) -> Tensor:
     out = own.new_empty(num * own.numel())
-    return under_way(out, _of(axes).all_gather(own, [own.numel()] * num, out, settled=True))
+    return under_way(out, _channel_of(axes).all_gather(own, [own.numel()] * num, out, settled=True))
 
 
 # psum_scatter
@@ -80,7 +80,7 @@ def _loss_all_gather_start(own: Tensor, num: int, axes: str) -> Tensor:
 
 def _loss_psum_scatter_start(rows: Tensor, num: int, axes: str) -> Tensor:
     own = rows.numel() // num
-    return under_way(rows.new_empty(0), _of(axes).reduce_scatter(rows, [own] * num))
+    return under_way(rows.new_empty(0), _channel_of(axes).reduce_scatter(rows, [own] * num))
 
 
 # all_to_all, ppermute
@@ -89,7 +89,7 @@ def _loss_psum_scatter_start(rows: Tensor, num: int, axes: str) -> Tensor:
 def _loss_exchange_start(flat: Tensor, send: Sequence[int], recv: Sequence[int], name: str, axes: str) -> Tensor:
     out = flat.new_empty(sum(recv))
     parts, into = flat.split_with_sizes(list(send)), out.split_with_sizes(list(recv))
-    return under_way(out, _of(axes).exchange(parts, into, name=name).then(lambda _: out))
+    return under_way(out, _channel_of(axes).exchange(parts, into, name=name).then(lambda _: out))
 
 
 def define(
@@ -98,34 +98,36 @@ def define(
     """Defines an op that starts a transfer, `NAME_start(...) -> Tensor`, and its twin `NAME`, which waits at once."""
     name = schema.partition("_start(")[0]
 
-    def whole(*args: Any) -> Tensor:
+    def run_and_wait(*args: Any) -> Tensor:
         return torch.ops.shardfn.wait(start(*args))
 
-    for op, text, impl in ((f"{name}_start", schema, start), (name, schema.replace("_start(", "(", 1), whole)):
+    for op, text, impl in ((f"{name}_start", schema, start), (name, schema.replace("_start(", "(", 1), run_and_wait)):
         library.define(text)
         library.impl(op, impl, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardfn::{op}", fake, lib=library)
 
 
-def _like(x: Tensor, axes: str) -> Tensor:
+def _fake_like(x: Tensor, axes: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _blocks(own: Tensor, num: int, axes: str) -> Tensor:
+def _fake_blocks(own: Tensor, num: int, axes: str) -> Tensor:
     return own.new_empty(num * own.numel())
 
 
-def _block(rows: Tensor, num: int, axes: str) -> Tensor:
+def _fake_block(rows: Tensor, num: int, axes: str) -> Tensor:
     return rows.new_empty(rows.numel() // num)
 
 
-def _parts(flat: Tensor, send: Sequence[int], recv: Sequence[int], name: str, axes: str) -> Tensor:
+def _fake_parts(flat: Tensor, send: Sequence[int], recv: Sequence[int], name: str, axes: str) -> Tensor:
     return flat.new_empty(sum(recv))
 
 
-define(_LIBRARY, "loss_psum_start(Tensor x, str axes) -> Tensor", _loss_psum_start, _like)
-define(_LIBRARY, "loss_pmax_start(Tensor x, str axes) -> Tensor", _loss_pmax_start, _like)
-define(_LIBRARY, "loss_all_gather_start(Tensor own, int num, str axes) -> Tensor", _loss_all_gather_start, _blocks)
-define(_LIBRARY, "loss_psum_scatter_start(Tensor rows, int num, str axes) -> Tensor", _loss_psum_scatter_start, _block)
+define(_LIBRARY, "loss_psum_start(Tensor x, str axes) -> Tensor", _loss_psum_start, _fake_like)
+define(_LIBRARY, "loss_pmax_start(Tensor x, str axes) -> Tensor", _loss_pmax_start, _fake_like)
+define(_LIBRARY, "loss_all_gather_start(Tensor own, int num, str axes) -> Tensor", _loss_all_gather_start, _fake_blocks)
+define(
+    _LIBRARY, "loss_psum_scatter_start(Tensor rows, int num, str axes) -> Tensor", _loss_psum_scatter_start, _fake_block
+)
 _EXCHANGE = "loss_exchange_start(Tensor flat, int[] send, int[] recv, str name, str axes) -> Tensor"
-define(_LIBRARY, _EXCHANGE, _loss_exchange_start, _parts)
+define(_LIBRARY, _EXCHANGE, _loss_exchange_start, _fake_parts)

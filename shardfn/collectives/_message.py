@@ -36,10 +36,10 @@ def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Ca
     """
     if line is None:
         return lambda: list(parts)
-    rows, places = _packed(parts)
+    rows, places = _pack_rows(parts)
     each = [rows.shape[1]] * line.size
     wait = native.exchange_start(rows.view(-1), each, each, line, name=name)
-    return lambda: _unpacked(wait().view(line.size, -1), places, parts)
+    return lambda: _unpack_rows(wait().view(line.size, -1), places, parts)
 
 
 def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[Parts]]:
@@ -51,12 +51,12 @@ def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[
     """
     if line is None:
         return lambda: list(parts)
-    rows, places = _packed(parts)
+    rows, places = _pack_rows(parts)
     wait = native.all_gather_start(rows, line)
-    return lambda: _unpacked(wait().flatten(0, 1), places, parts)
+    return lambda: _unpack_rows(wait().flatten(0, 1), places, parts)
 
 
-def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
+def _pack_rows(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
     """Returns the message, and the places in it.
 
     The widest elements first, so that each begins at a multiple of its width.
@@ -67,14 +67,16 @@ def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_
     for number in sorted(range(len(flat)), key=lambda i: -flat[i].dtype.itemsize):
         places.append(_MessagePlace(number, start, flat[number].shape[1:], flat[number].dtype))
         start += places[-1].width
-    return torch.cat([_bytes(flat[place.number]) for place in places], 1), places
+    return torch.cat([_view_bytes(flat[place.number]) for place in places], 1), places
 
 
-def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
+def _view_bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
     return part.contiguous().view(part.shape[0], -1).view(torch.uint8)
 
 
-def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_MessagePlace], like: Sequence[Parts]) -> list[Parts]:
+def _unpack_rows(
+    message: UInt8[Tensor, "rows bytes"], places: list[_MessagePlace], like: Sequence[Parts]
+) -> list[Parts]:
     flat: dict[int, Tensor] = {}
     for place in places:
         if not place.width:  # torch calls it contiguous for any strides, and then cannot view it

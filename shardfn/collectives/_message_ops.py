@@ -29,7 +29,7 @@ def _send_start(x: Tensor, to: int, tag: int, axes: str) -> Tensor:
     return under_way(x.new_empty(0), channels_of_graph().between(tuple(axes.split(","))).send(x, to, tag))
 
 
-def _sent(handle: Tensor) -> None:
+def _end_send(handle: Tensor) -> None:
     ended(handle).result()
 
 
@@ -44,7 +44,7 @@ def _receive_start(
     return under_way(torch.empty(0, dtype=dtype, device=device), channel.arrival(like, source, tag))
 
 
-for _name, _impl in (("send_start", _send_start), ("sent", _sent), ("receive_start", _receive_start)):
+for _name, _impl in (("send_start", _send_start), ("sent", _end_send), ("receive_start", _receive_start)):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
 
 

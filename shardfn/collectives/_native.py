@@ -19,14 +19,14 @@ from ._line import Line
 _ops = torch.ops.shardfn
 
 
-def _unknown(x: Tensor) -> Tensor:
+def _forget_value(x: Tensor) -> Tensor:
     """`x` without the value that a tracer remembers of a constant: else it would run the collective there and then."""
     if not isinstance(x, FakeTensor) or x.constant is None:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _channel(x: Tensor, line: Line) -> Channel | None:
+def _channel_for(x: Tensor, line: Line) -> Channel | None:
     """Returns the channel that takes `x` at once, or None where transfers are to be ops."""
     if torch.compiler.is_compiling() or num_dispatch_modes() or peek_interpreter_stack() is not None:
         return None
@@ -54,9 +54,9 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
     """`op` ("sum" or "max") over the line; the same on every rank."""
     if x.numel() == 0:
         return x.clone()
-    channel = _channel(x, line)
+    channel = _channel_for(x, line)
     if channel is None:
-        return start_op("loss_psum" if op == "sum" else "loss_pmax", line, _unknown(x).contiguous())()
+        return start_op("loss_psum" if op == "sum" else "loss_pmax", line, _forget_value(x).contiguous())()
     out = x.clone(memory_format=torch.contiguous_format)
     flat = out.view(-1)
     (channel.all_reduce(flat, name=name) if op == "sum" else channel.maximum(flat, name=name)).result()
@@ -71,17 +71,17 @@ def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
     n, shape = line.size, x.shape
     if x.numel() == 0:
         return lambda: x.new_empty((n, *shape))
-    channel, own = _channel(x, line), _unknown(x).contiguous().view(-1)
+    channel, own = _channel_for(x, line), _forget_value(x).contiguous().view(-1)
     if channel is None:
         arrive = start_op("loss_all_gather", line, own, n)
     else:
         arrive = channel.all_gather(own, [own.numel()] * n, settled=True).result
 
-    def wait() -> Tensor:
+    def wait_blocks() -> Tensor:
         out = arrive().view(n, *shape)
         return out if line.in_order else out[list(line.ranks)]
 
-    return wait
+    return wait_blocks
 
 
 def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
@@ -92,7 +92,7 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
     if not line.in_order:  # a channel sums in the order of its ranks, which is not that of the line
         each = [shape.numel()] * n
         return _sum_in_order(exchange_start(x.reshape(-1), each, each, line, name=name)().view(n, *shape))
-    channel, flat = _channel(x, line), _unknown(x).contiguous().view(-1)
+    channel, flat = _channel_for(x, line), _forget_value(x).contiguous().view(-1)
     if channel is None:
         return start_op("loss_psum_scatter", line, flat, n)().view(shape)
     return channel.reduce_scatter(flat, [shape.numel()] * n).result().view(shape)
@@ -109,7 +109,7 @@ def exchange_start(
     if not line.in_order:
         pieces = x.split(list(send))
         x, send, recv = torch.cat([pieces[i] for i in order]), [send[i] for i in order], [recv[i] for i in order]
-    channel, flat, recv = _channel(x, line), _unknown(x).contiguous(), list(recv)
+    channel, flat, recv = _channel_for(x, line), _forget_value(x).contiguous(), list(recv)
     if channel is None:
         arrive = start_op("loss_exchange", line, flat, list(send), recv, name)
     else:
@@ -117,11 +117,11 @@ def exchange_start(
         pending = channel.exchange(flat.split_with_sizes(list(send)), arrived.split_with_sizes(recv), name=name)
         arrive = pending.then(lambda _: arrived).result
 
-    def wait() -> Tensor:
+    def wait_parts() -> Tensor:
         out = arrive()
         return out if line.in_order else torch.cat([out.split_with_sizes(recv)[rank] for rank in line.ranks])
 
-    return wait
+    return wait_parts
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

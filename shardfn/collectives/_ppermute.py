@@ -44,7 +44,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
     """
     line = line_along(axis)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
-    _check(pairs, 1 if line is None else line.size)
+    _check_pairs(pairs, 1 if line is None else line.size)
     if line is not None:
         return bind(x, Call("ppermute", line, perm=pairs))
     # Not zeros_like: the result is a function of x, with gradient zero, on one rank as on many.
@@ -73,11 +73,11 @@ def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[in
         here = ppermute(x, axis, perm)
         return lambda: here
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
-    _check(pairs, line.size)
+    _check_pairs(pairs, line.size)
     return start(x, Call("ppermute", line, perm=pairs))
 
 
-def _check(pairs: tuple[tuple[int, int], ...], n: int) -> None:
+def _check_pairs(pairs: tuple[tuple[int, int], ...], n: int) -> None:
     known = f"use 0 to {n - 1}" if n > 1 else "one rank has index 0 only"
     problems = [f"{p}: an index is out of range; {known}" for p in pairs if not all(0 <= i < n for i in p)]
     for side, word in ((0, "source"), (1, "destination")):

@@ -113,13 +113,13 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
     """
     if has_torch_function_unary(x) or began():
         return handle_torch_function(bind, (x, *operands), x, call, *operands)
-    if call.name == "psum" and not x.requires_grad and not recording() and not _transforming():
+    if call.name == "psum" and not x.requires_grad and not recording() and not _is_transforming():
         # As a step's own sums: a Function costs more than they do.
         return transferred("psum", lambda: PRIMITIVES["psum"].impl(x, call))
     return _Collective.apply(x, call, *operands)
 
 
-def _transforming() -> bool:
+def _is_transforming() -> bool:
     """Returns whether tensors may be wrapped: inside torch.func or forward-mode AD."""
     return peek_interpreter_stack() is not None or forward_level() >= 0
 
@@ -150,8 +150,8 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
         if call.name in _SILENT:
-            return _applied(x, call, *operands)
-        return transferred(call.name, lambda: _applied(x, call, *operands))
+            return _apply_call(x, call, *operands)
+        return transferred(call.name, lambda: _apply_call(x, call, *operands))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -188,7 +188,7 @@ class _Collective(torch.autograd.Function):
         return bind(first, batched, *rest), 0
 
 
-def _applied(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
+def _apply_call(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
     impl = PRIMITIVES[call.name].impl
     if not recording():
         return impl(x, call, *operands)
@@ -199,14 +199,14 @@ def _applied(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
 # psum: V -> I
 
 
-def _psum(x: Tensor, call: Call) -> Tensor:
+def _run_psum(x: Tensor, call: Call) -> Tensor:
     return native.all_reduce(x, call.line, "sum", name="psum")
 
 
 # pvary: I -> V
 
 
-def _pvary(x: Tensor, call: Call) -> Tensor:
+def _run_pvary(x: Tensor, call: Call) -> Tensor:
     # A graph has an op for it: a view would look like any other, without its axes.
     return torch.ops.shardfn.pvary(x, ",".join(call.line.axes)) if recording() else x.view_as(x)
 
@@ -214,17 +214,17 @@ def _pvary(x: Tensor, call: Call) -> Tensor:
 # pmax: V -> I
 
 
-def _pmax(x: Tensor, call: Call) -> Tensor:
+def _run_pmax(x: Tensor, call: Call) -> Tensor:
     if not x.is_floating_point():
         return native.all_reduce(x, call.line, "max", name="pmax")
     # Backends differ in the maximum of NaN and a number. Floats are sent as integers of the same order, NaN above all.
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if wide.itemsize == 8 else torch.int32)
-    top = native.all_reduce(_in_order(bits), call.line, "max", name="pmax")
-    return _in_order(top).view(wide.dtype).to(x.dtype)
+    top = native.all_reduce(_order_bits(bits), call.line, "max", name="pmax")
+    return _order_bits(top).view(wide.dtype).to(x.dtype)
 
 
-def _in_order(bits: Tensor) -> Tensor:
+def _order_bits(bits: Tensor) -> Tensor:
     """Returns the bits of floats as integers that have their order, and the way back, which is the same."""
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> info.bits - 1) & info.max)
@@ -233,15 +233,15 @@ def _in_order(bits: Tensor) -> Tensor:
 # all_gather: V -> V, all_gather_invariant: V -> I
 
 
-def _all_gather(x: Tensor, call: Call) -> Tensor:
-    return _all_gather_start(x, call)()
+def _run_all_gather(x: Tensor, call: Call) -> Tensor:
+    return _start_all_gather(x, call)()
 
 
-def _all_gather_start(x: Tensor, call: Call) -> Wait:
+def _start_all_gather(x: Tensor, call: Call) -> Wait:
     lengths = call.line.lengths(call.size)
-    rows = _pad(x.movedim(call.dim, 0), lengths[0])
+    rows = _pad_rows(x.movedim(call.dim, 0), lengths[0])
     wait = native.all_gather_start(rows, call.line)
-    return lambda: _join(wait(), lengths).movedim(0, call.dim).contiguous()
+    return lambda: _join_rows(wait(), lengths).movedim(0, call.dim).contiguous()
 
 
 # quantized_all_gather: V -> V
@@ -249,7 +249,7 @@ def _all_gather_start(x: Tensor, call: Call) -> Wait:
 
 def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     lengths, batch = call.line.lengths(call.size), x.shape[: call.batch_dims]
-    rows = _pad(x.movedim(call.dim, 0), lengths[0])
+    rows = _pad_rows(x.movedim(call.dim, 0), lengths[0])
     # The members of a batch share no scales: each is rounded as it would be alone.
     flat = rows.movedim(0, call.batch_dims).reshape(batch.numel(), -1)
     codes = kernels.quantize(flat, bits=call.bits, block=call.block)
@@ -258,7 +258,7 @@ def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     values, scales = gathered
     wide = kernels.dequantize(values, scales, flat.shape[1], bits=call.bits, block=call.block, dtype=x.dtype)
     blocks = (wide if flat.numel() else x.new_empty(each)).view(each).movedim(1 + call.batch_dims, 1)
-    return _join(blocks, lengths).movedim(0, call.dim).contiguous()
+    return _join_rows(blocks, lengths).movedim(0, call.dim).contiguous()
 
 
 # psum_scatter: V -> V
@@ -266,7 +266,7 @@ def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
 
 def _psum_scatter(x: Tensor, call: Call) -> Tensor:
     lengths = call.line.lengths(call.size)
-    blocks = _cut(x.movedim(call.dim, 0), lengths)
+    blocks = _cut_rows(x.movedim(call.dim, 0), lengths)
     own = native.reduce_scatter(blocks, call.line, name="psum_scatter")
     return own[: lengths[call.line.index]].movedim(0, call.dim).contiguous()
 
@@ -283,25 +283,25 @@ def own_block(x: Tensor, call: Call) -> Tensor:
 # all_to_all: V -> V
 
 
-def _all_to_all(x: Tensor, call: Call) -> Tensor:
-    return _all_to_all_start(x, call)()
+def _run_all_to_all(x: Tensor, call: Call) -> Tensor:
+    return _start_all_to_all(x, call)()
 
 
-def _all_to_all_start(x: Tensor, call: Call) -> Wait:
+def _start_all_to_all(x: Tensor, call: Call) -> Wait:
     line, rows = call.line, call.line.lengths(call.size)
-    arriving = [_arriving(x, call, width) for width in line.lengths(call.concat_size)]
+    arriving = [_arriving_shape(x, call, width) for width in line.lengths(call.concat_size)]
     per_row = x.numel() // max(x.shape[call.dim], 1)
     send, recv = [r * per_row for r in rows], [shape.numel() for shape in arriving]
     wait = native.exchange_start(x.movedim(call.dim, 0).reshape(-1), send, recv, line, name="all_to_all")
 
-    def joined() -> Tensor:
+    def join_arrived() -> Tensor:
         pairs = zip(wait().split(recv), arriving, strict=True)
         return torch.cat([block.view(shape).movedim(0, call.dim) for block, shape in pairs], call.concat_dim)
 
-    return joined
+    return join_arrived
 
 
-def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
+def _arriving_shape(x: Tensor, call: Call, width: int) -> torch.Size:
     """Returns the shape, cut dim first, of the block from a rank that holds `width` of `concat_dim`."""
     shape = list(x.shape)
     shape[call.concat_dim] = width
@@ -312,43 +312,43 @@ def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
 # ppermute: V -> V
 
 
-def _ppermute(x: Tensor, call: Call) -> Tensor:
-    return _ppermute_start(x, call)()
+def _run_ppermute(x: Tensor, call: Call) -> Tensor:
+    return _start_ppermute(x, call)()
 
 
-def _ppermute_start(x: Tensor, call: Call) -> Wait:
+def _start_ppermute(x: Tensor, call: Call) -> Wait:
     line, n = call.line, x.numel()
     send = [n * ((line.index, i) in call.perm) for i in range(line.size)]
     recv = [n * ((i, line.index) in call.perm) for i in range(line.size)]
     wait = native.exchange_start(x.reshape(-1)[: sum(send)], send, recv, line, name="ppermute")
 
-    def arrived() -> Tensor:
+    def take_arrived() -> Tensor:
         out = wait()
         return out.view(x.shape) if sum(recv) else x.new_zeros(x.shape)
 
-    return arrived
+    return take_arrived
 
 
-def _pad(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     missing = rows - x.shape[0]
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
 
 
-def _cut(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _cut_rows(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Returns the blocks of `x` along dim 0, padded to the first one's length and stacked."""
     if x.shape[0] == len(lengths) * lengths[0]:
         return x.reshape(len(lengths), lengths[0], *x.shape[1:])
-    return torch.stack([_pad(block, lengths[0]) for block in x.split(lengths)])
+    return torch.stack([_pad_rows(block, lengths[0]) for block in x.split(lengths)])
 
 
-def _join(blocks: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Returns the transpose of `_cut`: stacked padded blocks to rows."""
+def _join_rows(blocks: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Returns the transpose of `_cut_rows`: stacked padded blocks to rows."""
     if len(set(lengths)) == 1:
         return blocks.flatten(0, 1)
     return torch.cat([block[:rows] for block, rows in zip(blocks.unbind(0), lengths, strict=True)])
 
 
-def _becomes(name: str) -> Callable[[Call], Call]:
+def _make_call_map(name: str) -> Callable[[Call], Call]:
     return lambda call: dataclasses.replace(call, name=name)
 
 
@@ -359,7 +359,7 @@ def swap_dims(call: Call) -> Call:
     )
 
 
-def _inverse(call: Call) -> Call:
+def _invert_permutation(call: Call) -> Call:
     return dataclasses.replace(call, perm=tuple((dst, src) for src, dst in call.perm))
 
 
@@ -372,14 +372,16 @@ def no_transpose(call: Call) -> Call:
 
 
 PRIMITIVES: dict[str, Primitive] = {
-    "psum": Primitive(_psum, _becomes("pvary")),
-    "pvary": Primitive(_pvary, _becomes("psum")),
-    "pmax": Primitive(_pmax, no_transpose),
-    "all_gather": Primitive(_all_gather, _becomes("psum_scatter"), start=_all_gather_start),
-    "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
-    "quantized_all_gather": Primitive(_quantized_all_gather, _becomes("psum_scatter"), _becomes("all_gather")),
-    "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block"), start=_all_gather_start),
-    "take_own_block": Primitive(own_block, _becomes("all_gather_invariant")),
-    "all_to_all": Primitive(_all_to_all, swap_dims, start=_all_to_all_start),
-    "ppermute": Primitive(_ppermute, _inverse, start=_ppermute_start),
+    "psum": Primitive(_run_psum, _make_call_map("pvary")),
+    "pvary": Primitive(_run_pvary, _make_call_map("psum")),
+    "pmax": Primitive(_run_pmax, no_transpose),
+    "all_gather": Primitive(_run_all_gather, _make_call_map("psum_scatter"), start=_start_all_gather),
+    "psum_scatter": Primitive(_psum_scatter, _make_call_map("all_gather")),
+    "quantized_all_gather": Primitive(
+        _quantized_all_gather, _make_call_map("psum_scatter"), _make_call_map("all_gather")
+    ),
+    "all_gather_invariant": Primitive(_run_all_gather, _make_call_map("take_own_block"), start=_start_all_gather),
+    "take_own_block": Primitive(own_block, _make_call_map("all_gather_invariant")),
+    "all_to_all": Primitive(_run_all_to_all, swap_dims, start=_start_all_to_all),
+    "ppermute": Primitive(_run_ppermute, _invert_permutation, start=_start_ppermute),
 }

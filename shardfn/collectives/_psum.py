@@ -42,11 +42,11 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
     """
     line = line_along(axis)
 
-    def leaf(t: Tensor) -> Tensor:
+    def sum_leaf(t: Tensor) -> Tensor:
         t = t.long() if t.dtype == torch.bool else t
         return t if line is None else bind(t, Call("psum", line))
 
-    return map_tensors("psum", leaf, x)
+    return map_tensors("psum", sum_leaf, x)
 
 
 def pmean(x: PyTree, axis: Axes) -> PyTree:
@@ -77,13 +77,13 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
     """
     line = line_along(axis)
 
-    def leaf(t: Tensor) -> Tensor:
+    def average_leaf(t: Tensor) -> Tensor:
         if line is None:
             return t if t.is_floating_point() or t.is_complex() else t / 1
         size = line.size
         return as_one(lambda: psum(t, axis) / size)
 
-    return map_tensors("pmean", leaf, x)
+    return map_tensors("pmean", average_leaf, x)
 
 
 def pmax(x: PyTree, axis: Axes) -> PyTree:
@@ -117,7 +117,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
     """
     line = line_along(axis)
 
-    def leaf(t: Tensor) -> Tensor:
+    def max_leaf(t: Tensor) -> Tensor:
         if line is None:
             return t
         if t.dtype != torch.bool:
@@ -126,7 +126,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
         call = Call("pmax", line)
         return as_one(lambda: bind(t.byte(), call).bool())
 
-    return map_tensors("pmax", leaf, x)
+    return map_tensors("pmax", max_leaf, x)
 
 
 def pvary(x: PyTree, axis: Axes) -> PyTree:

@@ -85,8 +85,8 @@ def ragged_all_to_all(
     }
     problems = [*_wrong_rows(x, out), *_wrong_places(line, places)]
     if problems:
-        _refuse(line, problems)
-    return one_operation(_exchanged, x, out, *places.values(), line, along=axis)
+        _refuse_problems(line, problems)
+    return one_operation(_exchange_ragged, x, out, *places.values(), line, along=axis)
 
 
 def ragged_exchange(
@@ -132,12 +132,12 @@ def ragged_exchange(
         )
     problems = [*_wrong_rows(x, x), *_wrong_places(line, {"send_sizes": send_sizes})]
     if problems:
-        _refuse(line, problems)
-    return one_operation(_arrived, x, send_sizes, line, along=axis)
+        _refuse_problems(line, problems)
+    return one_operation(_arrived_sizes, x, send_sizes, line, along=axis)
 
 
 @joined
-def _exchanged(
+def _exchange_ragged(
     x: Tensor,
     out: Tensor,
     input_offsets: Tensor,
@@ -147,38 +147,38 @@ def _exchanged(
     line: Line,
 ) -> Tensor:
     rows, capacity = x.shape[0], out.shape[0]
-    compare = Call("ragged_places", line, size=capacity, concat_size=rows, looks=_looks(x))
+    compare = Call("ragged_places", line, size=capacity, concat_size=rows, looks=_describe_rows(x))
     offsets = bind(output_offsets, compare, input_offsets, send_sizes, recv_sizes)
     exchange = Call("ragged_all_to_all", line, size=capacity, concat_size=rows)
     come = bind(x, exchange, input_offsets, send_sizes, offsets, recv_sizes)
-    replaced = _covered(offsets, recv_sizes, capacity).view(capacity, *[1] * (out.ndim - 1))
+    replaced = _covered_rows(offsets, recv_sizes, capacity).view(capacity, *[1] * (out.ndim - 1))
     return torch.where(replaced, come, out)
 
 
 @joined
-def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]:
+def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]:
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes
     given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
-    told = Header(_looks(x), False, x.shape[0], -1)
+    told = Header(_describe_rows(x), False, x.shape[0], -1)
     axes = ",".join(line.axes)
-    places = _by_rank(given, line).cpu()
-    of_all = transferred("ragged_places", lambda: compared_places(_channel(line), axes, told, places).result())
+    places = _order_by_rank(given, line).cpu()
+    of_all = transferred("ragged_places", lambda: compared_places(_channel_for(line), axes, told, places).result())
     here = line.ranks[line.index]
-    come = _by_index(of_all[:, 1, 0, here], line).to(sizes.device)
+    come = _order_by_index(of_all[:, 1, 0, here], line).to(sizes.device)
     exchange = Call("ragged_all_to_all", line, size=int(come.sum()), concat_size=x.shape[0])
     return bind(x, exchange, starts, sizes, come.cumsum(0) - come, come), come
 
 
-def _channel(line: Line) -> Channel | None:
+def _channel_for(line: Line) -> Channel | None:
     return loss_channel(line.mesh, line.axes) if line.axes else None
 
 
-def _looks(x: Tensor) -> str:
+def _describe_rows(x: Tensor) -> str:
     return f"rows of {str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
 
 
-def _covered(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
+def _covered_rows(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
     """Which rows lie in one of the ranges."""
     some = (sizes > 0).long()
     steps = torch.zeros(capacity + 1, dtype=torch.int64, device=offsets.device)
@@ -214,23 +214,23 @@ def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
     return problems
 
 
-def _refuse(line: Line, problems: list[str]) -> None:
+def _refuse_problems(line: Line, problems: list[str]) -> None:
     """Raises on all ranks that exchange. A capture has agreements of its own."""
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
-        compared_places(_channel(line), axes, Header(words, True), nothing).result()
+        compared_places(_channel_for(line), axes, Header(words, True), nothing).result()
     raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
 
 
 # The rows of the table. A group counts its ranks in the mesh's order, a caller as it names axes.
 
 
-def _by_rank(places: Tensor, line: Line) -> Tensor:
+def _order_by_rank(places: Tensor, line: Line) -> Tensor:
     return places if line.in_order else places[..., line.indices]
 
 
-def _by_index(places: Tensor, line: Line) -> Tensor:
+def _order_by_index(places: Tensor, line: Line) -> Tensor:
     return places if line.in_order else places[..., list(line.ranks)]
 
 
@@ -239,9 +239,9 @@ def _by_index(places: Tensor, line: Line) -> Tensor:
 
 def _ragged_places(output_offsets: Tensor, call: Call, *rest: Tensor) -> Tensor:
     batch, line = output_offsets.shape[: call.batch_dims], call.line
-    each = [_by_rank(x.expand(*batch, line.size), line) for x in (output_offsets, *rest)]
+    each = [_order_by_rank(x.expand(*batch, line.size), line) for x in (output_offsets, *rest)]
     compared = start_op("ragged_places", line, *each, call.concat_size, call.size, call.looks)
-    return _by_index(compared(), line)
+    return _order_by_index(compared(), line)
 
 
 # ragged_all_to_all: V -> V
@@ -250,24 +250,26 @@ def _ragged_places(output_offsets: Tensor, call: Call, *rest: Tensor) -> Tensor:
 def _ragged_all_to_all(x: Tensor, call: Call, *places: Tensor) -> Tensor:
     line, batch, (rows, capacity) = call.line, x.shape[: call.batch_dims], (call.concat_size, call.size)
     if all(p.numel() == line.size for p in places):
-        each = [_by_rank(p.reshape(-1), line) for p in places]
+        each = [_order_by_rank(p.reshape(-1), line) for p in places]
         first = x.movedim(call.batch_dims, 0).contiguous()
         come = start_op("ragged_all_to_all", line, first, *each, capacity)()
         return come.movedim(0, call.batch_dims).contiguous()
     # Each member has places of its own: all go as one, member by member.
     member = torch.arange(batch.numel(), device=x.device).view(*batch, 1)
     shifts = (member * rows, 0, member * capacity, 0)
-    each = [_by_rank((p + s).expand(*batch, line.size), line).reshape(-1) for p, s in zip(places, shifts, strict=True)]
+    each = [
+        _order_by_rank((p + s).expand(*batch, line.size), line).reshape(-1) for p, s in zip(places, shifts, strict=True)
+    ]
     tail = x.shape[call.batch_dims + 1 :]
     flat = x.reshape(batch.numel() * rows, *tail)
     come = start_op("ragged_all_to_all", line, flat, *each, batch.numel() * capacity)()
     return come.view(*batch, capacity, *tail)
 
 
-def _turned(places: Operands) -> Operands:
+def _turn_places(places: Operands) -> Operands:
     starts, leaving, offsets, coming = places
     return offsets, coming, starts, leaving
 
 
 PRIMITIVES["ragged_places"] = Primitive(_ragged_places, no_transpose)
-PRIMITIVES["ragged_all_to_all"] = Primitive(_ragged_all_to_all, swap_dims, turned=_turned)
+PRIMITIVES["ragged_all_to_all"] = Primitive(_ragged_all_to_all, swap_dims, turned=_turn_places)

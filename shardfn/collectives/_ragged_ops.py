@@ -67,11 +67,11 @@ def compared_places(channel: Channel | None, axes: str, told: Header, places: Te
     head = [told.refused, len(words), zlib.crc32(words), told.rows, told.capacity]
     own = torch.cat([torch.tensor(head, dtype=torch.int64), places.reshape(-1)])
     if channel is None:
-        return Pending(lambda: _checked([told], [head], own[HEAD:].view(1, *places.shape), "this rank"))
+        return Pending(lambda: _check_headers([told], [head], own[HEAD:].view(1, *places.shape), "this rank"))
 
     own = own.to(channel.device)
 
-    def compared(flat: Tensor) -> Tensor:
+    def compare_flat(flat: Tensor) -> Tensor:
         each = flat.cpu().view(channel.size, -1)
         heads = each[:, :HEAD].tolist()
         # Words are sent only if an error needs them, which all ranks find alike.
@@ -82,12 +82,12 @@ def compared_places(channel: Channel | None, axes: str, told: Header, places: Te
             texts = channel.all_gather(mine, [most] * channel.size, settled=True).result().view(channel.size, -1)
             told_words = [bytes(t.tolist()[: h[1]]).decode() for t, h in zip(texts, heads, strict=True)]
             all_told = [t._replace(words=w) for t, w in zip(all_told, told_words, strict=True)]
-        return _checked(all_told, heads, each[:, HEAD:].view(channel.size, *places.shape), f"of {axes!r}")
+        return _check_headers(all_told, heads, each[:, HEAD:].view(channel.size, *places.shape), f"of {axes!r}")
 
-    return channel.all_gather(own, [own.numel()] * channel.size, settled=True).then(compared)
+    return channel.all_gather(own, [own.numel()] * channel.size, settled=True).then(compare_flat)
 
 
-def _checked(told: Sequence[Header], heads: Sequence[Sequence[int]], places: Tensor, of: str) -> Tensor:
+def _check_headers(told: Sequence[Header], heads: Sequence[Sequence[int]], places: Tensor, of: str) -> Tensor:
     name = "this rank" if len(told) == 1 else f"rank {{}} {of}"
     names = [name.format(r) for r in range(len(told))]
     title = "ragged_all_to_all: "
@@ -96,11 +96,11 @@ def _checked(told: Sequence[Header], heads: Sequence[Sequence[int]], places: Ten
     if len({h[2] for h in heads}) > 1:
         lines = [f"{names[r]}: {t.words}" for r, t in enumerate(told)]
         raise_all(ValueError, title + "ranks differ in the dtype or the shape of a row; nothing was sent:", lines)
-    raise_all(ValueError, title + "places do not fit; nothing was sent:", _problems(told, places, names))
+    raise_all(ValueError, title + "places do not fit; nothing was sent:", _find_problems(told, places, names))
     return places
 
 
-def _problems(told: Sequence[Header], places: Tensor, names: Sequence[str]) -> list[str]:
+def _find_problems(told: Sequence[Header], places: Tensor, names: Sequence[str]) -> list[str]:
     starts, sizes, offsets, wanted = places.unbind(1)  # each [senders, batch, receivers], `wanted` the other way round
     asked = wanted.transpose(0, 2)
     rows = torch.tensor([t.rows for t in told]).view(-1, 1, 1)
@@ -181,13 +181,13 @@ def _ragged_all_to_all_start(
             (p + s for pair in zip(places, coming, strict=True) for p, s in zip(*pair, strict=True) if s), default=0
         )
     x, out = x.contiguous(), x.new_zeros((rows, *x.shape[1:]))
-    parts = [_joined([_rows(x, a[j], s[j]) for a, s in zip(starts, leaving, strict=True)]) for j in range(n)]
-    targets = [[_rows(out, a[j], s[j]) for a, s in zip(places, coming, strict=True)] for j in range(n)]
+    parts = [_join_pieces([_slice_rows(x, a[j], s[j]) for a, s in zip(starts, leaving, strict=True)]) for j in range(n)]
+    targets = [[_slice_rows(out, a[j], s[j]) for a, s in zip(places, coming, strict=True)] for j in range(n)]
     apart = _are_apart([(a, s) for pair in zip(places, coming, strict=True) for a, s in zip(*pair, strict=True)])
     direct = apart and len(places) == 1
     into = [t[0] if direct else x.new_empty((sum(map(len, t)), *x.shape[1:])) for t in targets]
 
-    def placed(_: object) -> Tensor:
+    def place_rows(_: object) -> Tensor:
         for block, at in () if direct else zip(into, targets, strict=True):
             for target, piece in zip(at, block.split([len(t) for t in at]), strict=True):
                 target.copy_(piece) if apart else target.add_(piece)
@@ -195,15 +195,15 @@ def _ragged_all_to_all_start(
 
     if channel is None:
         into[0].copy_(parts[0])
-        return under_way(out, Pending.of(None).then(placed))
-    return under_way(out, channel.exchange(parts, into, name="ragged_all_to_all").then(placed))
+        return under_way(out, Pending.of(None).then(place_rows))
+    return under_way(out, channel.exchange(parts, into, name="ragged_all_to_all").then(place_rows))
 
 
-def _rows(x: Tensor, start: int, size: int) -> Tensor:
+def _slice_rows(x: Tensor, start: int, size: int) -> Tensor:
     return x[start : start + size] if size else x[:0]
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
+def _join_pieces(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -217,11 +217,11 @@ def _are_apart(places: list[tuple[int, int]]) -> bool:
     return True
 
 
-def _places(output_offsets: Tensor, *args: Any) -> Tensor:
+def _fake_places(output_offsets: Tensor, *args: Any) -> Tensor:
     return output_offsets.new_empty(output_offsets.shape, dtype=torch.int64)
 
 
-def _arrived(x: Tensor, *args: Any) -> Tensor:
+def _fake_arrived(x: Tensor, *args: Any) -> Tensor:
     *_, rows, _ = args
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -230,5 +230,5 @@ _PLACES = "Tensor output_offsets, Tensor input_offsets, Tensor send_sizes, Tenso
 _COMPARED = f"ragged_places_start({_PLACES}, int rows, int capacity, str looks, str axes) -> Tensor"
 _ENDS = "Tensor input_offsets, Tensor send_sizes, Tensor offsets, Tensor sizes"
 _EXCHANGED = f"ragged_all_to_all_start(Tensor x, {_ENDS}, int rows, str axes) -> Tensor"
-define(_LIBRARY, _COMPARED, _ragged_places_start, _places)
-define(_LIBRARY, _EXCHANGED, _ragged_all_to_all_start, _arrived)
+define(_LIBRARY, _COMPARED, _ragged_places_start, _fake_places)
+define(_LIBRARY, _EXCHANGED, _ragged_all_to_all_start, _fake_arrived)

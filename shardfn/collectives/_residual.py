@@ -73,7 +73,7 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
     """
     if outer is None:
         return axis, None
-    given, compressed = _names(axis), _names(outer)
+    given, compressed = _axis_names(axis), _axis_names(outer)
     if not set(compressed) <= set(given):
         raise ValueError(f"{op}: outer={outer!r} is not among axis={axis!r}; name in `axis` all axes that it crosses.")
     return compressed, tuple(a for a in given if a not in compressed)
@@ -107,16 +107,16 @@ def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: 
     ranks, inner = axis_size(compressed), axis_size(inside)
     leaves, treedef = tree_flatten(tree)
     return tree_unflatten(
-        treedef, [_zeros(x, cut_of(x.numel(), ranks, compressor.quantum, inner), compressor) for x in leaves]
+        treedef, [_make_zeros(x, cut_of(x.numel(), ranks, compressor.quantum, inner), compressor) for x in leaves]
     )
 
 
-def _zeros(x: Tensor, cut: Cut, compressor: Compressor) -> Residual:
+def _make_zeros(x: Tensor, cut: Cut, compressor: Compressor) -> Residual:
     like = x.new_empty((cut.ranks, cut.c), dtype=torch.float32)
-    return Residual(_shaped(compressor.init(like), 1, -1), _shaped(compressor.init(like[:1]), -1))
+    return Residual(_reshape_memory(compressor.init(like), 1, -1), _reshape_memory(compressor.init(like[:1]), -1))
 
 
-def _shaped(memory: Memory, *shape: int) -> Memory:
+def _reshape_memory(memory: Memory, *shape: int) -> Memory:
     if not isinstance(memory, Tensor):
         return memory
     return memory.reshape(tuple(memory.numel() if s == -1 else s for s in shape))
@@ -146,7 +146,7 @@ def check_memory(
         found = (tuple(have.shape), have.dtype) if isinstance(have, Tensor) else None
         want = None if shape is None else (shape, torch.float32)
         if found != want:
-            out.append(f"{name} error is {_described(found)}, and is to be {_described(want)}")
+            out.append(f"{name} error is {_describe_value(found)}, and is to be {_describe_value(want)}")
     return [f"{path} of shape {tuple(x.shape)}: its {' and its '.join(out)}"] if out else []
 
 
@@ -157,7 +157,7 @@ def check_dims(op: str, leaves: list[Tensor], paths: list[str], dim: int) -> Non
     raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
 
 
-def _described(what: Any) -> str:
+def _describe_value(what: Any) -> str:
     return "()" if what is None else f"{what[1]} {list(what[0])}".removeprefix("torch.")
 
 
@@ -185,30 +185,31 @@ def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: A
         >>> global_residuals(state, "dp", {"w": P(None, "tp")})["w"].worker
         GlobalTensor((1, 16), torch.float32, P('dp', 'tp'); 64 B here on device, mesh of one)
     """
-    compressed, inside = (_names(a) for a in split_axes("global_residuals", axis, outer))
+    compressed, inside = (_axis_names(a) for a in split_axes("global_residuals", axis, outer))
     mesh = current_mesh()
     residuals, treedef = tree_flatten(state, is_leaf=_is_residual)
     like = tree_unflatten(treedef, range(len(residuals)))
     cuts = broadcast_prefix(specs, like, lambda x: isinstance(x, P), names=("specs", "state"))
 
-    def leaf(residual: Residual, spec: P) -> Residual:
+    def globalize_leaf(residual: Residual, spec: P) -> Residual:
         own = (*(a for a in spec.axes if a not in (*compressed, *inside)), *inside)
         return Residual(
-            _global(residual.worker, P(compressed, own), mesh), _global(residual.server, P((*own, *compressed)), mesh)
+            _make_global(residual.worker, P(compressed, own), mesh),
+            _make_global(residual.server, P((*own, *compressed)), mesh),
         )
 
-    return tree_unflatten(treedef, [leaf(r, s) for r, s in zip(residuals, cuts, strict=True)])
+    return tree_unflatten(treedef, [globalize_leaf(r, s) for r, s in zip(residuals, cuts, strict=True)])
 
 
 def _is_residual(x: Any) -> bool:
     return isinstance(x, Residual)
 
 
-def _names(axis: Axes) -> tuple[str, ...]:
+def _axis_names(axis: Axes) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
-def _global(block: Memory, spec: P, mesh: Mesh) -> Any:
+def _make_global(block: Memory, spec: P, mesh: Mesh) -> Any:
     if not isinstance(block, Tensor):
         return block
     shape = torch.Size(size * mesh.axis_size(spec.dim_axes(dim)) for dim, size in enumerate(block.shape))
@@ -266,13 +267,13 @@ def recut_residuals(
                 " ranks (unshard), and the right number of blocks (inner, others)."
             )
             continue
-        mean = _refitted(worker.sum(0) / len(worker), blocks, new)
-        out[-1] = Residual(mean.expand(num_ranks, -1), _refitted(server, blocks, new))
+        mean = _refit_error(worker.sum(0) / len(worker), blocks, new)
+        out[-1] = Residual(mean.expand(num_ranks, -1), _refit_error(server, blocks, new))
     raise_all(ValueError, "errors that cannot be cut anew:", problems)
     return tree_unflatten(treedef, out)
 
 
-def _refitted(error: Tensor, blocks: int, cut: Cut) -> Tensor:
+def _refit_error(error: Tensor, blocks: int, cut: Cut) -> Tensor:
     """Returns the errors of the real elements of each block, with as much padding as the new cut has."""
     real = error.view(blocks, -1)[:, : cut.piece]
     return torch.nn.functional.pad(real, (0, cut.ranks * cut.c - cut.piece)).view(-1)

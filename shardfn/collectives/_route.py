@@ -144,7 +144,7 @@ class Route:
         for hop, before, after in zip(self.hops, self.stops, self.stops[1:], strict=False):
             if isinstance(hop, Psum | PsumScatter | AllGather | AllToAll):
                 held = before.nbytes(self.shape, sizes, coords), after.nbytes(self.shape, sizes, coords)
-                out[hop.axes] = out.get(hop.axes, 0) + _sent(hop, *held, _ranks(hop.axes, sizes))
+                out[hop.axes] = out.get(hop.axes, 0) + _bytes_sent(hop, *held, _count_ranks(hop.axes, sizes))
         return out
 
     def live(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
@@ -194,22 +194,22 @@ def route(
         problems = list(stop.problems(shape, mesh))
         if problems:
             raise ValueError(f"{name} of shape {shape} cannot be placed as {stop!r}: {'; '.join(problems)}.")
-    stops = [_on(stop, mesh) for stop in (src, *via, dst)]
+    stops = [_normalize_placement(stop, mesh) for stop in (src, *via, dst)]
     walk = _Trail(stops[0])
     for stop in stops[1:]:
         _check_pair(walk.now, stop, f"{name} of shape {shape}")
-        walk.go(stop)
+        walk.go_directly(stop)
     return Route(shape, tuple(walk.stops), tuple(walk.hops))
 
 
-def _on(placement: Placement, mesh: Mesh) -> Placement:
+def _normalize_placement(placement: Placement, mesh: Mesh) -> Placement:
     """Without axes that have one rank; summands in the mesh's order."""
     spec = P(*(mesh.axes(placement.spec.dim_axes(d)) or None for d in range(len(placement.spec))))
     unreduced = tuple(a for a in mesh.axis_names if a in mesh.axes(placement.unreduced))
     here = placement.with_(spec=spec, unreduced=unreduced, brought=mesh.axes(placement.brought))
     for dim in range(len(spec)) if here.brought else ():
         if set(spec.dim_axes(dim)) == set(here.brought):  # the others have one rank, so this is the whole
-            return here.with_(spec=_without(spec, dim, here.brought), brought=())
+            return here.with_(spec=_drop_axes(spec, dim, here.brought), brought=())
     return here
 
 
@@ -266,7 +266,7 @@ class _Trail:
         self.hops.append(hop)
         self.stops.append(self.now.with_(**changes))
 
-    def go(self, dst: Placement) -> None:
+    def go_directly(self, dst: Placement) -> None:
         """The direct way from here."""
         computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
         if computes and not is_device(self.now.memory_kind):
@@ -277,7 +277,7 @@ class _Trail:
         # A sum is taken in the wider dtype; other leaves travel in the narrower one.
         if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
             self.step(Cast(dst.dtype), dtype=dst.dtype)
-        self._cut(dst)
+        self._change_cuts(dst)
         if self.now.dtype != dst.dtype:
             self.step(Cast(dst.dtype), dtype=dst.dtype)
         if dst.code is not None and self.now.code is None:
@@ -285,22 +285,22 @@ class _Trail:
         if self.now.memory_kind != dst.memory_kind:
             self.step(Move(dst.memory_kind), memory_kind=dst.memory_kind)
 
-    def _cut(self, dst: Placement) -> None:
+    def _change_cuts(self, dst: Placement) -> None:
         """From this spec, and the sums that are still to be taken, to those of `dst`."""
         if self.now.brought != dst.brought:
-            self._half(dst)
-        self._add(dst)
+            self._add_half_hop(dst)
+        self._add_cuts(dst)
         rest = tuple(a for a in self.now.unreduced if a not in dst.unreduced)
         if rest:
             self.step(Psum(rest), unreduced=dst.unreduced)
         while self.now.spec != dst.spec:
-            if not self._exchange(dst):
-                dim = next(d for d in range(len(self.now.spec)) if _surplus(self.now.spec, dst.spec, d))
-                axes = _surplus(self.now.spec, dst.spec, dim)
-                self.step(AllGather(axes, dim), spec=_without(self.now.spec, dim, axes))
-            self._add(dst)
+            if not self._exchange_dims(dst):
+                dim = next(d for d in range(len(self.now.spec)) if _surplus_axes(self.now.spec, dst.spec, d))
+                axes = _surplus_axes(self.now.spec, dst.spec, dim)
+                self.step(AllGather(axes, dim), spec=_drop_axes(self.now.spec, dim, axes))
+            self._add_cuts(dst)
 
-    def _half(self, dst: Placement) -> None:
+    def _add_half_hop(self, dst: Placement) -> None:
         """The first or the second of two hops: of a gather across `brought` first, of a sum across the others first."""
         now, brought = self.now, self.now.brought or dst.brought
         spec = now.spec if now.brought else dst.spec
@@ -313,17 +313,17 @@ class _Trail:
             self.step(AllGather(brought, dim), brought=brought)
         else:
             rest = tuple(a for a in others if a not in dst.spec.dim_axes(dim))
-            left = _without(spec, dim, tuple(a for a in spec.dim_axes(dim) if a in brought or a in rest))
+            left = _drop_axes(spec, dim, tuple(a for a in spec.dim_axes(dim) if a in brought or a in rest))
             self.step(AllGather(rest, dim), spec=left, brought=())
 
     def _sum_up(self, axes: tuple[str, ...], dim: int, here: Mapping[str, object]) -> None:
         left = tuple(a for a in self.now.unreduced if a not in axes)
         self.step(PsumScatter(axes, dim), unreduced=left, code=None, **here)
 
-    def _add(self, dst: Placement) -> None:
+    def _add_cuts(self, dst: Placement) -> None:
         """Cuts along axes that cut nothing yet, major ones first: a slice, or the block of a sum."""
         for dim in range(len(dst.spec)):
-            while axes := self._free(dst, dim):
+            while axes := self._find_free_axes(dst, dim):
                 scatter = axes[0] in self.now.unreduced
                 spec = self.now.spec.with_axes(dim, axes)
                 if scatter:
@@ -331,7 +331,7 @@ class _Trail:
                 else:
                     self.step(Slice(axes, dim), spec=spec)
 
-    def _free(self, dst: Placement, dim: int) -> tuple[str, ...]:
+    def _find_free_axes(self, dst: Placement, dim: int) -> tuple[str, ...]:
         """The next axes to cut `dim` along that cut nothing now, all of them summands' or none."""
         have, want = self.now.spec.dim_axes(dim), dst.spec.dim_axes(dim)
         if want[: len(have)] != have:
@@ -344,21 +344,21 @@ class _Trail:
             out.append(axis)
         return tuple(out)
 
-    def _exchange(self, dst: Placement) -> bool:
+    def _exchange_dims(self, dst: Placement) -> bool:
         """Whether an all_to_all brings axes from the dim that they cut to the one that they are to cut."""
         now = self.now.spec
         for concat_dim in range(len(now)):
-            axes = _surplus(now, dst.spec, concat_dim)
+            axes = _surplus_axes(now, dst.spec, concat_dim)
             for dim in range(len(dst.spec)):
                 have, want = now.dim_axes(dim), dst.spec.dim_axes(dim)
                 if axes and dim != concat_dim and want[: len(have) + len(axes)] == have + axes:
-                    spec = _without(now, concat_dim, axes).with_axes(dim, axes)
+                    spec = _drop_axes(now, concat_dim, axes).with_axes(dim, axes)
                     self.step(AllToAll(axes, dim, concat_dim), spec=spec)
                     return True
         return False
 
 
-def _surplus(now: P, dst: P, dim: int) -> tuple[str, ...]:
+def _surplus_axes(now: P, dst: P, dim: int) -> tuple[str, ...]:
     """The minor axes that cut `dim` and are not to: all behind those that both specs begin with."""
     have, want = now.dim_axes(dim), dst.dim_axes(dim)
     same = 0
@@ -367,18 +367,18 @@ def _surplus(now: P, dst: P, dim: int) -> tuple[str, ...]:
     return have[same:]
 
 
-def _without(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+def _drop_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
     """The spec without the last `len(axes)` axes of `dim`."""
     entries = [spec.dim_axes(d) for d in range(len(spec))]
     entries[dim] = entries[dim][: len(entries[dim]) - len(axes)]
     return P(*(e or None for e in entries))
 
 
-def _ranks(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+def _count_ranks(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[a] for a in axes)
 
 
-def _sent(hop: Psum | PsumScatter | AllGather | AllToAll, before: int, after: int, n: int) -> float:
+def _bytes_sent(hop: Psum | PsumScatter | AllGather | AllToAll, before: int, after: int, n: int) -> float:
     """The bytes that one rank sends in a ring of `n`, where it holds `before` bytes, and `after` when it is done."""
     if isinstance(hop, Psum):
         return 2 * before * (n - 1) / n

@@ -22,14 +22,14 @@ def start_together(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[
     """
     name = calls[0].name
     if len(blocks) > 1 and name == "all_gather_invariant":
-        return _gather(blocks, calls)
+        return _gather_leaves(blocks, calls)
     if len(blocks) > 1 and name == "all_to_all":
-        return _exchange(blocks, calls)
+        return _exchange_leaves(blocks, calls)
     waits = [start(x, call) for x, call in zip(blocks, calls, strict=True)]
     return lambda: [wait() for wait in waits]
 
 
-def _gather(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+def _gather_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
     """Rows first, and all blocks of a leaf as long as its longest, so that all ranks send equally much."""
     line = calls[0].line
     rows = [x.movedim(call.dim, 0) for x, call in zip(blocks, calls, strict=True)]
@@ -40,39 +40,39 @@ def _gather(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], lis
         part[: x.numel()].view(x.shape).copy_(x)
     wait = native.all_gather_start(message, line)
 
-    def arrived() -> list[Tensor]:
+    def take_arrived() -> list[Tensor]:
         parts = wait().split(widths, 1)
-        return [_joined(p, n, x, c.dim) for p, n, x, c in zip(parts, lengths, rows, calls, strict=True)]
+        return [_join_leaf(p, n, x, c.dim) for p, n, x, c in zip(parts, lengths, rows, calls, strict=True)]
 
-    return arrived
+    return take_arrived
 
 
-def _joined(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> Tensor:
+def _join_leaf(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> Tensor:
     """Returns the whole of one leaf, from the rows of all ranks [ranks, width]."""
     rest = own.shape[1:]
     pieces = [row[: n * rest.numel()].view(n, *rest) for row, n in zip(part, lengths, strict=True)]
     return torch.cat([piece.movedim(0, dim) for piece in pieces], dim).contiguous()
 
 
-def _exchange(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+def _exchange_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
     """Returns each rank gets its parts of all blocks, one after another."""
     line = calls[0].line
     sent = [x.split(line.lengths(call.size), call.dim) for x, call in zip(blocks, calls, strict=True)]
-    arriving = [_arriving(x, call) for x, call in zip(blocks, calls, strict=True)]
+    arriving = [_arriving_shapes(x, call) for x, call in zip(blocks, calls, strict=True)]
     send = [sum(parts[i].numel() for parts in sent) for i in range(line.size)]
     recv = [sum(shapes[i].numel() for shapes in arriving) for i in range(line.size)]
     message = torch.cat([parts[i].reshape(-1) for i in range(line.size) for parts in sent])
     wait = native.exchange_start(message, send, recv, line, name="all_to_all")
 
-    def arrived() -> list[Tensor]:
+    def take_arrived() -> list[Tensor]:
         flat = iter(wait().split([shapes[i].numel() for i in range(line.size) for shapes in arriving]))
         found = [[next(flat).view(shapes[i]) for shapes in arriving] for i in range(line.size)]
         return [torch.cat([row[k] for row in found], call.concat_dim) for k, call in enumerate(calls)]
 
-    return arrived
+    return take_arrived
 
 
-def _arriving(x: Tensor, call: Call) -> list[torch.Size]:
+def _arriving_shapes(x: Tensor, call: Call) -> list[torch.Size]:
     """Returns the shapes of the parts that come from each index."""
     own = call.line.lengths(call.size)[call.line.index]
     shapes = []

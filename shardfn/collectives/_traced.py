@@ -70,11 +70,11 @@ class TracedChannel:
         """See `Channel.send`. It is waited for where its result is taken."""
         handle = _ops.send_start(x, to, tag, self._name)
 
-        def left() -> Tensor:
+        def finish_send() -> Tensor:
             _ops.sent(handle)
             return x
 
-        return Pending(left)
+        return Pending(finish_send)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """See `Channel.arrival`. It is waited for where its result is taken."""

@@ -92,21 +92,21 @@ def ended(handle: Tensor) -> Pending[Tensor]:
     return _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)[1]
 
 
-def _axes(axes: str) -> tuple[str, ...]:
+def _split_axes(axes: str) -> tuple[str, ...]:
     return tuple(axes.split(","))
 
 
 # all_gather
 
 
-def _all_gather_start(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+def _start_all_gather(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
     out = own.new_empty(sum(sizes))
-    pending = channels_of_graph().gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
+    pending = channels_of_graph().gather(_split_axes(axes)).all_gather(own, sizes, out, settled=True)
     return under_way(out, pending)
 
 
-def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
-    pending = channels_of_graph().gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
+def _start_all_gather_into(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+    pending = channels_of_graph().gather(_split_axes(axes)).all_gather(own, sizes, into, settled=True)
     return under_way(own.new_empty(0), pending)
 
 
@@ -114,15 +114,15 @@ def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes
 
 
 def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = channels_of_graph().reduce(_axes(axes)).reduce_scatter(flat, sizes)
+    pending = channels_of_graph().reduce(_split_axes(axes)).reduce_scatter(flat, sizes)
     return under_way(flat.new_empty(0), pending)
 
 
 # all_to_all
 
 
-def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = channels_of_graph().reduce(_axes(axes)).all_to_all(flat, sizes)
+def _start_all_to_all(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
+    pending = channels_of_graph().reduce(_split_axes(axes)).all_to_all(flat, sizes)
     return under_way(flat.new_empty(0), pending)
 
 
@@ -131,13 +131,13 @@ def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str)
 
 def _psum_start(parts: Sequence[Tensor], axes: str) -> Tensor:
     flat = torch.cat([p.reshape(-1) for p in parts])
-    return under_way(flat, channels_of_graph().reduce(_axes(axes)).all_reduce(flat))
+    return under_way(flat, channels_of_graph().reduce(_split_axes(axes)).all_reduce(flat))
 
 
 # wait
 
 
-def _wait(handle: Tensor) -> Tensor:
+def _wait_handle(handle: Tensor) -> Tensor:
     kept, pending = _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)
     value = pending.result()
     return kept if value.data_ptr() == kept.data_ptr() else value
@@ -146,7 +146,7 @@ def _wait(handle: Tensor) -> Tensor:
 # pvary
 
 
-def _pvary(x: Tensor, axes: str) -> Tensor:
+def _run_pvary(x: Tensor, axes: str) -> Tensor:
     return x.view_as(x)
 
 
@@ -160,13 +160,13 @@ def _stop_unless(flag: Tensor, carried: Sequence[Tensor]) -> None:
 
 for _name, _impl in (
     ("stop_unless", _stop_unless),
-    ("pvary", _pvary),
-    ("all_gather_start", _all_gather_start),
-    ("all_gather_into_start", _all_gather_into_start),
+    ("pvary", _run_pvary),
+    ("all_gather_start", _start_all_gather),
+    ("all_gather_into_start", _start_all_gather_into),
     ("psum_scatter_start", _psum_scatter_start),
-    ("all_to_all_start", _all_to_all_start),
+    ("all_to_all_start", _start_all_to_all),
     ("psum_start", _psum_start),
-    ("wait", _wait),
+    ("wait", _wait_handle),
 ):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
 
@@ -193,12 +193,12 @@ def _(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
 
 @torch.library.register_fake("shardfn::all_to_all_start.runs", lib=_LIBRARY)
 def _(flat: Tensor, runs: Sequence[int], index: int, axes: str) -> Tensor:
-    return flat.new_empty(sum(n for n, _ in _pairs(runs)) * _size_at(runs, index))
+    return flat.new_empty(sum(n for n, _ in _pair_runs(runs)) * _size_at(runs, index))
 
 
 @torch.library.register_fake("shardfn::all_gather_start.runs", lib=_LIBRARY)
 def _(own: Tensor, runs: Sequence[int], axes: str) -> Tensor:
-    return own.new_empty(sum(n * size for n, size in _pairs(runs)))
+    return own.new_empty(sum(n * size for n, size in _pair_runs(runs)))
 
 
 @torch.library.register_fake("shardfn::all_gather_into_start.runs", lib=_LIBRARY)
@@ -264,7 +264,7 @@ class Sizes(Sequence[int]):
         return sum(self._runs[::2])
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.chain.from_iterable(itertools.repeat(size, n) for n, size in _pairs(self._runs))
+        return itertools.chain.from_iterable(itertools.repeat(size, n) for n, size in _pair_runs(self._runs))
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
@@ -303,12 +303,12 @@ def in_runs(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     )
 
 
-def _pairs(runs: Sequence[int]) -> list[tuple[int, int]]:
+def _pair_runs(runs: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(runs[::2], runs[1::2], strict=True))
 
 
 def _size_at(runs: Sequence[int], index: int) -> int:
-    for n, size in _pairs(runs):
+    for n, size in _pair_runs(runs):
         if index < n:
             return size
         index -= n

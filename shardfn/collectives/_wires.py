@@ -53,20 +53,20 @@ class GatherWire:
 
     def start(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         """Begins to send this rank's pieces; with two hops the second one, of the result of the first."""
-        message = pieces[0] if self.in_two else self._packed(pieces)
+        message = pieces[0] if self.in_two else self._pack_pieces(pieces)
         return self._channel.all_gather(message, self.packing.sizes)
 
     def bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         """Begins the first of two hops: the pieces of the ranks that share this one's index along the near axes."""
         assert isinstance(self._channel, TwoHops | CodedGather)
-        return self._channel.bring(self._packed(pieces), self.packing.sizes)
+        return self._channel.bring(self._pack_pieces(pieces), self.packing.sizes)
 
     def start_into(self, pieces: Sequence[Tensor], into: Tensor | None) -> Pending[Tensor]:
         """`start` between steps, where this thread has nothing to do but wait; into memory of the caller, or new."""
         assert not isinstance(self._channel, TwoHops | CodedGather)
-        return self._channel.all_gather(self._packed(pieces), self.packing.sizes, into, idle=True)
+        return self._channel.all_gather(self._pack_pieces(pieces), self.packing.sizes, into, idle=True)
 
-    def _packed(self, pieces: Sequence[Tensor]) -> Tensor:
+    def _pack_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
         return self.packing.pack([piece.to(self.dtype) for piece in pieces])
 
 
@@ -117,13 +117,13 @@ class SumWire:
         Returns:
             Pending whose result is this rank's part, 1-D.
         """
-        message = self._laid(grads, traced)
+        message = self._lay_grads(grads, traced)
         self._keep(message, joins)
-        return self._channel.reduce_scatter(message, self._sizes(message), reuse=not self.scatters)
+        return self._channel.reduce_scatter(message, self._block_sizes(message), reuse=not self.scatters)
 
     def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
         """`start` and `join` in one transfer. See `sums_in_one`."""
-        message = self._laid(grads, traced)
+        message = self._lay_grads(grads, traced)
         # It is summed in place; memory that another tensor shares is copied first.
         return self._channel.all_reduce(message if is_sole_owner(message) else message.clone())
 
@@ -136,20 +136,20 @@ class SumWire:
         assert not isinstance(self._channel, CodedReduce)
         message = self.packing.lay(tensors)
         self._keep(message, joins)
-        return self._channel.all_to_all(message, self._sizes(message))
+        return self._channel.all_to_all(message, self._block_sizes(message))
 
     def join(self, part: Tensor) -> Pending[Tensor]:
         """Begins to bring together the ranks' parts of sums that are wanted whole."""
         assert self._joins is not None
         out, self._message = self._message, None
         assert out is not None
-        sizes = self._sizes(out)
+        sizes = self._block_sizes(out)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
         if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
             out = None
         return self._joins.all_gather(part, sizes, out)
 
-    def _laid(self, grads: list[Tensor], traced: bool) -> Tensor:
+    def _lay_grads(self, grads: list[Tensor], traced: bool) -> Tensor:
         message = (self.packing.lay if traced else self.packing.laid)(grads)
         grads.clear()
         return message
@@ -159,7 +159,7 @@ class SumWire:
         if joins and not self.scatters and self.size > 1:
             self._message = message
 
-    def _sizes(self, message: Tensor) -> Sequence[int]:
+    def _block_sizes(self, message: Tensor) -> Sequence[int]:
         return self.packing.sizes if self.scatters else dealt(message.numel(), self.size)
 
 

@@ -55,11 +55,11 @@ def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Seque
 def as_now() -> Again:
     """Returns a way to bind the ambient values of this moment again, on any thread."""
     found = [again for look in _LOOKS for again in look()]
-    return functools.partial(_entered, found) if found else contextlib.nullcontext
+    return functools.partial(_enter_all, found) if found else contextlib.nullcontext
 
 
 @contextlib.contextmanager
-def _entered(found: Sequence[Again]) -> Iterator[None]:
+def _enter_all(found: Sequence[Again]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for again in found:
             stack.enter_context(again())
@@ -130,21 +130,21 @@ def checkpoints_as_now() -> AbstractContextManager[None]:
     return _CHECKPOINTS
 
 
-def _names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def _patched_names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     # Another file of torch has a name of its own for the generator.
     other = sys.modules.get(CHECKPOINT)
     files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
     return [
-        *((file, CHECKPOINT_GENERATOR, _generator) for file in files),
-        (torch_checkpoint, "CheckpointFunction", _reentrant),
+        *((file, CHECKPOINT_GENERATOR, _wrap_driver) for file in files),
+        (torch_checkpoint, "CheckpointFunction", _wrap_reentrant),
     ]
 
 
-_CHECKPOINTS = Replaced(_names)
+_CHECKPOINTS = Replaced(_patched_names)
 
 
 @functools.cache
-def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_driver(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the driver of checkpoints that are not reentrant, with another function to run again."""
 
     @functools.wraps(original)
@@ -166,7 +166,7 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _reentrant(original: Any) -> Any:
+def _wrap_reentrant(original: Any) -> Any:
     """Runs calls of the reentrant kind by the other."""
 
     class CheckpointFunction(original):

@@ -84,14 +84,14 @@ def adopted(program: Program) -> Iterator[None]:
         yield
         return
     own = this_program()
-    _move(program, program)
+    _move_lists(program, program)
     try:
         yield
     finally:
-        _move(before, own)
+        _move_lists(before, own)
 
 
-def _move(program: Program | None, handed_on: Program) -> None:
+def _move_lists(program: Program | None, handed_on: Program) -> None:
     _HERE.program = program
     stash(_STASH, handed_on)
     for stack in _STACKS:
@@ -112,11 +112,11 @@ def adopting(f: Callable[A, T]) -> Callable[A, T]:
     program = this_program()
 
     @functools.wraps(f)
-    def run(*args: A.args, **kwargs: A.kwargs) -> T:
+    def run_adopted(*args: A.args, **kwargs: A.kwargs) -> T:
         with adopted(program):
             return f(*args, **kwargs)
 
-    return run
+    return run_adopted
 
 
 class OfProgram(Generic[T]):

@@ -44,7 +44,7 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
         >>> describe({"decay": 0.5, "dtype": torch.float16}, "x")
         ["x['decay'] = 0.5", "x['dtype'] = torch.float16"]
     """
-    return list(_lines(value, path, _Seen(strangers)))
+    return list(_describe_lines(value, path, _Seen(strangers)))
 
 
 class _Seen:
@@ -62,67 +62,67 @@ class _Seen:
         self._kept[id(x)] = x
 
 
-def _lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, _PLAIN):
         yield f"{path} = {x!r}"
     elif isinstance(x, torch.device):
         yield f"{path} = {x.type}"  # the index is this rank's
     elif isinstance(x, Tensor):
-        yield f"{path} = {_tensor(x, seen.strangers)}"
+        yield f"{path} = {_describe_tensor(x, seen.strangers)}"
     elif isinstance(x, set | frozenset):
-        yield f"{path} = {sorted(map(_key, x))}"
+        yield f"{path} = {sorted(map(_text_without_addresses, x))}"
     elif isinstance(x, type):
         yield f"{path} = {x.__module__}.{x.__qualname__}"
     elif isinstance(x, types.FunctionType) and plain(x) is not x:
-        yield from _lines(plain(x), path, seen)
+        yield from _describe_lines(plain(x), path, seen)
     elif x not in seen:
         seen.add(x)
-        yield from _parts(x, path, seen)
+        yield from _describe_parts(x, path, seen)
 
 
-def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
-        yield from _function(x, path, seen)
+        yield from _describe_function(x, path, seen)
     elif callable(x) and type(x).__module__.partition(".")[0] != _PACKAGE:
         yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # its fields may differ between ranks
-        yield from _rates(x, path) if seen.strangers else ()
-    elif fields := _fields(x):
+        yield from _describe_rates(x, path) if seen.strangers else ()
+    elif fields := _fields_of(x):
         functions = [f for f in fields.values() if isinstance(f, types.FunctionType)]
         if functions:  # a noun made of functions, such as a rule of an optimizer
-            yield from _made_of(functions, path, seen)
+            yield from _describe_together(functions, path, seen)
         else:
             yield f"{path}: {type(x).__qualname__}"
         for name, value in fields.items():
             if not isinstance(value, types.FunctionType) and not (functions and (value is None or value is False)):
-                yield from _lines(value, f"{path}.{name}", seen)
+                yield from _describe_lines(value, f"{path}.{name}", seen)
     elif isinstance(x, Mapping):
-        for key in sorted(x, key=_key):
-            yield from _lines(x[key], f"{path}[{_key(key)}]", seen)
+        for key in sorted(x, key=_text_without_addresses):
+            yield from _describe_lines(x[key], f"{path}[{_text_without_addresses(key)}]", seen)
     elif isinstance(x, list | tuple):
         for i, value in enumerate(x):
-            yield from _lines(value, f"{path}[{i}]", seen)
+            yield from _describe_lines(value, f"{path}[{i}]", seen)
     else:
         yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"
 
 
-def _function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(f, functools.partial | types.MethodType):
         inner, of = (f.func, [f.args, f.keywords]) if isinstance(f, functools.partial) else (f.__func__, f.__self__)
         if isinstance(inner, types.FunctionType) and not is_own(plain(inner)):
             if seen.strangers:
-                yield from _made_of([inner], path, seen)
-                yield from _rates(f, path)
+                yield from _describe_together([inner], path, seen)
+                yield from _describe_rates(f, path)
             return
-        yield from _lines(inner, path, seen)
+        yield from _describe_lines(inner, path, seen)
         if isinstance(inner, types.FunctionType):
-            yield from _lines(of, f"{path} of", seen)
+            yield from _describe_lines(of, f"{path} of", seen)
     elif seen.strangers or is_own(f):
-        yield from _made_of([f], path, seen)
+        yield from _describe_together([f], path, seen)
         if not is_own(f):
-            yield from _rates(f, path)
+            yield from _describe_rates(f, path)
 
 
-def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
+def _describe_together(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
     """Describes functions that were defined together by the function that has made them and by their variables."""
     names: dict[str, None] = {}
     found: dict[str, Any] = {}
@@ -134,9 +134,13 @@ def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Ite
         if any(f is x for x in known):
             continue
         known.append(f)
-        names[_maker(f)] = None
+        names[_maker_name(f)] = None
         for name, value in closed_over(f).items():
-            if isinstance(value, types.FunctionType) and _maker(plain(value)) == _maker(f) and "<locals>" in _name(f):
+            if (
+                isinstance(value, types.FunctionType)
+                and _maker_name(plain(value)) == _maker_name(f)
+                and "<locals>" in _function_name(f)
+            ):
                 queue.append(plain(value))
             elif (is_own(f) or _is_own_value(value)) and name not in _OWN:
                 found[name if found.get(name, value) is value else f"{f.__name__}.{name}"] = value
@@ -144,15 +148,15 @@ def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Ite
         seen.add(f)
     yield f"{path}: {' + '.join(names)}"
     for name, value in sorted(found.items()):
-        yield from _lines(value, f"{path}.{name}", seen)
+        yield from _describe_lines(value, f"{path}.{name}", seen)
 
 
-def _key(x: Any) -> str:
+def _text_without_addresses(x: Any) -> str:
     """Returns a text without memory addresses."""
     return repr(x) if isinstance(x, _PLAIN) else type(x).__qualname__
 
 
-def _fields(x: Any) -> dict[str, Any]:
+def _fields_of(x: Any) -> dict[str, Any]:
     """Returns the fields of a NamedTuple, or the shown and compared fields of a dataclass, empty for other values."""
     if dataclasses.is_dataclass(x):
         shown = [f.name for f in dataclasses.fields(x) if f.repr and f.compare]
@@ -161,7 +165,7 @@ def _fields(x: Any) -> dict[str, Any]:
     return {name: getattr(x, name) for name in shown if name not in _OWN}
 
 
-def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
+def _describe_rates(f: Callable[..., Any], path: str) -> Iterator[str]:
     if not any(path.endswith(f".{name}") for name in _RATES):
         return
     try:
@@ -171,7 +175,7 @@ def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
     yield f"{path} = {values} at {list(_COUNTS)}"
 
 
-def _tensor(x: Tensor, values: bool) -> str:
+def _describe_tensor(x: Tensor, values: bool) -> str:
     look = f"{x.dtype} {tuple(x.shape)}"
     if not values or type(x) is not Tensor or x.device.type == "meta" or is_functorch_wrapped_tensor(x):
         return look  # it has no values here, or none that could be read
@@ -213,16 +217,16 @@ def _is_own_value(x: Any) -> bool:
     """Returns whether a value is made of this package's functions."""
     if isinstance(x, types.FunctionType):
         return is_own(plain(x))
-    parts = list(_fields(x).values()) if hasattr(x, "_fields") else x if isinstance(x, list | tuple) else []
+    parts = list(_fields_of(x).values()) if hasattr(x, "_fields") else x if isinstance(x, list | tuple) else []
     return any(isinstance(part, types.FunctionType | tuple) and _is_own_value(part) for part in parts)
 
 
-def _name(f: types.FunctionType) -> str:
+def _function_name(f: types.FunctionType) -> str:
     return f.__code__.co_qualname
 
 
-def _maker(f: types.FunctionType) -> str:
+def _maker_name(f: types.FunctionType) -> str:
     """For this package's functions the name of the function that defines them, for others name, line and file."""
     if is_own(f):
-        return _name(f).partition(".<locals>")[0]
-    return f"{_name(f)}, line {f.__code__.co_firstlineno} of {os.path.basename(f.__code__.co_filename)}"
+        return _function_name(f).partition(".<locals>")[0]
+    return f"{_function_name(f)}, line {f.__code__.co_firstlineno} of {os.path.basename(f.__code__.co_filename)}"

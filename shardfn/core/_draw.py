@@ -223,11 +223,11 @@ def uniform_block(
     """
     work = _work_dtype(dtype)
 
-    def sample(hi: Tensor, lo: Tensor) -> Tensor:
-        u = _unit(hi, lo, work).mul_(maxval - minval).add_(minval)
+    def sample_uniform(hi: Tensor, lo: Tensor) -> Tensor:
+        u = _unit_floats(hi, lo, work).mul_(maxval - minval).add_(minval)
         return u.clamp_(min=minval)
 
-    return _draw(key, shape, slices, dtype, device, sample)
+    return _draw_block(key, shape, slices, dtype, device, sample_uniform)
 
 
 def normal_block(
@@ -265,11 +265,11 @@ def normal_block(
     # nextafter(-1, 0): the open end keeps erfinv finite.
     lowest = -1.0 + torch.finfo(work).eps / 2
 
-    def sample(hi: Tensor, lo: Tensor) -> Tensor:
-        u = _unit(hi, lo, work).mul_(2.0).add_(lowest)
+    def sample_normal(hi: Tensor, lo: Tensor) -> Tensor:
+        u = _unit_floats(hi, lo, work).mul_(2.0).add_(lowest)
         return u.erfinv_().mul_(math.sqrt(2)).mul_(stddev).add_(mean)
 
-    return _draw(key, shape, slices, dtype, device, sample)
+    return _draw_block(key, shape, slices, dtype, device, sample_normal)
 
 
 def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, "..."]:
@@ -319,7 +319,7 @@ class Draw(MetadataTensor):
     Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
     """
 
-    _draw: Callable[[Slices], Tensor]
+    _draw_block: Callable[[Slices], Tensor]
 
     @staticmethod
     def __new__(
@@ -344,7 +344,7 @@ class Draw(MetadataTensor):
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function with its deferred arguments drawn."""
         name = getattr(func, "__name__", "")
-        if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
+        if isinstance(kwargs.get("out"), Draw) or (_is_write(name) and isinstance(args[0], Draw)):
             raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
         call: Any = (tuple(args), kwargs)
         whole, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, call)
@@ -356,7 +356,7 @@ class Draw(MetadataTensor):
         raise RuntimeError(f"a deferred draw reached {func} without being drawn; call .full() on it first.")
 
 
-def _writes(name: str) -> bool:
+def _is_write(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_")
@@ -374,7 +374,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     raise TypeError(f"random numbers of {dtype}: draw float64, float32, bfloat16 or float16 and convert.")
 
 
-def _unit(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
+def _unit_floats(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
     """[0, 1): the upper bits as a fraction. The same numbers as writing them under the exponent of 1.0 and taking 1."""
     if dtype == torch.float64:
         word = (hi.to(torch.int64) << 32) | (lo.to(torch.int64) & 0xFFFFFFFF)
@@ -385,10 +385,10 @@ def _unit(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
 def _full_block(
     shape: Sequence[int], slices: Slices, *, value: float | int | bool, dtype: torch.dtype, device: Device
 ) -> Tensor:
-    return torch.full([b - a for a, b in _bounds(shape, slices)], value, dtype=dtype, device=device)
+    return torch.full([b - a for a, b in _slice_bounds(shape, slices)], value, dtype=dtype, device=device)
 
 
-def _draw(
+def _draw_block(
     key: Tensor,
     shape: Sequence[int],
     slices: Slices,
@@ -397,7 +397,7 @@ def _draw(
     sample: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """`sample(words)` at every position of the block."""
-    bounds = _bounds(shape, slices)
+    bounds = _slice_bounds(shape, slices)
     sizes = [b - a for a, b in bounds]
     count = math.prod(sizes)
     key = key.to(device) if device is not None else key
@@ -420,7 +420,7 @@ def _sample_padded(key: Tensor, index: Tensor, sample: Callable[[Tensor, Tensor]
     return sample(*threefry2x32(key, F.pad(index, (0, -n % _VECTOR))))[:n]
 
 
-def _bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]:
+def _slice_bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]:
     """Start and stop in each dim."""
     if len(slices) > len(shape):
         raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}, which has {len(shape)} dims.")

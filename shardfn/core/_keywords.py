@@ -28,7 +28,7 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
         TypeError: rule(lr=0.1): there is no argument 'lr'. Write learning_rate=0.1.
     """
 
-    def decorate(f: Callable[A, R]) -> Callable[A, R]:
+    def wrap_function(f: Callable[A, R]) -> Callable[A, R]:
         who, method = _name_of(f)
         kinds = {p.name: p.kind for p in inspect.signature(f).parameters.values()}
         known = [name for name, kind in kinds.items() if kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD)]
@@ -45,12 +45,12 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
                 )
             for name, value in kwargs.items():
                 if name not in known and (name in meant or not others):
-                    raise TypeError(_unknown(who, name, value, known[method:], meant))
+                    raise TypeError(_explain_unknown(who, name, value, known[method:], meant))
             return f(*args, **kwargs)
 
         return call
 
-    return decorate
+    return wrap_function
 
 
 def explains_fields(**meant: str) -> Callable[[type[C]], type[C]]:
@@ -71,12 +71,12 @@ def explains_fields(**meant: str) -> Callable[[type[C]], type[C]]:
         TypeError: Rule(lr=0.1): there is no argument 'lr'. Write learning_rate=0.1.
     """
 
-    def decorate(cls: type[C]) -> type[C]:
+    def wrap_class(cls: type[C]) -> type[C]:
         made = "__new__" if issubclass(cls, tuple) else "__init__"
         setattr(cls, made, explains_keywords(**meant)(getattr(cls, made)))
         return cls
 
-    return decorate
+    return wrap_class
 
 
 def _name_of(f: Callable[..., Any]) -> tuple[str, bool]:
@@ -101,16 +101,16 @@ def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
         AttributeError: 'Rule' object has no attribute 'zero_grad'. Leave it out.
     """
 
-    def missing(self: Any, name: str) -> Any:
+    def explain_missing(self: Any, name: str) -> Any:
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(f"{text}. {meant[name]}" if name in meant else text, name=name, obj=self)
 
-    def decorate(cls: type[C]) -> type[C]:
+    def add_getattr(cls: type[C]) -> type[C]:
         # By setattr: where a class has a `__getattr__`, a type checker takes any attribute for one of its own.
-        setattr(cls, "__getattr__", missing)  # noqa: B010
+        setattr(cls, "__getattr__", explain_missing)  # noqa: B010
         return cls
 
-    return decorate
+    return add_getattr
 
 
 def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
@@ -130,7 +130,7 @@ def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callabl
         TypeError: step(state, batch) got 1 argument more: an int. Pass a key to sharded_step.
     """
 
-    def decorate(f: Callable[A, R]) -> Callable[A, R]:
+    def wrap_function(f: Callable[A, R]) -> Callable[A, R]:
         names = list(inspect.signature(f).parameters)
 
         @functools.wraps(f)
@@ -143,10 +143,10 @@ def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callabl
 
         return checked
 
-    return decorate
+    return wrap_function
 
 
-def _unknown(who: str, name: str, value: object, known: list[str], meant: dict[str, str]) -> str:
+def _explain_unknown(who: str, name: str, value: object, known: list[str], meant: dict[str, str]) -> str:
     hint = did_you_mean(name, known)
     write = meant.get(name) or ("" if hint else meant.get("otherwise", ""))
     if write:

@@ -78,19 +78,19 @@ def make_mesh(
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     agreement = None if agreement_timeout is None else datetime.timedelta(seconds=agreement_timeout)
     if alone:
-        return Mesh(_fill(shape, 1), dev)
+        return Mesh(_fill_sizes(shape, 1), dev)
     if num_launched() > 1 and not dist.is_initialized():
         if dev.type == "cuda":
             torch.cuda.set_device(dev)
         start_group("nccl" if dev.type == "cuda" else "gloo", limit)
-        atexit.register(_leave)
+        atexit.register(_leave_program)
     close_at_exit()
     world = dist.get_world_size() if dist.is_initialized() else 1
     if ranks is not None:
         end_lost()
-        size = len(_checked(ranks, world))
-        return Mesh(_fill(shape, size), dev, timeout=limit, ranks=ranks, agreement_timeout=agreement)
-    shape = _fill(shape, world)
+        size = len(_check_rank_list(ranks, world))
+        return Mesh(_fill_sizes(shape, size), dev, timeout=limit, ranks=ranks, agreement_timeout=agreement)
+    shape = _fill_sizes(shape, world)
     if world == 1:
         return Mesh(shape, dev, timeout=limit, agreement_timeout=agreement)
     end_lost()
@@ -136,7 +136,7 @@ def num_launched() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _checked(ranks: Sequence[int], world: int) -> Sequence[int]:
+def _check_rank_list(ranks: Sequence[int], world: int) -> Sequence[int]:
     if not ranks or list(ranks) != sorted({*ranks} & {*range(world)}):
         raise ValueError(
             f"make_mesh(ranks={list(ranks)}): some of the program's ranks, 0 to {world - 1}, each once and in ascending"
@@ -162,7 +162,7 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
             DeviceMesh has no names, or is not of all ranks in order.
     """
     if mesh is None:
-        return _of_one_rank()
+        return _make_single_rank_mesh()
     if isinstance(mesh, Mesh):
         mesh.check_member()
         return mesh
@@ -212,7 +212,7 @@ def _check_ranks(mesh: DeviceMesh) -> None:
         )
 
 
-def _of_one_rank() -> Mesh:
+def _make_single_rank_mesh() -> Mesh:
     if (world := num_launched()) > 1:
         raise ValueError(
             f"there is no mesh, so this would be one of {world} runs that know nothing of one another: the program has"
@@ -222,7 +222,7 @@ def _of_one_rank() -> Mesh:
     return Mesh({}, _local_device(None))
 
 
-def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
+def _fill_sizes(shape: dict[str, int], world: int) -> dict[str, int]:
     free = [n for n, s in shape.items() if s == -1]
     known = math.prod(s for s in shape.values() if s != -1)
     if len(free) == 1 and known > 0 and world % known == 0:
@@ -252,6 +252,6 @@ def _local_device(device: torch.device | str | None) -> torch.device:
     return dev
 
 
-def _leave() -> None:
+def _leave_program() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

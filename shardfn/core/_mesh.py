@@ -111,9 +111,9 @@ class Mesh:
             >>> mesh.closed
             True
         """
-        self._close("closed its mesh")
+        self._close_for_reason("closed its mesh")
 
-    def _close(self, why: str) -> None:
+    def _close_for_reason(self, why: str) -> None:
         if self.closed:
             return
         self.closed = True
@@ -345,14 +345,14 @@ class Mesh:
         where = list(np.ndindex(*self._grid.shape[:-1]))
         head = ("", *(f"{last} {i}".strip() for i in range(rows.shape[1])))
         lines = [head] + [
-            (", ".join(f"{a} {i}" for a, i in zip(outer, at, strict=True)), *(self._cell(r) for r in row))
+            (", ".join(f"{a} {i}" for a, i in zip(outer, at, strict=True)), *(self._format_cell(r) for r in row))
             for at, row in zip(where, rows.tolist(), strict=True)
         ]
         first, width = max(len(line[0]) for line in lines), max(len(c) for line in lines for c in line[1:])
         drawn = ["  ".join((line[0].ljust(first), *(c.rjust(width) for c in line[1:]))) for line in lines]
         return "\n".join([repr(self), *drawn])
 
-    def _cell(self, rank: int) -> str:
+    def _format_cell(self, rank: int) -> str:
         return f"[{rank}]" if rank == self.rank else str(rank)
 
     def _repr_html_(self) -> str:
@@ -382,7 +382,7 @@ def _close_all() -> None:
     how = "its script came to an end" if error is None else f"{type(error).__name__}: {error}"
     own = [mesh for mesh in _ALIVE if mesh.made.process == os.getpid()]  # a fork of a rank is not the rank
     for mesh in sorted(own, key=lambda mesh: mesh.made.number):
-        mesh._close(f"left the program ({how})")
+        mesh._close_for_reason(f"left the program ({how})")
     end_lost()
 
 

@@ -16,7 +16,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
         >>> uncompiled(torch.compile(linear, backend="eager")) is linear is uncompiled(linear)
         True
     """
-    while (inner := _inside(module)) is not None:
+    while (inner := _inner_module(module)) is not None:
         module = inner
     return module
 
@@ -26,7 +26,7 @@ def is_compiled(module: nn.Module) -> bool:
     return _WRAPPED in module._modules
 
 
-def _inside(module: nn.Module) -> nn.Module | None:
+def _inner_module(module: nn.Module) -> nn.Module | None:
     parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
     return module.module if parallel else module._modules.get(_WRAPPED)
 
@@ -40,7 +40,7 @@ def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
         ['', '0']
     """
     named = module.named_modules(remove_duplicate=remove_duplicate)
-    return [(_plain(path), sub) for path, sub in named if _WRAPPED not in sub._modules]
+    return [(_plain_name(path), sub) for path, sub in named if _WRAPPED not in sub._modules]
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Tensor]]:
@@ -51,7 +51,7 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
         >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1), backend="eager")))]
         ['0.weight', '0.bias']
     """
-    return [(_plain(name), p) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)]
+    return [(_plain_name(name), p) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)]
 
 
 def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -62,7 +62,7 @@ def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
         >>> named_buffers(torch.compile(nn.BatchNorm1d(1), backend="eager"))[0]
         ('running_mean', tensor([0.]))
     """
-    return [(_plain(name), x) for name, x in module.named_buffers()]
+    return [(_plain_name(name), x) for name, x in module.named_buffers()]
 
 
 def state_names(module: nn.Module) -> list[str]:
@@ -73,8 +73,8 @@ def state_names(module: nn.Module) -> list[str]:
         >>> state_names(torch.compile(nn.Linear(2, 1), backend="eager"))
         ['weight', 'bias']
     """
-    return [_plain(name) for name in module.state_dict()]
+    return [_plain_name(name) for name in module.state_dict()]
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _WRAPPED)

@@ -37,7 +37,7 @@ class Pending(Generic[T_co]):
     @staticmethod
     def of(value: U) -> "Pending[U]":
         """Returns a value that is here already."""
-        return Pending(lambda: value, _yes)
+        return Pending(lambda: value, _is_done)
 
     def done(self) -> bool:
         """Returns whether `result` would return, or raise, at once, or False where this is unknown."""
@@ -63,5 +63,5 @@ class Pending(Generic[T_co]):
         return Pending(lambda: f(self.result()), self.done, self.wait)
 
 
-def _yes() -> bool:
+def _is_done() -> bool:
     return True

@@ -115,7 +115,7 @@ class Placement:
         """The reasons why a leaf of global `shape` cannot be placed so on `mesh`; empty where it can."""
         if len(self.spec) > len(shape):
             yield f"{self.spec!r} has {len(self.spec)} entries, but the leaf has {len(shape)} dims"
-        foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _known(mesh, a)]
+        foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _has_axis(mesh, a)]
         if foreign:
             yield f"axes {foreign} are not in the mesh, which has {mesh.axis_names}"
         both = sorted(set(self.spec.axes) & set(self.unreduced) - set(self.brought))
@@ -159,7 +159,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _known(mesh: Mesh, axis: str) -> bool:
+def _has_axis(mesh: Mesh, axis: str) -> bool:
     try:
         mesh.axes(axis)
     except ValueError:

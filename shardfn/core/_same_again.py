@@ -36,7 +36,7 @@ class FirstRun:
     def repeated(self) -> AbstractContextManager[Any]:
         """Compares values while the function runs again. A difference is a RuntimeError."""
         before = iter(self._values)
-        return _SEEING.bound(lambda x, name: _compare(next(before, None), x, name))
+        return _SEEING.bound(lambda x, name: _compare_values(next(before, None), x, name))
 
 
 def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
@@ -55,13 +55,13 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
         sees(x.detach(), name)
 
 
-def _compare(before: Tensor | None, x: Tensor, name: str) -> None:
+def _compare_values(before: Tensor | None, x: Tensor, name: str) -> None:
     if before is None or before.shape != x.shape:
-        raise RuntimeError(_differ(name, ""))
+        raise RuntimeError(_difference_text(name, ""))
     torch.ops.shardfn.same_again(before, x, name)
 
 
-def _differ(name: str, places: str) -> str:
+def _difference_text(name: str, places: str) -> str:
     return (
         f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
         " function; draw by keys, and use nothing that changes in between."
@@ -73,15 +73,15 @@ _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
 
 
-def _same_again(before: Tensor, x: Tensor, name: str) -> None:
+def _check_same_again(before: Tensor, x: Tensor, name: str) -> None:
     """Raises RuntimeError if values differ. On a GPU the program ends later, without a wait for it."""
     if x.is_cuda:
-        torch._assert_async((before == x).all(), _differ(name, ""))
+        torch._assert_async((before == x).all(), _difference_text(name, ""))
     elif not torch.equal(before, x):
-        raise RuntimeError(_differ(name, f" in {int((before != x).sum())} of {x.numel()} places"))
+        raise RuntimeError(_difference_text(name, f" in {int((before != x).sum())} of {x.numel()} places"))
 
 
-_LIBRARY.impl("same_again", _same_again, "CompositeExplicitAutograd")
+_LIBRARY.impl("same_again", _check_same_again, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("shardfn::same_again", lib=_LIBRARY)

@@ -34,10 +34,10 @@ class P:
     entries: tuple[Entry, ...]
 
     def __init__(self, *entries: Any) -> None:
-        clean = [_entry(e) for e in entries]
+        clean = [_normalize_entry(e) for e in entries]
         while clean and clean[-1] is None:
             clean.pop()
-        names = [n for e in clean for n in _names(e)]
+        names = [n for e in clean for n in _entry_names(e)]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
             raise ValueError(f"P{entries!r} uses axis {twice[0]!r} twice; an axis can shard one dim only.")
@@ -49,16 +49,16 @@ class P:
     @property
     def axes(self) -> tuple[str, ...]:
         """Every axis name in the spec, in order of dims."""
-        return tuple(n for e in self.entries for n in _names(e))
+        return tuple(n for e in self.entries for n in _entry_names(e))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that shard tensor dim `dim`, major to minor."""
-        return _names(self.entries[dim]) if dim < len(self.entries) else ()
+        return _entry_names(self.entries[dim]) if dim < len(self.entries) else ()
 
     def with_axes(self, dim: int, axes: tuple[str, ...]) -> "P":
         """This spec with `axes` added as the minor-most axes of `dim`."""
         entries = list(self.entries) + [None] * (dim + 1 - len(self.entries))
-        both = _names(entries[dim]) + axes
+        both = _entry_names(entries[dim]) + axes
         entries[dim] = both[0] if len(both) == 1 else both
         return P(*entries)
 
@@ -147,7 +147,7 @@ def block_slices(
     return tuple(out)
 
 
-def _entry(e: Any) -> Entry:
+def _normalize_entry(e: Any) -> Entry:
     if e is None or isinstance(e, str):
         return e
     if isinstance(e, tuple | list) and all(isinstance(n, str) for n in e):
@@ -158,5 +158,5 @@ def _entry(e: Any) -> Entry:
     )
 
 
-def _names(e: Entry) -> tuple[str, ...]:
+def _entry_names(e: Entry) -> tuple[str, ...]:
     return () if e is None else (e,) if isinstance(e, str) else e

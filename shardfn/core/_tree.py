@@ -165,7 +165,7 @@ def broadcast_prefix(
     out: list[Any] = []
     problems: list[str] = []
 
-    def walk(pre: Any, sub: Any, path_pre: str, path_sub: str) -> None:
+    def walk_prefix(pre: Any, sub: Any, path_pre: str, path_sub: str) -> None:
         if is_leaf(pre):
             out.extend([pre] * len(tree_leaves(sub)))
             return
@@ -175,35 +175,35 @@ def broadcast_prefix(
             problems.append(f"{path_pre} is None, but {path_sub} has leaves. Instead of `None`, did you mean `P()`?")
             return
         if _is_leaf(pre):
-            problems.append(f"{path_pre} is {_shown(pre)}, which is no leaf of {names[0]}.{_example(names)}")
+            problems.append(f"{path_pre} is {_show_leaf(pre)}, which is no leaf of {names[0]}.{_example_remedy(names)}")
             return
         if _is_leaf(sub):
             problems.append(f"{path_pre} is a {type(pre).__name__}, but {path_sub} is a leaf.")
             return
-        pre_kids, sub_kids = _children(pre), _children(sub)
+        pre_kids, sub_kids = _children_of(pre), _children_of(sub)
         missing = [k for k in sub_kids if k not in pre_kids and tree_leaves(sub_kids[k])]
         extra = [k for k in pre_kids if k not in sub_kids]
         # First the wrong names, each with the nearest missing one.
         for k in extra:
             hint = did_you_mean(str(k), [str(m) for m in missing])
-            problems.append(f"{_join(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")
-        problems.extend(f"{_join(path_sub, sub, k)} has no entry in {names[0]}." for k in missing)
+            problems.append(f"{_join_path(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")
+        problems.extend(f"{_join_path(path_sub, sub, k)} has no entry in {names[0]}." for k in missing)
         for k in sub_kids:
             if k in pre_kids:
-                walk(pre_kids[k], sub_kids[k], _join(path_pre, pre, k), _join(path_sub, sub, k))
+                walk_prefix(pre_kids[k], sub_kids[k], _join_path(path_pre, pre, k), _join_path(path_sub, sub, k))
 
-    walk(prefix, tree, names[0], names[1])
+    walk_prefix(prefix, tree, names[0], names[1])
     raise_all(ValueError, f"{names[0]} does not match {names[1]}:", problems)
     return out
 
 
-def _shown(x: Any) -> str:
+def _show_leaf(x: Any) -> str:
     """Returns a leaf that should not be there: its value where that is short, and its type."""
     text = repr(x)
     return f"{text}, a {type(x).__name__}" if len(text) <= 40 else f"a {type(x).__name__}"
 
 
-def _example(names: tuple[str, str]) -> str:
+def _example_remedy(names: tuple[str, str]) -> str:
     """Returns the remedy where a prefix of bools is expected."""
     prefix, tree = names
     if prefix not in ("trainable", "mask", "exact"):
@@ -215,11 +215,11 @@ def _is_leaf(x: Any) -> bool:
     return optree.tree_is_leaf(x)
 
 
-def _children(node: Any) -> dict[Any, Any]:
+def _children_of(node: Any) -> dict[Any, Any]:
     level = optree.tree_flatten_one_level(node)
     return dict(zip(level[2], level[0], strict=True))
 
 
-def _join(path: str, node: Any, key: Any) -> str:
+def _join_path(path: str, node: Any, key: Any) -> str:
     fields = getattr(node, "_fields", None)
     return f"{path}.{fields[key]}" if fields and isinstance(key, int) else f"{path}[{key!r}]"

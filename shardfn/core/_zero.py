@@ -112,7 +112,7 @@ class Zero:
     @property
     def near(self) -> tuple[str, ...]:
         """The secondary axes."""
-        return () if self.travel.secondary_axis is None else _tuple(self.travel.secondary_axis)
+        return () if self.travel.secondary_axis is None else _axes_tuple(self.travel.secondary_axis)
 
     @property
     def kinds(self) -> set[MemoryKind]:
@@ -173,7 +173,7 @@ class Zero:
             )
         if travel.secondary_axis is None:
             return
-        axes = _tuple(self.axis)
+        axes = _axes_tuple(self.axis)
         given = f"Zero(axis={self.axis!r}, travel=Travel(secondary_axis={travel.secondary_axis!r}))"
         foreign = [a for a in self.near if a not in axes]
         if foreign or not self.near:
@@ -201,7 +201,7 @@ class Zero:
             )
 
 
-def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axes_tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 

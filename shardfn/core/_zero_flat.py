@@ -74,14 +74,14 @@ def explains_parts(cls: type[T]) -> type[T]:
         own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         check_names({name: value for name, value in fields.items() if name not in own}, own)
         for name in fields.keys() & PART_OF.keys():
-            raise TypeError(f"Zero has no field {name!r}: write Zero({_spelling({name: fields[name]})}).")
+            raise TypeError(f"Zero has no field {name!r}: write Zero({_spell_fields({name: fields[name]})}).")
         init(self, *args, **fields)
 
     cls.__init__ = __init__
     return cls
 
 
-def _spelling(fields: Mapping[str, Any]) -> str:
+def _spell_fields(fields: Mapping[str, Any]) -> str:
     """These fields as the text of arguments of `Zero`."""
     out = [f"{name}={value!r}" for name, value in fields.items() if name not in PART_OF]
     for part, kind in PARTS.items():

@@ -38,7 +38,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     store = Store()
-    monkeypatch.setattr(_failure, "_store", lambda: store)
+    monkeypatch.setattr(_failure, "_current_store", lambda: store)
     yield store
     store.open.set()
 

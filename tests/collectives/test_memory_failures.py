@@ -315,7 +315,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
             raise error
 
         monkeypatch.setattr(_engine, "load_library", build)
-        monkeypatch.setattr(_engine, "_library", functools.cache(_engine._library.__wrapped__))
+        monkeypatch.setattr(_engine, "_load_library", functools.cache(_engine._load_library.__wrapped__))
         for _ in range(2):
             with pytest.raises(NotSharedError, match=re.escape(f"its C++ part cannot be built: {reason}") + "$"):
                 _engine.Engine()
@@ -339,7 +339,7 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_warn_with_the_reason() 
         _refused("rank 0: /proc/")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(_engine, "_library", lambda: "there is no C++ compiler")
+            patch.setattr(_engine, "_load_library", lambda: "there is no C++ compiler")
             patch.setattr(_memory, "engine", _engine.Engine)
         _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
@@ -373,7 +373,7 @@ def test_a_limit_on_one_rank_s_memory_is_the_reason_why_all_talk_by_gloo() -> No
 def test_machines_of_one_name_notice_that_they_share_no_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The kernel sees one machine, with the same process and file on both sides: only the file's content differs.
-        patch.setattr(_sharing, "_machine", lambda: "node17")
+        patch.setattr(_sharing, "_identify_machine", lambda: "node17")
         real = Lanes.__init__
 
         def elsewhere(self: Lanes, *args: Any) -> None:
@@ -409,7 +409,7 @@ def test_ranks_of_different_users_talk_by_gloo_and_warn_with_the_reason() -> Non
 def test_ranks_of_two_machines_talk_by_gloo_without_a_word() -> None:
     with pytest.MonkeyPatch.context() as patch:
         machine = f"machine {dist.get_rank()}"
-        patch.setattr(_sharing, "_machine", lambda: machine)
+        patch.setattr(_sharing, "_identify_machine", lambda: machine)
         assert not _made()
 
 
@@ -418,7 +418,7 @@ def test_the_hop_within_a_machine_goes_through_memory() -> None:
     mesh, rank = sf.make_mesh({"node": 2, "gpu": 2}, device="cpu"), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_sharing.VARIABLE, "memory")
-        patch.setattr(_sharing, "_machine", lambda: f"machine {rank // 2}")
+        patch.setattr(_sharing, "_identify_machine", lambda: f"machine {rank // 2}")
         channels = Channels(mesh)
         hops = TwoHops(channels, ("node", "gpu"), ("gpu",))
         shares = [channels.gather(axes)._lanes is not None for axes in (("gpu",), ("node",))]
@@ -435,8 +435,8 @@ def test_ranks_that_do_not_choose_memory_build_nothing_and_ask_no_rank() -> None
         raise AssertionError("built though nobody asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_engine, "_library", build)
-        patch.setattr(_sharing, "_gathered", build)
+        patch.setattr(_engine, "_load_library", build)
+        patch.setattr(_sharing, "_gather_values", build)
         assert not _made("gloo")
 
 

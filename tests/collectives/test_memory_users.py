@@ -50,7 +50,7 @@ class _Job:
     """A program of a few ranks, which are processes of users that are given, by rank."""
 
     def __init__(self, users: list[int], mark: float, cache: str = "") -> None:
-        _engine._library()  # which ranks inherit, unless they have a cache of their own
+        _engine._load_library()  # which ranks inherit, unless they have a cache of their own
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks = [self._fork(rank, users, mark, cache) for rank in range(len(users))]
 
@@ -74,7 +74,7 @@ class _Job:
                 torch.set_num_threads(1)
                 if cache:
                     os.environ["XDG_CACHE_HOME"] = cache
-                    _engine._library.cache_clear()
+                    _engine._load_library.cache_clear()
                 _become(users[rank])
                 there.send(_talk(rank, len(users), self._store.port, mark))
                 there.poll(_PATIENCE)

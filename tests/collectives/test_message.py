@@ -5,7 +5,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives._line import line_along
-from shardfn.collectives._message import _packed, _unpacked, exchange_rows, gather_rows
+from shardfn.collectives._message import _pack_rows, _unpack_rows, exchange_rows, gather_rows
 from shardfn.testing import distributed
 
 
@@ -29,11 +29,11 @@ def _equal(got: list[tuple[Tensor, ...]], want: list[tuple[Tensor, ...]]) -> boo
 
 def test_a_message_is_the_bytes_of_each_row_widest_first() -> None:
     parts = _parts(4)
-    message, places = _packed(parts)
+    message, places = _pack_rows(parts)
     assert message.shape == (4, 3 + 4 + 40 + 12)
     assert [place.start % place.dtype.itemsize for place in places] == [0] * 5
-    assert _equal(_unpacked(message, places, parts), parts)
-    assert torch.equal(message[1:2], _packed([tuple(x[1:2] for x in group) for group in parts])[0])
+    assert _equal(_unpack_rows(message, places, parts), parts)
+    assert torch.equal(message[1:2], _pack_rows([tuple(x[1:2] for x in group) for group in parts])[0])
 
 
 def test_a_single_rank_sends_nothing() -> None:

@@ -180,14 +180,14 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
 
     whole = _init(sf.key(5))
     drawn = [0]
-    sample = _draw._draw
+    sample = _draw._draw_block
 
     def counted(key, shape, slices, *args):
         out = sample(key, shape, slices, *args)
         drawn[0] += out.numel()
         return out
 
-    _draw._draw = counted
+    _draw._draw_block = counted
     try:
         step = sf.sharded_step(
             lambda p, b: p["w"].sum(),
@@ -197,7 +197,7 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
         )
         state = step.init(_init, sf.key(5))
     finally:
-        _draw._draw = sample
+        _draw._draw_block = sample
     corners = 4 * 4 + 3 * 4 if world > 1 else 0  # by which the ranks see that they draw the same
     assert drawn[0] == state.params["w"].local.numel() + state.params["v"].local.numel() + corners
     for name, x in whole.items():

@@ -94,7 +94,7 @@ class Watch:
         self._seen: tuple[int, int] | None = None
         self._due, self._pause = 0.0, _FIRST
         threading.Thread(
-            target=_run, args=(weakref.ref(self), self._stopped), name="shardfn-calls", daemon=True
+            target=_watch_calls, args=(weakref.ref(self), self._stopped), name="shardfn-calls", daemon=True
         ).start()
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class Watch:
             pass
 
 
-def _run(watch: "weakref.ref[Watch]", stopped: threading.Event) -> None:
+def _watch_calls(watch: "weakref.ref[Watch]", stopped: threading.Event) -> None:
     """Without holding the watch, so that it ends with its control plane."""
     while not stopped.wait(_LOOK):
         this = watch()

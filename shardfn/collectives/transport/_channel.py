@@ -49,16 +49,16 @@ class _Transport:
 _transport = _Transport()
 
 
-def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
+def _finish_when_done(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
     """Returns the result of `finish` when all of `works` have ended. `done` is False if the backend does not know."""
 
-    def result() -> _Made:
+    def wait_result() -> _Made:
         with _transport:
             for work in works:
                 work.wait()
         return finish()
 
-    return Pending(result, lambda: all(w.is_completed() for w in works))
+    return Pending(wait_result, lambda: all(w.is_completed() for w in works))
 
 
 # All ranks of a channel start the same transfers on it, in the same order: gloo pairs them by nothing else. Waiting is
@@ -94,7 +94,7 @@ class Channel:
         self._sends: collections.deque[tuple[dist.Work | MemoryWork, Tensor]] = collections.deque()
         self._made = mesh.made
         self._made.watch(self._sends)
-        # The tag of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
+        # The tag of the last `_exchange_blocks`. It counts calls, so it is the same on all ranks as long as `idle` is.
         self._tag = 0
         self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
@@ -154,9 +154,9 @@ class Channel:
             own, mine, blocks = as_raw(own), as_raw(mine), [as_raw(block) for block in blocks]
         if self._direct:
             with _transport:
-                works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
-            return _when(works, lambda: out)
-        return _when([native_all_gather(blocks, mine, self.group)], lambda: out)
+                works = self._exchange_blocks(own, blocks) if idle else self._broadcast_blocks(own, blocks, settled)
+            return _finish_when_done(works, lambda: out)
+        return _finish_when_done([native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.
@@ -178,14 +178,14 @@ class Channel:
             return Pending.of(flat)
         if self._lanes is not None and flat.dtype in SUMMED:
             out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
-            return self._shared(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
+            return self._run_in_lanes(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
         if flat.dtype.is_floating_point and flat.dtype.itemsize == 1:  # torch has no sums of these
             raise TypeError(f"sums of {flat.dtype} are not known; cast it to {torch.float16} or a wider dtype first.")
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
-            return _when([work], lambda: out)
+            return _finish_when_done([work], lambda: out)
         # The own block need not travel through the exchange where it is the first or the last of `flat`.
         aside = self.index in (0, self.size - 1)
         send, there, back = flat, list(sizes), [own] * self.size
@@ -196,7 +196,7 @@ class Channel:
         with _transport:
             work = group.alltoall_base(parts.view(-1), send, back, there, _ASYNC_ALL_TO_ALL)
 
-        def finish() -> Tensor:
+        def take_block() -> Tensor:
             mine = flat[start : start + own]
             rows = list(parts.unbind())
             if aside:
@@ -206,7 +206,7 @@ class Channel:
             # With two ranks the exchange's buffer is as large as the result, and becomes it.
             return ordered_sum(rows, parts[0] if len(parts) == 1 else None)
 
-        return _when([work], finish)
+        return _finish_when_done([work], take_block)
 
     def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Sends rank r the r-th block, and gives the blocks that all ranks have for this one, in rank order.
@@ -223,7 +223,7 @@ class Channel:
         out = flat.new_empty(own * self.size)
         back = [own] * self.size
         if self._lanes is not None:
-            return self._shared(
+            return self._run_in_lanes(
                 self._lanes.all_to_all(flat.split_with_sizes(list(sizes)), out.split_with_sizes(back)), lambda: out
             )
         with _transport:
@@ -232,7 +232,7 @@ class Channel:
             else:
                 work = dist.all_to_all_single(out, flat, back, list(sizes), group=group, async_op=True)
         assert work is not None
-        return _when([work], functools.partial(_last, flat, out))
+        return _finish_when_done([work], functools.partial(_last_value, flat, out))
 
     def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], *, name: str) -> Pending[None]:
         """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this one.
@@ -246,7 +246,7 @@ class Channel:
         record(name, self.axes, leaving * parts[0].element_size(), dtype=parts[0].dtype)
         if self._lanes is not None:
             entry = self._lanes.all_to_all([x.view(-1) for x in parts], [x.view(-1) for x in into])
-            return _when([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
+            return _finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
         # As bytes: values only travel, and backends do not know all dtypes.
         flat = torch.cat([as_raw(x) for x in parts])
         there, back = [x.numel() * x.element_size() for x in parts], [x.numel() * x.element_size() for x in into]
@@ -258,12 +258,12 @@ class Channel:
                 work = dist.all_to_all_single(out, flat, back, there, group=self.group, async_op=True)
         assert work is not None
 
-        def finish() -> None:
-            _last(flat, out)
+        def take_parts() -> None:
+            _last_value(flat, out)
             for x, block in zip(into, out.split_with_sizes(back), strict=True):
                 as_raw(x).copy_(block)
 
-        return _when([work], finish)
+        return _finish_when_done([work], take_parts)
 
     @property
     def sums_in_one(self) -> bool:
@@ -280,12 +280,12 @@ class Channel:
         record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
         if self._lanes is not None and flat.dtype in SUMMED:
             parts = flat.view(-1).split_with_sizes(dealt(flat.numel(), self.size))
-            return self._shared(self._lanes.all_reduce(parts), lambda: flat)
+            return self._run_in_lanes(self._lanes.all_reduce(parts), lambda: flat)
         self._check_known(flat.dtype)
         with _transport:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
-        return _when([work], lambda: flat)
+        return _finish_when_done([work], lambda: flat)
 
     def maximum(self, flat: Tensor, *, name: str) -> Pending[Tensor]:
         """Takes the elementwise maximum of a flat tensor over all ranks, in place."""
@@ -295,28 +295,28 @@ class Channel:
             rows = flat.new_empty(self.size, flat.numel())
             rows[self.index] = flat
             entry = self._lanes.all_gather(rows[self.index], rows.unbind())
-            return self._shared(entry, lambda: flat.copy_(rows.amax(0)))
+            return self._run_in_lanes(entry, lambda: flat.copy_(rows.amax(0)))
         self._check_known(flat.dtype)
         with _transport:
             work = dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
-        return _when([work], lambda: flat)
+        return _finish_when_done([work], lambda: flat)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
         """To one rank, on a gloo channel, through the host: a tensor, not to be written until the result is taken."""
         x = x.cpu().contiguous()
         record("send", self.axes, x.nbytes, dtype=x.dtype)
         if self._lanes is not None:
-            return self._shared(self._lanes.message(x, to, tag, sends=True), lambda: x)
+            return self._run_in_lanes(self._lanes.message(x, to, tag, sends=True), lambda: x)
         with _transport:
-            return _when([self.group.send([as_raw(x)], to, tag)], lambda: x)
+            return _finish_when_done([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """Receives from one rank its message of the same tag, which no other transfer under way between the two has."""
         if self._lanes is not None:
-            return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
+            return self._run_in_lanes(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport:
-            return _when([self.group.recv([as_raw(into)], source, tag)], lambda: into)
+            return _finish_when_done([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """`receive`, into a new tensor that looks like `like`, on the mesh's device."""
@@ -351,13 +351,13 @@ class Channel:
         self._forget_sent()
         entry = self._lanes.all_gather(own, blocks)
         if settled:
-            return self._shared(entry, lambda: out)
+            return self._run_in_lanes(entry, lambda: out)
         self._sends.append((MemoryWork(self._lanes, entry, OUT), own))
-        return _when([MemoryWork(self._lanes, entry, IN)], lambda: out)
+        return _finish_when_done([MemoryWork(self._lanes, entry, IN)], lambda: out)
 
-    def _shared(self, entry: LaneOp, finish: Callable[[], Tensor]) -> Pending[Tensor]:
+    def _run_in_lanes(self, entry: LaneOp, finish: Callable[[], Tensor]) -> Pending[Tensor]:
         assert self._lanes is not None
-        return _when([MemoryWork(self._lanes, entry, IN | OUT)], finish)
+        return _finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], finish)
 
     def _check_known(self, dtype: torch.dtype) -> None:
         """Refuses a sum that gloo would only refuse when it is waited for, as a failure of the transport."""
@@ -368,7 +368,7 @@ class Channel:
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
 
-    def _exchange(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
+    def _exchange_blocks(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
         assert self.group is not None
         self._tag = (self._tag + 1) % (1 << 30)
         works: list[dist.Work] = []
@@ -380,7 +380,7 @@ class Channel:
                 self._sends.append((self.group.send([own.view(-1)], dst, self._tag), own))
         return works
 
-    def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor], settled: bool) -> list[dist.Work]:
+    def _broadcast_blocks(self, own: Tensor, blocks: Sequence[Tensor], settled: bool) -> list[dist.Work]:
         assert self.group is not None
         self._forget_sent()
         works: list[dist.Work] = []
@@ -399,7 +399,7 @@ class Channel:
         return works
 
 
-def _last(kept: Tensor, value: Tensor) -> Tensor:
+def _last_value(kept: Tensor, value: Tensor) -> Tensor:
     """Returns the value of a transfer that keeps the tensor that it sends alive."""
     del kept
     return value

@@ -27,23 +27,23 @@ class Channels:
 
     def gather(self, axes: tuple[str, ...]) -> Channel:
         """Returns the channel that gathers along `axes`."""
-        return self._get("gather", axes)
+        return self._get_channel("gather", axes)
 
     def reduce(self, axes: tuple[str, ...]) -> Channel:
         """Returns the channel that reduces along `axes`."""
-        return self._get("reduce", axes)
+        return self._get_channel("reduce", axes)
 
     def relay(self, axes: tuple[str, ...]) -> Channel:
         """Returns the channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
-        return self._get("relay", axes)
+        return self._get_channel("relay", axes)
 
     def between(self, axes: tuple[str, ...]) -> Channel:
         """Returns the channel from rank to rank, through the host on any device."""
-        return self._get("between", axes)
+        return self._get_channel("between", axes)
 
     def loss(self, axes: tuple[str, ...]) -> Channel:
         """Returns the channel of the collectives that a loss calls along `axes`."""
-        return self._get("loss", axes)
+        return self._get_channel("loss", axes)
 
     def loss_along_each(self) -> None:
         """Makes the loss's channel along each axis, if they have groups of their own: later not all ranks may ask."""
@@ -84,10 +84,10 @@ class Channels:
         """
         fresh = Channels(self._mesh, meet)
         for kind, axes in list(self._made)[:num]:
-            fresh._get(kind, axes)
+            fresh._get_channel(kind, axes)
         return fresh
 
-    def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
+    def _get_channel(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
             if self._mesh.axis_size(axes) > 1:

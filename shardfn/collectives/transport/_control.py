@@ -100,7 +100,7 @@ class Control:
         if self._group is not None:
             self._presence = Presence(mesh)
             this = weakref.ref(self)
-            self._watch = Watch(self.calls, self._board, self.rank, lambda *pair: _report(this(), *pair))
+            self._watch = Watch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
@@ -160,11 +160,11 @@ class Control:
         """
         self.calls.inside += 1
         try:
-            return self._agree(what, text, constant, sizes, known, remedy, begins)
+            return self._agree_on(what, text, constant, sizes, known, remedy, begins)
         finally:
             self.calls.inside -= 1
 
-    def _agree(
+    def _agree_on(
         self,
         what: str,
         text: str,
@@ -190,7 +190,7 @@ class Control:
             told = [(f"{text}\n{rest}", code) for (text, code), rest in zip(told, rests, strict=True)]
         texts = [text for text, _ in told]
         if len(set(texts)) > 1:
-            error = _disagreement(what, texts, remedy(texts))
+            error = _make_disagreement(what, texts, remedy(texts))
             error.before_transfers = begins
             raise error
         passed = tuple(sizes for *_, sizes, _ in rows)
@@ -240,7 +240,7 @@ class Control:
 
         Ends the control plane.
         """
-        error = _disagreement(_WHAT, calls, "")
+        error = _make_disagreement(_WHAT, calls, "")
         # For a call around this one, whose next message fails.
         self._board.put(_DIFFERENCES, str(error))
         self._board.leave()
@@ -319,36 +319,36 @@ class Control:
             time.sleep(0.05)
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if gone:
-            text = f"{_ranks(gone)} died without a word ({what}); restart the job from the last checkpoint."
+            text = f"{_name_ranks(gone)} died without a word ({what}); restart the job from the last checkpoint."
         elif self._board.silent:
             text, late = self._cut_off(), []
         elif late:
-            text = self._missing(late)
+            text = self._describe_missing(late)
         else:
             text = f"a connection between ranks broke, though all of them are there ({what})."
         late = [] if gone else late
         self._board.post(text, late)
         return [(text, late)]
 
-    def _missing(self, absent: list[int]) -> str:
+    def _describe_missing(self, absent: list[int]) -> str:
         """Returns the line on ranks whose process is there: the call in which the others wait for them."""
-        here = _ranks([r for r in range(self.size) if r not in absent])
+        here = _name_ranks([r for r in range(self.size) if r not in absent])
         name, limit = ("timeout", self._timeout) if self._met else ("agreement_timeout", self._agreement_timeout)
         seconds = "" if limit is None else f" for {limit.total_seconds():g} s"
         more = "" if limit is None else f", now make_mesh({name}={limit.total_seconds():g})"
         did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
         return (
-            f"{_ranks(absent)} {did.format(self.calls.last)}; {here} waited{seconds}. The process is there: it is slow,"
-            " stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow, give it"
-            f" a longer timeout{more}."
+            f"{_name_ranks(absent)} {did.format(self.calls.last)}; {here} waited{seconds}. The process is there: it is"
+            " slow, stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow,"
+            f" give it a longer timeout{more}."
         )
 
     def _cut_off(self) -> str:
         """Returns the line for a store out of reach: only this rank's own waiting is known."""
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
-            f"{_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store, by"
-            " which ranks report to one another who failed. The link to the node of rank 0, which has the store, is"
+            f"{_name_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store,"
+            " by which ranks report to one another who failed. The link to the node of rank 0, which has the store, is"
             " cut, or its process is stopped."
         )
 
@@ -372,18 +372,18 @@ def _errors_of(
     """`failure`, the call and `mismatch` of a control plane, without holding it: in a cycle, closed ones live on."""
     this, calls = weakref.ref(control), control.calls
 
-    def failure(error: BaseException) -> RankError:
+    def make_failure(error: BaseException) -> RankError:
         live = this()
         return RankError(f"the step's communicators are gone ({error}).") if live is None else live.failure(error)
 
-    def mismatch(texts: list[str]) -> RankError:
+    def make_mismatch(texts: list[str]) -> RankError:
         live = this()
-        return _disagreement(_WHAT, texts, "") if live is None else live.mismatch(texts)
+        return _make_disagreement(_WHAT, texts, "") if live is None else live.mismatch(texts)
 
-    return failure, lambda: calls.last, mismatch
+    return make_failure, lambda: calls.last, make_mismatch
 
 
-def _report(control: Control | None, first: str, own: str) -> None:
+def _report_failure(control: Control | None, first: str, own: str) -> None:
     """Ends a control plane whose ranks wait in different calls; called by a thread."""
     if control is not None and not control.lost:
         texts = f"  - rank 0: {first}\n  - rank {control.rank}: {own}"
@@ -392,11 +392,11 @@ def _report(control: Control | None, first: str, own: str) -> None:
         control.wake()
 
 
-def _disagreement(what: str, texts: list[str], remedy: str) -> RankError:
+def _make_disagreement(what: str, texts: list[str], remedy: str) -> RankError:
     """Returns the error of ranks that differ; at different calls it adds the remedy."""
     calls = {text.partition("\n")[0] for text in texts}
     apart = len(calls) > 1 and not any(call.startswith("raised ") for call in calls)
-    return RankError(f"ranks disagree on {what}:\n" + _differences(texts) + remedy + _SAME_CALLS * apart)
+    return RankError(f"ranks disagree on {what}:\n" + _find_differences(texts) + remedy + _SAME_CALLS * apart)
 
 
 def _say_goodbye(control: Control | None, why: str) -> None:
@@ -407,32 +407,32 @@ def _say_goodbye(control: Control | None, why: str) -> None:
         control._board.post(f"rank {control.rank} {why}, while another one waited for it.")
 
 
-def _ranks(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _differences(texts: list[str]) -> str:
+def _find_differences(texts: list[str]) -> str:
     """Returns the lines that each rank has and others lack; for ranks at different calls, the calls alone."""
     lines = [t.splitlines() or [""] for t in texts]
     if len({mine[0] for mine in lines}) > 1:  # an error has several lines
         lines = [mine if mine[0].startswith("raised ") else mine[:1] for mine in lines]
     same = set(lines[0]).intersection(*lines[1:])
-    facts = [{_fact(line) for line in mine} for mine in lines]
+    facts = [{_strip_path(line) for line in mine} for mine in lines]
     out = []
     for rank, mine in enumerate(lines):
         own = [line for line in mine if line not in same]
         # An optimizer that is built otherwise has most facts of the other's, at other places.
-        apart = [line for line in own if not all(_fact(line) in theirs for theirs in facts)]
+        apart = [line for line in own if not all(_strip_path(line) in theirs for theirs in facts)]
         once: dict[Any, str] = {}
         for line in apart or own:
-            once.setdefault(_fact(line), line)
+            once.setdefault(_strip_path(line), line)
         own = [*once.values()] or ["(nothing that the others lack)"]
         own = [*own[:_SHOWN], *([f"... and {len(own) - _SHOWN} lines more"] if len(own) > _SHOWN else [])]
         out.append("\n".join(f"  - rank {rank}: {line}" for line in own))
     return "\n".join(out)
 
 
-def _fact(line: str) -> tuple[str, str]:
+def _strip_path(line: str) -> tuple[str, str]:
     """Returns a line without the path that leads to its name."""
     path, equals, value = line.partition(" = ") if " = " in line else line.partition(": ")
     return (path.rpartition(".")[2], value) if equals else (line, "")

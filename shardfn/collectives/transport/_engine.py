@@ -25,7 +25,7 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        built = _library()
+        built = _load_library()
         if isinstance(built, str):
             raise NotSharedError(f"its C++ part cannot be built: {built}")
         self._library = built
@@ -43,11 +43,11 @@ class Engine:
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls a function on the engine."""
-        return getattr(self._library, name)(ctypes.c_void_p(self._address), *map(_passed, args))
+        return getattr(self._library, name)(ctypes.c_void_p(self._address), *map(_pass_argument, args))
 
     def plain(self, name: str, *args: Any) -> Any:
         """Calls a function that takes no engine."""
-        return getattr(self._library, name)(*map(_passed, args))
+        return getattr(self._library, name)(*map(_pass_argument, args))
 
 
 class Address(int):
@@ -70,17 +70,17 @@ def engine() -> Engine:
     Raises:
         NotSharedError: as `Engine`.
     """
-    return _engine(os.getpid())
+    return _engine_of(os.getpid())
 
 
 @functools.cache
-def _engine(process: int) -> Engine:
+def _engine_of(process: int) -> Engine:
     del process
     return Engine()
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
+def _load_library() -> ctypes.CDLL | str:
     """Returns the compiled functions, or the reason for their absence.
 
     Cached, so that a compiler that fails runs once.
@@ -96,7 +96,7 @@ def _library() -> ctypes.CDLL | str:
     return built
 
 
-def _passed(arg: Any) -> Any:
+def _pass_argument(arg: Any) -> Any:
     if isinstance(arg, Address):
         return ctypes.c_void_p(arg)
     return ctypes.c_int64(arg) if isinstance(arg, int) else arg

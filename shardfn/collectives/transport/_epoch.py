@@ -28,7 +28,7 @@ def absent_from(mesh: Mesh, epoch: int) -> list[int]:
     deadline, number = time.monotonic() + mesh.agreement_timeout.total_seconds(), 0
     while True:
         board = Board(f"epoch/{mesh.name}/{epoch}/{number}", mesh.rank, mesh.size)
-        outcome = board.get(_OUTCOME) or _met(board, mesh.size, deadline)
+        outcome = board.get(_OUTCOME) or _meet_round(board, mesh.size, deadline)
         if outcome == _GO:
             return []
         if time.monotonic() > deadline:
@@ -39,7 +39,7 @@ def absent_from(mesh: Mesh, epoch: int) -> list[int]:
 _OUTCOME, _GO, _VOID = "outcome", "go", "void"
 
 
-def _met(board: Board, size: int, deadline: float) -> str:
+def _meet_round(board: Board, size: int, deadline: float) -> str:
     """Returns the outcome of a round, which the last rank to come decides, or the first to give up.
 
     All ranks have the same.

@@ -50,35 +50,37 @@ class Board:
     def post(self, text: str, about: Sequence[int] = ()) -> None:
         """Leaves word for all. `about` are the ranks that others have waited for in vain."""
         # Appended, not set: several ranks may post at once, and none may overwrite another's word.
-        self._ask(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
+        self._ask_store(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
 
     def put(self, name: str, text: str) -> None:
         """Sets a text that all may get."""
-        self._ask(lambda store: store.set(f"{self._key}/{name}", text), None)
+        self._ask_store(lambda store: store.set(f"{self._key}/{name}", text), None)
 
     def get(self, name: str) -> str:
         """Returns a text that a rank has put, or "" if no rank has."""
         key = f"{self._key}/{name}"
-        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else "", "")
+        return self._ask_store(lambda store: store.get(key).decode() if store.check([key]) else "", "")
 
     def decide(self, name: str, text: str) -> str:
         """Puts a text unless a rank has been quicker; gives the one that is there, `text` without a store."""
         key = f"{self._key}/{name}"
-        return self._ask(lambda store: store.compare_set(key, "", text).decode(), text)
+        return self._ask_store(lambda store: store.compare_set(key, "", text).decode(), text)
 
     def count(self, num: int, name: str = "count") -> int:
         """Adds to a counter of the board, and gives its value, or 0 if the store does not answer."""
-        return self._ask(lambda store: store.add(f"{self._key}/{name}", num), 0)
+        return self._ask_store(lambda store: store.add(f"{self._key}/{name}", num), 0)
 
     def read(self) -> list[tuple[str, list[int]]]:
         """Returns the posted messages, each with the ranks that it is about."""
         told = f"{self._key}/told"
-        text = self._ask(lambda store: store.get(told).decode(errors="replace") if store.check([told]) else "", "")
+        text = self._ask_store(
+            lambda store: store.get(told).decode(errors="replace") if store.check([told]) else "", ""
+        )
         return [tuple(json.loads(line)) for line in dict.fromkeys(text.splitlines())]  # two may have found out the same
 
     def leave(self) -> None:
         """Notes that this rank has left the step by an error."""
-        self._ask(lambda store: store.set(f"{self._key}/{self._rank}", "1"), None)
+        self._ask_store(lambda store: store.set(f"{self._key}/{self._rank}", "1"), None)
 
     def wait_for_all(self, seconds: float) -> None:
         """Waits until every rank has left, so long at most."""
@@ -89,9 +91,9 @@ class Board:
     def absent(self) -> list[int]:
         """Returns the other ranks that have not left; all of them if the store does not answer."""
         absent = [r for r in range(self._size) if r != self._rank]
-        return self._ask(lambda store: [r for r in absent if not store.check([f"{self._key}/{r}"])], absent)
+        return self._ask_store(lambda store: [r for r in absent if not store.check([f"{self._key}/{r}"])], absent)
 
-    def _ask(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+    def _ask_store(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
         """Asks the store; `otherwise` where it is gone or out of reach.
 
         A store waits for its answer without end, with a lock held: so it is asked by a thread, which stays behind.
@@ -107,7 +109,7 @@ class Board:
                 answers.put(otherwise)
 
         try:
-            threading.Thread(target=run, args=(_store(),), name="shardfn-store", daemon=True).start()
+            threading.Thread(target=run, args=(_current_store(),), name="shardfn-store", daemon=True).start()
             return answers.get(timeout=PATIENCE)
         except queue.Empty:
             self.silent = True
@@ -156,5 +158,5 @@ class TransportError(RuntimeError):
 _GLOO = ("/gloo/transport/", "Application timeout caused pair closure")
 
 
-def _store() -> Any:  # torch declares no append
+def _current_store() -> Any:  # torch declares no append
     return default_store()

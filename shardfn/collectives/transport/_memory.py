@@ -139,7 +139,7 @@ class Lanes:
 
     def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
         """Returns a message to or from one rank, where the other end has the same tag."""
-        self._check()
+        self._check_open()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
     def wait(self, entry: "LaneOp", asked: int, timeout: float | None = None) -> None:
@@ -179,10 +179,10 @@ class Lanes:
         to_all: Tensor | None = None,
         sums: Tensor | None = None,
     ) -> "LaneOp":
-        self._check()
+        self._check_open()
         kind = -1 if sums is None else _KINDS[sums.dtype]
-        one, total = _place(to_all), _place(sums)
-        outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
+        one, total = _address_of(to_all), _address_of(sums)
+        outs, comes, all_blocks = (_address_arrays(blocks) for blocks in (out, come, alls))
         at = [[0 if x is None else ctypes.addressof(x) for x in pair] for pair in (outs, comes, all_blocks)]
         # The fields of `Transfer` in `_memory.cpp`.
         return self._entry(kept, "start", numbers([kind, *at[0], *one, *at[1], *at[2], *total]))
@@ -202,7 +202,7 @@ class Lanes:
         entry.op = Address(op)
         return entry
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._ends.channel is None:
             raise TransportError("this communicator has ended; a transfer was asked of it.")
 
@@ -298,12 +298,12 @@ class _Holdings:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
 
-def _arrays(blocks: Blocks | None) -> tuple[Any, Any]:
+def _address_arrays(blocks: Blocks | None) -> tuple[Any, Any]:
     """Bytes and addresses of each block."""
     if blocks is None:
         return None, None
     return numbers([x.numel() * x.element_size() for x in blocks]), addresses([x.data_ptr() for x in blocks])
 
 
-def _place(x: Tensor | None) -> tuple[int, int]:
+def _address_of(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())

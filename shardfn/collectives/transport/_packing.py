@@ -47,7 +47,7 @@ class Cuts:
     @functools.cached_property
     def shapes(self) -> list[torch.Size]:
         """Returns the shape of each rank's piece. That of the whole alone where it is not cut."""
-        return [self.whole] if self.dim is None else _shapes(self.whole, self.dim, self.bounds)
+        return [self.whole] if self.dim is None else _piece_shapes(self.whole, self.dim, self.bounds)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -61,24 +61,24 @@ class Cuts:
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
         """Returns the part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
-        grid, order, first, num = self._grids.get(run[:2]) or self._grid(*run[:2])
+        grid, order, first, num = self._cached_grids.get(run[:2]) or self._make_grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
         # Views of one dim as two: they need no copy, for any strides.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     @functools.cached_property
-    def _grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """Returns the results of `_grid`, by argument."""
+    def _cached_grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
+        """Returns the results of `_make_grid`, by argument."""
         return {}
 
-    def _grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    def _make_grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
         """For `by_rank`: the dims with the cut one as two, their order with ranks first, where rows begin, how many."""
         assert self.dim is not None
         lo, hi = self.bounds[first]
         whole, dim = self.whole, self.dim
         grid = (*whole[:dim], num, hi - lo, *whole[dim + 1 :])
         order = (dim, *(d for d in range(len(grid)) if d != dim))
-        self._grids[first, num] = found = grid, order, lo, num * (hi - lo)
+        self._cached_grids[first, num] = found = grid, order, lo, num * (hi - lo)
         return found
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Packing:
         first = self.leaves[0]
         if len(self.leaves) == 1 and first.dim in (None, 0):
             return [message.view(first.whole)]
-        arrived, wholes = list(self._by_run(message)), []
+        arrived, wholes = list(self._split_by_run(message)), []
         for k, leaf in enumerate(self.leaves):
             assert leaf.dim is not None
             rows = [leaf.from_ranks(pieces[k]) for run, pieces in arrived if run.sizes[k]]
@@ -182,7 +182,7 @@ class Packing:
 
     def unpack_into(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
         """Writes the pieces of all ranks to their places."""
-        for run, pieces in self._by_run(message):
+        for run, pieces in self._split_by_run(message):
             for leaf, whole, piece in zip(self.leaves, wholes, pieces, strict=True):
                 leaf.by_rank(whole, run).copy_(piece)
 
@@ -198,9 +198,9 @@ class Packing:
     def split(self, own: Tensor, rank: int) -> list[Tensor]:
         """One rank's pieces, as views of its part of a message, which is contiguous: by one op each."""
         start = own.storage_offset()
-        return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._places(rank)]
+        return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._find_places(rank)]
 
-    def _places(self, rank: int) -> "list[Spot]":
+    def _find_places(self, rank: int) -> "list[Spot]":
         if rank not in self._known_places:
             shapes = self.shapes(rank)
             starts = itertools.accumulate((s.numel() for s in shapes), initial=0)
@@ -212,7 +212,7 @@ class Packing:
 
     @functools.cached_property
     def _known_places(self) -> "dict[int, list[Spot]]":
-        """Returns the results of `_places`, by argument."""
+        """Returns the results of `_find_places`, by argument."""
         return {}
 
     @functools.cached_property
@@ -252,11 +252,11 @@ class Packing:
         if as_they_are and self._is_grid:
             return torch.cat([x.view(len(self.sizes), -1) for x in wholes], dim=1).view(-1)
         out = wholes[0].new_empty(sum(self.sizes))
-        for run, pieces in self._by_run(out):
+        for run, pieces in self._split_by_run(out):
             torch._foreach_copy_(pieces, [leaf.by_rank(x, run) for leaf, x in zip(self.leaves, wholes, strict=True)])
         return out
 
-    def _by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
+    def _split_by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
         """For each run, each leaf's pieces [ranks, *shape of a piece]."""
         begin = 0
         for run in self.runs:
@@ -277,7 +277,7 @@ class EvenPacking(Packing):
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:
         """This rank's part of the message, 1-D."""
-        return torch.cat([_padded(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
+        return torch.cat([_pad_piece(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Returns the wholes, from [ranks * elements of a rank]."""
@@ -285,7 +285,7 @@ class EvenPacking(Packing):
         columns = grid.split([_padded_size(leaf) for leaf in self.leaves], 1)
         pairs = zip(self.leaves, columns, strict=True)
         return [
-            torch.cat([_trimmed(leaf, x, rank) for rank, x in enumerate(column.unbind(0))], leaf.dim or 0)
+            torch.cat([_trim_piece(leaf, x, rank) for rank, x in enumerate(column.unbind(0))], leaf.dim or 0)
             for leaf, column in pairs
         ]
 
@@ -293,14 +293,14 @@ class EvenPacking(Packing):
         """Wholes as a message, [ranks, elements of a rank]."""
 
         def rows(leaf: Cuts, whole: Tensor) -> Tensor:
-            return torch.stack([_padded(leaf, x).reshape(-1) for x in whole.split(leaf.rows, leaf.dim or 0)])
+            return torch.stack([_pad_piece(leaf, x).reshape(-1) for x in whole.split(leaf.rows, leaf.dim or 0)])
 
         return torch.cat([rows(leaf, x) for leaf, x in zip(self.leaves, wholes, strict=True)], 1)
 
     def split(self, own: Tensor, rank: int) -> list[Tensor]:
         """One rank's pieces of its part of a message."""
         columns = own.reshape(-1).split([_padded_size(leaf) for leaf in self.leaves])
-        return [_trimmed(leaf, x, rank) for leaf, x in zip(self.leaves, columns, strict=True)]
+        return [_trim_piece(leaf, x, rank) for leaf, x in zip(self.leaves, columns, strict=True)]
 
 
 def dealt(total: int, size: int) -> list[int]:
@@ -309,7 +309,7 @@ def dealt(total: int, size: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
+def _piece_shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
     return [torch.Size((*whole[:dim], hi - lo, *whole[dim + 1 :])) for lo, hi in bounds]
 
 
@@ -324,12 +324,12 @@ def _padded_size(leaf: Cuts) -> int:
     return leaf.rows[0] * math.prod(_row_shape(leaf))
 
 
-def _padded(leaf: Cuts, piece: Tensor) -> Tensor:
+def _pad_piece(leaf: Cuts, piece: Tensor) -> Tensor:
     rows = piece.movedim(leaf.dim or 0, 0)
     missing = leaf.rows[0] - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
-def _trimmed(leaf: Cuts, flat: Tensor, rank: int) -> Tensor:
+def _trim_piece(leaf: Cuts, flat: Tensor, rank: int) -> Tensor:
     rows = flat.reshape(leaf.rows[0], *_row_shape(leaf))[: leaf.rows[rank]]
     return rows.movedim(0, leaf.dim or 0)

@@ -28,9 +28,9 @@ class Presence:
 
     def gone(self) -> list[int]:
         """Returns the ranks whose process is known to have ended. It may take a moment until that is noticed."""
-        return [r for r in self._others if not self._reaches(r)] if is_known(self._group) else []
+        return [r for r in self._others if not self._can_reach(r)] if is_known(self._group) else []
 
-    def _reaches(self, rank: int) -> bool:
+    def _can_reach(self, rank: int) -> bool:
         try:
             # It is never received: only whether it can be sent counts. So the test is local, and ranks need not make it
             # together.

@@ -108,20 +108,20 @@ class Rounds:
         if self._group is None:
             self._notice.told = max(self._notice.told, self._notice.mine)
             return [value]
-        most, least, values = self._round(value, kind, timeout)
+        most, least, values = self._run_round(value, kind, timeout)
         if most == least:
             return [value] * self.size
-        return values or [int(v) for v in self._gathered(_packed(value))]  # type: ignore[arg-type]
+        return values or [int(v) for v in self._gather_values(_pack_value(value))]  # type: ignore[arg-type]
 
     def gather(self, value: object) -> list[object]:
         """Every rank's picklable value, in the group's order."""
         if self._group is None:
             return [value]
-        data = _packed(value)
-        most, _, _ = self._round(data.numel(), Kind.GATHER, None)
-        return self._gathered(data, most)
+        data = _pack_value(value)
+        most, _, _ = self._run_round(data.numel(), Kind.GATHER, None)
+        return self._gather_values(data, most)
 
-    def _round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
+    def _run_round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
         """Returns the greatest value and the least.
 
         Through memory also all of them. The first message of every round.
@@ -139,10 +139,10 @@ class Rounds:
             self._notice.told = max(self._notice.told, told)
         # The greatest and the least, on all ranks: all go on in the same way.
         if most >> _BITS != least >> _BITS:
-            raise self._mismatch([str(x) for x in self._gathered(_packed(self._call()))])
+            raise self._mismatch([str(x) for x in self._gather_values(_pack_value(self._call()))])
         return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]
 
-    def _gathered(self, data: torch.Tensor, most: int | None = None) -> list[object]:
+    def _gather_values(self, data: torch.Tensor, most: int | None = None) -> list[object]:
         """Returns the values of all ranks, of which each has packed its own. `most` is the greatest number of bytes."""
         if most is None:
             size = torch.tensor([data.numel()])
@@ -189,5 +189,5 @@ class Rounds:
             raise self._failure(error) from error
 
 
-def _packed(value: object) -> torch.Tensor:
+def _pack_value(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

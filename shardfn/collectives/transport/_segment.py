@@ -54,7 +54,7 @@ class Segment:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, _HEAD + size)
             os.posix_fallocate(fd, 0, _HEAD + size)  # where there is too little, an error now and not a signal later
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _size_seals())
             self._map = mmap.mmap(fd, _HEAD + size)
         except BaseException:
             os.close(fd)
@@ -89,7 +89,7 @@ class Reader:
         except OSError as error:
             raise NotSharedError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            self._map = _mapped(fd, offer, path)
+            self._map = _map_segment(fd, offer, path)
         finally:
             os.close(fd)
         self.view = memoryview(self._map)[_HEAD:]
@@ -100,7 +100,7 @@ class Reader:
         self._map.close()
 
 
-def _seals() -> int:
+def _size_seals() -> int:
     """Returns the seals that fix a segment's size for good.
 
     No reader can be killed by a page that its owner took away.
@@ -110,15 +110,15 @@ def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def _mapped(fd: int, offer: Offer, path: str) -> mmap.mmap:
+def _map_segment(fd: int, offer: Offer, path: str) -> mmap.mmap:
     import fcntl
 
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise NotSharedError(f"{path} is no memfd: {error.strerror}") from error
-    if seals & _seals() != _seals():
-        raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_seals()}")
+    if seals & _size_seals() != _size_seals():
+        raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_size_seals()}")
     size = os.fstat(fd).st_size - _HEAD
     if size != offer.size:
         raise NotSharedError(f"{path} has {size} bytes, its owner announced {offer.size}")

@@ -68,31 +68,31 @@ def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | Non
         lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds(), ring)
     except NotSharedError as error:
         why = str(error)
-    told = _gathered((_machine(), lanes and lanes.offer, why), group)
-    same = all(machine == _machine() for machine, *_ in told)
-    reasons = _reasons(reason for *_, reason in told)
+    told = _gather_values((_identify_machine(), lanes and lanes.offer, why), group)
+    same = all(machine == _identify_machine() for machine, *_ in told)
+    reasons = _join_reasons(reason for *_, reason in told)
     if same and not reasons:
         assert lanes is not None
         try:
             lanes.open([offer for _, offer, _ in told])
         except NotSharedError as error:
             why = str(error)
-        reasons = _reasons(_gathered(why, group))
+        reasons = _join_reasons(_gather_values(why, group))
         if not reasons:
             return lanes
     if lanes is not None:
         lanes.close()
     if same and group.rank() == 0:  # the ranks of several machines are expected to share none
         rank, reason = reasons[0]
-        _warn(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
+        _warn_unshared(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
     return None
 
 
-def _reasons(said: Iterable[str]) -> list[tuple[int, str]]:
+def _join_reasons(said: Iterable[str]) -> list[tuple[int, str]]:
     return [(rank, reason) for rank, reason in enumerate(said) if reason]
 
 
-def _warn(reason: str) -> None:
+def _warn_unshared(reason: str) -> None:
     if not _SAID:
         _SAID.add(reason)
         warnings.warn(
@@ -102,13 +102,13 @@ def _warn(reason: str) -> None:
         )
 
 
-def _gathered(value: object, group: Any) -> list[Any]:
+def _gather_values(value: object, group: Any) -> list[Any]:
     out: list[Any] = [None] * group.size()
     dist.all_gather_object(out, value, group=group)
     return out
 
 
-def _machine() -> str:
+def _identify_machine() -> str:
     """Returns a text equal for processes of one kernel and network, such as containers on the host's network.
 
     A host's name does not identify it: two machines may share it. Network namespaces that do not see one another's

@@ -22,9 +22,9 @@ def is_sole_owner(x: Tensor) -> bool:
     """
     storage = x.untyped_storage()
     if type(x) is not Tensor:  # of a capture, without memory: the tracer may have it too
-        return _holders(storage) <= _WITH_BASE
+        return _count_holders(storage) <= _WITH_BASE
     most = _ALONE if x._base is None else _WITH_BASE
-    return _holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
+    return _count_holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
 
 
 def may_be_added_to(x: Tensor) -> bool:
@@ -52,16 +52,16 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
+def _count_holders(storage: torch.UntypedStorage) -> int:
     return storage_use_count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _count(x: Tensor) -> tuple[int, int]:
+def _count_references(x: Tensor) -> tuple[int, int]:
     storage = x.untyped_storage()
     # Python has one object for a storage, which is one holder, however many have it.
-    return _holders(storage), sys.getrefcount(storage)
+    return _count_holders(storage), sys.getrefcount(storage)
 
 
 # How many holders these are, this question among them, depends on torch's build.
-_ALONE, _REFERENCES = _count(torch.empty(4))
-_WITH_BASE, _ = _count(torch.empty(4).detach().view(-1))
+_ALONE, _REFERENCES = _count_references(torch.empty(4))
+_WITH_BASE, _ = _count_references(torch.empty(4).detach().view(-1))

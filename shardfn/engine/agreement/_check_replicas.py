@@ -27,7 +27,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
     differing = {k: ranks for k, ranks in others.items() if ranks}
     if not differing:
         return
-    sums: list[Any] = control.gather({k: _sum(leaves[k]) for k in differing})
+    sums: list[Any] = control.gather({k: _sum_elements(leaves[k]) for k in differing})
     raise_all(
         RankError,
         "ranks start from different values of the same leaves. Each process draws random numbers of its own: call"
@@ -41,7 +41,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
     )
 
 
-def _sum(x: Tensor) -> float | complex:
+def _sum_elements(x: Tensor) -> float | complex:
     """Returns the sum of all elements in double precision, or of a corner of a leaf that is not drawn yet."""
     x = corner(x) if isinstance(x, Draw) else x
     dtype = torch.complex128 if x.is_complex() else torch.float64

@@ -39,17 +39,17 @@ def uncollected() -> Iterator[None]:
         >>> gc.isenabled()
         True
     """
-    if not _pause():
+    if not _pause_collector():
         yield
         return
     try:
         with _PAUSED.bound(None):
             yield
     finally:
-        _resume()
+        _resume_collector()
 
 
-def _pause() -> bool:
+def _pause_collector() -> bool:
     """Pauses it for this thread, unless this thread has or the user has stopped it; whether it did so."""
     if _PAUSED:
         return False
@@ -61,7 +61,7 @@ def _pause() -> bool:
         return True
 
 
-def _resume() -> None:
+def _resume_collector() -> None:
     with _Steps.lock:
         _Steps.count -= 1
         if not _Steps.count:
@@ -77,7 +77,7 @@ def collected() -> Iterator[None]:
     if not _PAUSED:
         yield
         return
-    _resume()
+    _resume_collector()
     try:
         with _PAUSED.hidden():
             yield

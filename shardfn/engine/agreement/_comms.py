@@ -63,7 +63,7 @@ def comms_of(mesh: Mesh) -> Comms:
     """
     mesh.check_open()
     comms = COMMS.get(mesh)
-    if comms is not None and not comms.broken and not _live(comms)[1].lost:
+    if comms is not None and not comms.broken and not _live_comms(comms)[1].lost:
         return comms
     epoch = 0 if comms is None else comms.epoch + 1
     limit = mesh.agreement_timeout.total_seconds()
@@ -77,23 +77,23 @@ def comms_of(mesh: Mesh) -> Comms:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise _not_all(mesh, f"were lost meanwhile ({why}): ") from error
     if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
-        _close(comms)
-    meet = functools.partial(_meet, weakref.ref(control))
-    channels = Channels(mesh, meet) if comms is None else _anew(_live(comms)[0], control, meet)
+        _close_comms(comms)
+    meet = functools.partial(_meet_others, weakref.ref(control))
+    channels = Channels(mesh, meet) if comms is None else _rebuild_channels(_live_comms(comms)[0], control, meet)
     fresh = COMMS.put(mesh, Comms(mesh, channels, control, epoch=epoch))
     this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
-    control.wake = lambda: None if (of := this()) is None else _close(of)
+    control.wake = lambda: None if (of := this()) is None else _close_comms(of)
     channels.loss_along_each()
     set_loss_channels(mesh, channels)
     return fresh
 
 
-def _anew(before: Channels, control: Control, meet: Callable[[], None]) -> Channels:
+def _rebuild_channels(before: Channels, control: Control, meet: Callable[[], None]) -> Channels:
     """Returns the channels that all ranks had made: a failure may have left one rank with more than another."""
     return before.anew(min(control.exchange(before.num_made)), meet)
 
 
-def _meet(control: "weakref.ref[Control]") -> None:
+def _meet_others(control: "weakref.ref[Control]") -> None:
     """`Control.meet`, without holding the control plane: plans remember channels."""
     live = control()
     if live is not None:
@@ -127,7 +127,7 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     if isinstance(comms.channels, Channels):  # others are of captures
         for axes in filter(None, plan.psum_axes):
             comms.channels.loss(axes)
-        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
+        for owner, nbytes in [*comms.channels.shared(), *_live_comms(comms)[1].shared()]:
             record_owner(owner, "host", nbytes)
 
 
@@ -159,7 +159,7 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell(comms, error)
+        _tell_error(comms, error)
         raise
     finally:
         calls.inside -= 1
@@ -186,7 +186,7 @@ def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
         yield
     except BaseException as error:
         with untransformed():
-            _tell(comms, error)
+            _tell_error(comms, error)
         raise
     finally:
         calls.inside -= 1
@@ -199,13 +199,13 @@ def untransformed() -> Iterator[None]:
         yield
 
 
-def _tell(comms: Comms, error: BaseException) -> None:
+def _tell_error(comms: Comms, error: BaseException) -> None:
     """Sends an error to the other ranks, unless an inner call has."""
     # Ranks that differ in their calls raise the same, whichever blocks they are in, and keep their communicators.
     if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
         return
     comms.broken = True
-    _, control = _live(comms)
+    _, control = _live_comms(comms)
     try:
         if not isinstance(error, RankError) and control.is_theirs(error):
             raise control.failure(error) from error
@@ -215,7 +215,7 @@ def _tell(comms: Comms, error: BaseException) -> None:
             # As the others name it, for whoever reads this rank's error alone.
             error.add_note(f"on rank {control.rank} of {control.size}")
     finally:
-        _close(comms)
+        _close_comms(comms)
 
 
 def described(error: BaseException) -> str:
@@ -225,16 +225,16 @@ def described(error: BaseException) -> str:
     return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
-def _live(comms: Comms) -> tuple[Channels, Control]:
+def _live_comms(comms: Comms) -> tuple[Channels, Control]:
     """Returns the communicators of running steps. A capture has others."""
     channels, control = comms.channels, comms.control
     assert isinstance(channels, Channels) and isinstance(control, Control)
     return channels, control
 
 
-def _close(comms: Comms) -> None:
+def _close_comms(comms: Comms) -> None:
     """Closes everything at which a rank may wait in a step, but not the program's own groups."""
-    channels, control = _live(comms)
+    channels, control = _live_comms(comms)
     with control.closing:
         control.close()
         channels.close()

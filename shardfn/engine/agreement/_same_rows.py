@@ -30,7 +30,7 @@ class SeenBatch(NamedTuple):
     def of(plan: Plan, batch: PyTree) -> "SeenBatch":
         """Those of this rank."""
         leaves, specs = tree_leaves(batch), broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
-        varied = [_varies(x, spec, plan) for x, spec in zip(leaves, specs, strict=True)]
+        varied = [_is_varying(x, spec, plan) for x, spec in zip(leaves, specs, strict=True)]
         return SeenBatch(dict(plan.mesh.coords), [checksum(x) for x in leaves], varied)
 
 
@@ -55,10 +55,10 @@ def warn_of_same_rows(plan: Plan, batch: PyTree, seen: Sequence[SeenBatch], cont
             line = tuple(place for name, place in of.coords.items() if name != axis)
             lines.setdefault(line, set()).add(tuple(of.sums[k] for k in cut))
         if all(len(sums) == 1 for sums in lines.values()):
-            _warn(_text(plan, axis, [paths[k] for k in cut]), control)
+            _warn_together(_warning_text(plan, axis, [paths[k] for k in cut]), control)
 
 
-def _warn(text: str, control: AnyControl) -> None:
+def _warn_together(text: str, control: AnyControl) -> None:
     raised = None
     if control.rank == 0:
         try:
@@ -71,7 +71,7 @@ def _warn(text: str, control: AnyControl) -> None:
         raise error from raised
 
 
-def _text(plan: Plan, axis: str, paths: list[str]) -> str:
+def _warning_text(plan: Plan, axis: str, paths: list[str]) -> str:
     size, shown = plan.mesh.axis_size(axis), ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
     return (
         f"all {size} ranks along {axis!r} pass the same values of {shown}, though the axis cuts the batch: each row is"
@@ -83,7 +83,7 @@ def _text(plan: Plan, axis: str, paths: list[str]) -> str:
     )
 
 
-def _varies(x: Tensor, spec: P, plan: Plan) -> bool:
+def _is_varying(x: Tensor, spec: P, plan: Plan) -> bool:
     cut = [d for d in range(x.ndim) if plan.mesh.axes(spec.dim_axes(d))]
     if not cut or not x.numel():
         return False

@@ -55,11 +55,11 @@ class Accumulated(Transform):
     def __call__(self, params: PyTree, *args: Any) -> Any:
         """Returns the loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
         if self.has_state:
-            return self._carried(params, *args)
+            return self._carry_state(params, *args)
         batch, *rest = args
         batches = self.cut(batch)
-        loss = _of_parts(self.inner, batches)
-        return _mean([loss(params, micro, *rest) for micro in batches])
+        loss = _weigh_parts(self.inner, batches)
+        return _average_outputs([loss(params, micro, *rest) for micro in batches])
 
     def cut(self, batch: PyTree) -> list[PyTree]:
         """Returns the microbatches of a batch.
@@ -69,18 +69,18 @@ class Accumulated(Transform):
         """
         if self.split is None:
             return split_batch(batch, self.num_microbatches)
-        return _checked(self.split(batch, self.num_microbatches), batch, self.num_microbatches)
+        return _check_parts(self.split(batch, self.num_microbatches), batch, self.num_microbatches)
 
-    def _carried(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
+    def _carry_state(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
         """With a model state, that goes from microbatch to microbatch as a constant."""
         outs: list[Any] = []
         batches = self.cut(batch)
-        loss = _of_parts(self.inner, batches)
+        loss = _weigh_parts(self.inner, batches)
         for micro in batches:
             *out, state = loss(params, state, micro, *args)
             state = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
             outs.append(out[0] if len(out) == 1 else tuple(out))
-        mean = _mean(outs)
+        mean = _average_outputs(outs)
         return (*mean, state) if isinstance(outs[0], tuple) and not isinstance(mean, WeightedMean) else (mean, state)
 
 
@@ -100,7 +100,7 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
             )
         batches = [micro for b in batches for micro in loss.cut(b)] if parts is None else list(parts)
         loss = loss.inner
-    return _of_parts(loss, batches), batches
+    return _weigh_parts(loss, batches), batches
 
 
 def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
@@ -149,7 +149,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     if n == 1:
         return [batch]
     leaves = tree_leaves(batch)
-    if len({x.shape[0] for x in leaves if _cuts(x) and x.shape[0]}) > 1:
+    if len({x.shape[0] for x in leaves if _is_splittable(x) and x.shape[0]}) > 1:
         raise_all(
             ValueError,
             f"accumulate({n}) cuts every leaf along dim 0, and the leaves of the batch have different numbers of rows."
@@ -157,7 +157,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
             f" f(batch, {n}) -> {n} batches:",
             _rows_told(batch),
         )
-    return cut_rows(batch, n, [_cuts(x) for x in leaves])
+    return cut_rows(batch, n, [_is_splittable(x) for x in leaves])
 
 
 def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
@@ -169,17 +169,17 @@ def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
         cut: by leaf, in flattening order.
     """
     leaves, treedef = tree_flatten(batch)
-    columns = [_pieces(x, n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
+    columns = [_split_rows(x, n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
     return [tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
 
 
-def _pieces(x: Tensor, n: int) -> Sequence[Tensor]:
+def _split_rows(x: Tensor, n: int) -> Sequence[Tensor]:
     if not x.shape[0]:
         return [x] * n
     return x.tensor_split(n) if x.shape[0] % n else x.chunk(n)
 
 
-def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
+def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
     """Returns the result of the user's `split`, as a list.
 
     Raises:
@@ -202,7 +202,7 @@ def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
     return list(parts)
 
 
-def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
+def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
     """Returns the loss for these microbatches: unless they have the same shapes, it must return a `WeightedMean`.
 
     Raises:
@@ -218,7 +218,7 @@ def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
             f" {_sizes_told(batches)}."
         )
 
-    def weighted(params: PyTree, *args: Any) -> Any:
+    def weigh_loss(params: PyTree, *args: Any) -> Any:
         out = loss(params, *args)
         if not isinstance(out[0] if type(out) is tuple and out else out, WeightedMean):
             raise ValueError(
@@ -228,7 +228,7 @@ def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
             )
         return out
 
-    return weighted
+    return weigh_loss
 
 
 def _sizes_told(batches: Sequence[PyTree]) -> str:
@@ -242,21 +242,21 @@ _SHOWN = 4
 def _rows_told(batch: PyTree) -> list[str]:
     """Returns the leaves of a batch that are cut, with their numbers of rows."""
     pairs = named_leaves(batch, "batch")
-    return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _cuts(x)]
+    return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _is_splittable(x)]
 
 
-def _cuts(x: Any) -> bool:
+def _is_splittable(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0
 
 
-def _mean(outs: list[Any]) -> Any:
+def _average_outputs(outs: list[Any]) -> Any:
     first = outs[0]
     if isinstance(first, WeightedMean):
         return WeightedMean(sum(o.total for o in outs), sum(o.weight for o in outs))  # type: ignore[arg-type]
     if isinstance(first, tuple):
         _check_aux(first)
-        loss = _mean([o[0] for o in outs])
-        return loss, {k: _mean([o[1][k] for o in outs]) for k in first[1]}
+        loss = _average_outputs([o[0] for o in outs])
+        return loss, {k: _average_outputs([o[1][k] for o in outs]) for k in first[1]}
     return torch.stack([torch.as_tensor(o) for o in outs]).mean()
 
 

@@ -72,14 +72,14 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
             " parameters itself. Write params, apply = sf.from_module(module), and a function that calls it:"
             " def loss(params, batch): return criterion(apply(params, batch['x']), batch['y'])."
         )
-    inner = _innermost(loss)
+    inner = _innermost_function(loss)
     given = ["params", *(["model_state"] if has_state else []), "batch", *(["key"] if key else [])]
-    takes = _signature(inner)
-    if takes is None or _fits(takes, len(given)):
+    takes = _signature_of(inner)
+    if takes is None or _accepts_arguments(takes, len(given)):
         return
     name = function_name(inner)
     calls = f"{name}{takes} cannot be called as this step calls it, {name}({', '.join(given)})"
-    raise TypeError(f"{calls}. {_remedy(takes, len(given), key=key, has_state=has_state)}")
+    raise TypeError(f"{calls}. {_signature_remedy(takes, len(given), key=key, has_state=has_state)}")
 
 
 def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
@@ -93,8 +93,8 @@ def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
         TypeError: lists the arguments that it takes, those that `step.evaluate` passes, and the remedy.
     """
     given = ["params", *(["model_state"] if has_state else []), "batch"]
-    takes = _signature(metrics)
-    if takes is None or _fits(takes, len(given)):
+    takes = _signature_of(metrics)
+    if takes is None or _accepts_arguments(takes, len(given)):
         return
     name, call = function_name(metrics), ", ".join(given)
     remedy = (
@@ -105,23 +105,23 @@ def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
     raise TypeError(f"{name}{takes} cannot be called as evaluate(metrics=) calls it, {name}({call}). {remedy}")
 
 
-def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -> str:
-    if not key and _fits(takes, num + 1):
+def _signature_remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -> str:
+    if not key and _accepts_arguments(takes, num + 1):
         last = [p.name for p in takes.parameters.values()][num]
         return (
             f"Is {last!r} a key? Then pass it as one: sharded_step(..., key=sf.key(0)). If not, bind it before:"
             f" functools.partial(loss, {last}=...)."
         )
-    if key and _fits(takes, num - 1):
+    if key and _accepts_arguments(takes, num - 1):
         return "With key= a loss takes a key for its random numbers; take one, loss(params, batch, key), or drop key=."
-    if not has_state and _fits(takes, num + 1):
+    if not has_state and _accepts_arguments(takes, num + 1):
         return "A loss that takes a model state, loss(params, model_state, batch), needs has_state=True."
-    if has_state and _fits(takes, num - 1):
+    if has_state and _accepts_arguments(takes, num - 1):
         return "With has_state=True a loss takes a model state after the parameters; take one, or drop has_state=."
     return "Bind its other arguments before, functools.partial(loss, name=...); parameters and batch may be any trees."
 
 
-def _innermost(f: Any) -> Any:
+def _innermost_function(f: Any) -> Any:
     """Returns the function inside this package's transforms. Other decorators stay, as they may change arguments."""
     while True:
         if hasattr(type(f), "transform") and hasattr(f, "inner"):
@@ -132,14 +132,14 @@ def _innermost(f: Any) -> Any:
             return f
 
 
-def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
+def _signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(f, follow_wrapped=False)
     except (TypeError, ValueError):  # builtins may have no signature
         return None
 
 
-def _fits(takes: inspect.Signature, num: int) -> bool:
+def _accepts_arguments(takes: inspect.Signature, num: int) -> bool:
     try:
         takes.bind(*range(num))
     except TypeError:

@@ -43,7 +43,7 @@ def _is_entry(x: Any) -> bool:
     return is_spec(x) or (bare and any(x))
 
 
-def _as_spec(x: Any) -> str:
+def _spec_remedy(x: Any) -> str:
     """The remedy for a value that is not a spec: the spec to write instead."""
     if type(x).__name__ in ("Shard", "Replicate", "Partial"):
         return "A P has an entry for each dim, the mesh axis that cuts it: Shard(0) on the axis 'dp' is P('dp')."
@@ -61,7 +61,7 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
         paths = tree_paths(tree, name, is_leaf=_is_entry)
         for path, spec in zip(paths, tree_leaves(tree, is_leaf=_is_entry), strict=True):
             if not is_spec(spec):
-                problems.append(f"{path} is {spec!r}, not a P. {_as_spec(spec)}")
+                problems.append(f"{path} is {spec!r}, not a P. {_spec_remedy(spec)}")
                 continue
             if isinstance(spec, Sharding) and name == "batch":
                 problems.append(f"{path} is {spec!r}; a batch is given whole, so write {spec.spec!r}.")
@@ -70,16 +70,18 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
                     f"{path} is to be kept on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
                 )
             spec = spec.spec if isinstance(spec, Sharding) else spec
-            problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
+            problems += [
+                f"{path} = {spec!r}: {_unknown_axis(a, mesh)}" for a in spec.axes if not _is_known_axis(a, mesh)
+            ]
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
-    problems += [f"Zero(axis={zero.axis!r}): {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
+    problems += [f"Zero(axis={zero.axis!r}): {_unknown_axis(a, mesh)}" for a in axes if not _is_known_axis(a, mesh)]
     if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
         problems.append(
             f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}; "
             + _axis_for_zero(specs, mesh)
         )
     near = f"Travel(secondary_axis={zero.travel.secondary_axis!r})"
-    problems += [f"{near}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
+    problems += [f"{near}: {_unknown_axis(a, mesh)}" for a in zero.near if not _is_known_axis(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
         problems.append(
             f"Zero(axis={zero.axis!r}, travel=Travel(secondary_axis={zero.travel.secondary_axis!r})) has no effect: the"
@@ -270,7 +272,7 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
         ValueError,
         "the batch does not fit its specs:",
         [
-            f"{p} of shape {tuple(x.shape)} has spec {c!r}; {_for_short(x)}"
+            f"{p} of shape {tuple(x.shape)} has spec {c!r}; {_describe_short(x)}"
             for (p, x), c in zip(named, cuts, strict=True)
             if len(c) > x.ndim
         ],
@@ -283,7 +285,7 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
     return "\n".join(fixed), tuple(sizes)
 
 
-def _for_short(x: Tensor) -> str:
+def _describe_short(x: Tensor) -> str:
     what = "one value for all rows" if x.ndim == 0 else "one that is not cut"
     return f"of {what} write sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
 
@@ -305,9 +307,9 @@ def checksum(x: Tensor) -> int:
     return total % (1 << 62)
 
 
-def _known(axis: str, mesh: Mesh) -> bool:
+def _is_known_axis(axis: str, mesh: Mesh) -> bool:
     return axis in mesh.shape or axis in HOUSE_AXES
 
 
-def _unknown(axis: str, mesh: Mesh) -> str:
+def _unknown_axis(axis: str, mesh: Mesh) -> str:
     return f"axis {axis!r} is not in the mesh, which has {mesh.axis_names}.{did_you_mean(axis, mesh.axis_names)}"

@@ -25,7 +25,7 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     The wrapped function is described no further than values built from this package's functions: each rank may have its
     own, and its leaves and gradients are agreed on as it runs.
     """
-    lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
+    lines = [f"torch {torch.__version__}", *_describe_captured(loss.jitted)]
     around, inner = taken_over(loss.loss)
     cuts = [x for x in around if x.transform == "accumulate"]
     if loss.mixed is not None:
@@ -36,7 +36,7 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     return [*lines, *describe(inner, name, strangers=False)]
 
 
-def _captured(jitted: Jitted | None) -> list[str]:
+def _describe_captured(jitted: Jitted | None) -> list[str]:
     if jitted is None:
         return ["eager, without jit"]
     how = f"jit {jitted.chooses_by()}, backend {jitted.backend!r}, max_graphs {jitted.max_graphs}"

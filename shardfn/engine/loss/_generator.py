@@ -17,10 +17,10 @@ def warning_of_draws(device: torch.device) -> Iterator[None]:
     Ranks with equal seeds then draw the same numbers for different rows; with other seeds the result is not that of one
     device. And recomputation draws new numbers.
     """
-    before = _states(device)
+    before = _generator_states(device)
     yield
-    if not all(map(torch.equal, before, _states(device))):
-        _warn("")
+    if not all(map(torch.equal, before, _generator_states(device))):
+        _warn_unkeyed("")
 
 
 def warn_of_draws_in(gm: GraphModule) -> None:
@@ -28,10 +28,10 @@ def warn_of_draws_in(gm: GraphModule) -> None:
     drawing = [node for node in gm.graph.nodes if draws(node)]
     if drawing:
         where = drawing[0].meta.get("where")
-        _warn(f" at {where}" if where else "")
+        _warn_unkeyed(f" at {where}" if where else "")
 
 
-def _warn(where: str) -> None:
+def _warn_unkeyed(where: str) -> None:
     warnings.warn(
         f"the loss draws from torch's generator{where} (torch.randn, dropout, ...), so that it depends on the number of"
         " ranks, and is another when it is computed again. Draw by a key: sharded_step(..., key=sf.key(0)) passes one"
@@ -40,6 +40,6 @@ def _warn(where: str) -> None:
     )
 
 
-def _states(device: torch.device) -> list[torch.Tensor]:
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
     on = [torch.get_rng_state()]
     return [*on, torch.cuda.get_rng_state(device)] if device.type == "cuda" else on

@@ -99,9 +99,9 @@ class GraphCache(Generic[_Kept]):
         evicted = self._entries.keep(key, _Entry(made, name, shown))
         if evicted is not None:
             self.counts.evictions += 1
-            self._warn(evicted)
+            self._warn_evictions(evicted)
 
-    def _warn(self, evicted: _Entry[_Kept]) -> None:
+    def _warn_evictions(self, evicted: _Entry[_Kept]) -> None:
         """Logs that graphs are evicted again and again, once."""
         if self._warned or self.counts.evictions <= self.max_graphs:
             return
@@ -116,7 +116,7 @@ class GraphCache(Generic[_Kept]):
             self.counts.evictions,
             self.max_graphs,
             " and ".join(dict.fromkeys(x.name for x in entries)),
-            _changes(entries),
+            _changed_arguments(entries),
         )
 
 
@@ -134,7 +134,7 @@ def argument_shapes(tree: PyTree, root: str) -> dict[str, str]:
     }
 
 
-def _changes(entries: Iterable[_Entry[_Kept]]) -> str:
+def _changed_arguments(entries: Iterable[_Entry[_Kept]]) -> str:
     """Returns the arguments that differ between graphs of one name, each with its first few values."""
     values: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:

@@ -112,7 +112,9 @@ class Jitted(Transform):
             self.graphs.counts.misses += 1
             found = self._make(leaves, treedef, at, inputs)
             args, named = tree_unflatten(treedef, leaves)
-            self.graphs.keep(key, found, self._name, argument_shapes(args, "args") | argument_shapes(named, "kwargs"))
+            self.graphs.keep(
+                key, found, self._function_name, argument_shapes(args, "args") | argument_shapes(named, "kwargs")
+            )
         compiled, mesh, out_def, statics = found
         with (
             torch.no_grad(),
@@ -163,7 +165,7 @@ class Jitted(Transform):
         self.graphs.counts.capture_seconds += seconds
 
     @property
-    def _name(self) -> str:
+    def _function_name(self) -> str:
         return getattr(self.inner, "__name__", "a function")
 
     def _make(self, leaves: list[Any], treedef: Any, at: list[int], inputs: list[Tensor]) -> Any:
@@ -171,11 +173,11 @@ class Jitted(Transform):
         result: list[Any] = []
         mesh = current_mesh()
 
-        def flat(*tensors: Tensor) -> list[Tensor]:
+        def run_flat(*tensors: Tensor) -> list[Tensor]:
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 old = leaves[i]
-                filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
+                filled[i] = _with_block(old, x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
             # The mesh as at the function's call, since a captured function may bind others.
             with bind_mesh(mesh), looping(copied_loop):
@@ -184,13 +186,13 @@ class Jitted(Transform):
             return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]
 
         with noting_meshes() as meshes:
-            gm = capture(flat, inputs)
+            gm = capture(run_flat, inputs)
         gm.meta |= {"mesh_shape": {}, "coords": {}}
         for bound in meshes:
             gm.meta["mesh_shape"] |= bound.shape
             gm.meta["coords"] |= bound.coords
         earlier = len(self.graphs) + self.graphs.counts.evictions
-        report(self._name, "args", tree_unflatten(treedef, leaves)[0], earlier)
+        report(self._function_name, "args", tree_unflatten(treedef, leaves)[0], earlier)
         # Each rank chooses for itself: the passes keep the order of a function's own collectives under any choice.
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
@@ -206,10 +208,10 @@ class ResultSlot(NamedTuple):
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
         """The leaf."""
         like = self.like
-        return x if like is None else _like(like, x)
+        return x if like is None else _with_block(like, x)
 
 
-def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
+def _with_block(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
     """A leaf with another block; a block on disk has been read."""
     kind = "host" if is_disk(leaf.memory_kind) else leaf.memory_kind
     return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
@@ -241,10 +243,10 @@ def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
 
 def ambient() -> Any:
     """Returns the settings besides arguments that a function's result depends on: autocast, and eval mode."""
-    return is_evaluating(), tuple((k, torch.get_autocast_dtype(k)) for k in _casting())
+    return is_evaluating(), tuple((k, torch.get_autocast_dtype(k)) for k in _autocast_kinds())
 
 
-def _casting() -> list[str]:
+def _autocast_kinds() -> list[str]:
     """Returns the kinds of devices on which autocast is on."""
     return [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
 
@@ -253,7 +255,7 @@ def _casting() -> list[str]:
 def plain_arithmetic() -> Iterator[None]:
     """Turns autocast off: around graphs, which have its casts, and around the optimizer, which a policy determines."""
     with contextlib.ExitStack() as stack:
-        for kind in _casting():
+        for kind in _autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

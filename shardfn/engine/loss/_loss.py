@@ -154,7 +154,9 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     if isinstance(out, tuple):
         raise TypeError(f"the loss returned a tuple of {len(out)}; did you mean has_aux=True?")
     if not isinstance(out, Tensor):
-        raise TypeError(f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.{_hint(out)}")
+        raise TypeError(
+            f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.{_loss_hint(out)}"
+        )
     for name, x in (("loss", out), ("weight", weight)):
         if x is not None and x.shape != ():
             raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
@@ -194,7 +196,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
     return mode.cast(x, (*mode.batch, *axes))
 
 
-def _hint(out: Any) -> str:
+def _loss_hint(out: Any) -> str:
     """Returns a remedy for a loss that is not a tensor."""
     if out is None:
         return " Is there a return at its end?"

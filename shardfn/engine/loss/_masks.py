@@ -29,8 +29,11 @@ class Masks(NamedTuple):
             ValueError: a loss trains a leaf that the step freezes, or no leaf at all, or the step trains a leaf that no
                 loss trains. All are listed.
         """
-        allowed = _mask("trainable", self.step, tree, frozen)
-        by = {name: _mask(f"the trainable of {name!r}", m, tree, frozen, allowed) for name, m in self.losses.items()}
+        allowed = _broadcast_mask("trainable", self.step, tree, frozen)
+        by = {
+            name: _broadcast_mask(f"the trainable of {name!r}", m, tree, frozen, allowed)
+            for name, m in self.losses.items()
+        }
         if self.step is not None:
             raise_all(
                 ValueError,
@@ -60,7 +63,7 @@ class Masks(NamedTuple):
         return out
 
 
-def _mask(
+def _broadcast_mask(
     name: str, mask: PyTree, tree: PyTree, frozen: Sequence[bool], default: Sequence[bool] | None = None
 ) -> list[bool]:
     if mask is None:

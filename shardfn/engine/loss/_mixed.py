@@ -40,16 +40,16 @@ class Mixed(Transform):
     def __call__(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss, in the policy's output dtype."""
         leaves, treedef = tree_flatten(params)
-        dtypes = self._computed(params, leaves, treedef)
+        dtypes = self._compute_leaves(params, leaves, treedef)
         # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
         state, args = args[: self.has_state], args[self.has_state :]
-        batch = tree_map(self._cast, args[:1])
+        batch = tree_map(self._cast_input, args[:1])
         noting = noting_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
         with computing_in(self.policy.compute), noting:
-            return self._output(self.inner(tree_unflatten(treedef, cast), *state, *batch, *args[1:], **kwargs))
+            return self._cast_output(self.inner(tree_unflatten(treedef, cast), *state, *batch, *args[1:], **kwargs))
 
-    def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
+    def _compute_leaves(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
         key = treedef, *(x.dtype for x in leaves)
         if key not in self._dtypes:
             paths = tree_paths(params, "params")
@@ -58,14 +58,14 @@ class Mixed(Transform):
             self._dtypes[key] = [self.policy.dtypes(path, x.dtype).compute for path, x in pairs]
         return self._dtypes[key]
 
-    def _cast(self, x: Any) -> Any:
+    def _cast_input(self, x: Any) -> Any:
         return x.to(self.policy.compute) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    def _output(self, out: Any) -> Any:
+    def _cast_output(self, out: Any) -> Any:
         if isinstance(out, WeightedMean):
             return out._replace(total=out.total.to(self.policy.output))
         if isinstance(out, tuple):
-            return (self._output(out[0]), *out[1:])
+            return (self._cast_output(out[0]), *out[1:])
         return out.to(self.policy.output) if isinstance(out, Tensor) else out
 
 
@@ -80,12 +80,12 @@ def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientT
     if policy.master is None or not policy.keeps_master:
         return optimizer
 
-    def kept(params: PyTree) -> PyTree:
+    def make_masters(params: PyTree) -> PyTree:
         leaves, treedef = tree_flatten(params)
         pairs = zip(tree_paths(params, "params"), leaves, strict=True)
         return tree_unflatten(treedef, [policy.dtypes(path, x.dtype).param for path, x in pairs])
 
-    return master_weights(optimizer, policy.master, param_dtypes=kept)
+    return master_weights(optimizer, policy.master, param_dtypes=make_masters)
 
 
 def check_scaled(mixed: Mixed) -> None:

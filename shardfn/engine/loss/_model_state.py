@@ -90,7 +90,7 @@ def past_the_batch(loss: Loss) -> Loss:
     `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`.
     """
 
-    def threaded(params: PyTree, *args: Any) -> Any:
+    def thread_state(params: PyTree, *args: Any) -> Any:
         state = innermost_state()
         out = loss(params, state.now, *args)
         if not isinstance(out, tuple) or isinstance(out, WeightedMean) or len(out) < 2:
@@ -101,7 +101,7 @@ def past_the_batch(loss: Loss) -> Loss:
         *rest, state.now = out
         return rest[0] if len(rest) == 1 else tuple(rest)
 
-    return threaded
+    return thread_state
 
 
 def first_model_state(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
@@ -112,13 +112,13 @@ def first_model_state(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     if not (mesh.abstract or is_abstract(leaves)):
         return tree_unflatten(treedef, [shard(x, spec, mesh) for x, spec in zip(leaves, made, strict=True)])
 
-    def without_data(x: Tensor, spec: P) -> GlobalTensor:
+    def make_abstract(x: Tensor, spec: P) -> GlobalTensor:
         where = block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords)
         block = torch.empty([s.stop - s.start for s in where], dtype=x.dtype, device=mesh.device)
         return GlobalTensor(block, x.shape, spec, mesh)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return tree_unflatten(treedef, [without_data(x, spec) for x, spec in zip(leaves, made, strict=True)])
+        return tree_unflatten(treedef, [make_abstract(x, spec) for x, spec in zip(leaves, made, strict=True)])
 
 
 def check_fit(tree: PyTree, specs: PyTree) -> None:
@@ -260,13 +260,13 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
     leaves = tree_leaves(tree)
     if all(mesh.size == mesh.axis_size(x.spec.axes) for x in leaves):
         return
-    rows: list[Any] = control.gather([_summary(x.local) for x in leaves])
+    rows: list[Any] = control.gather([_summarize_elements(x.local) for x in leaves])
     problems = []
     for k, (path, x) in enumerate(zip(tree_paths(tree, "model_state"), leaves, strict=True)):
         same: dict[Any, list[tuple[float, float]]] = {}
         for row, at in zip(rows, all_coords(mesh.shape), strict=True):
             same.setdefault(tuple(at[a] for a in mesh.axes(x.spec.axes)), []).append(row[k])
-        if any(not _near(one, group[0]) for group in same.values() for one in group):
+        if any(not _is_near(one, group[0]) for group in same.values() for one in group):
             left = tuple(a for a in mesh.axes(mesh.axis_names) if a not in x.spec.axes)
             problems.append(f"{path}, kept as {x.spec!r}, differs along {left}: sums {[row[k][0] for row in rows]}")
     raise_all(
@@ -277,14 +277,14 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
     )
 
 
-def _summary(x: Tensor) -> tuple[float, float]:
+def _summarize_elements(x: Tensor) -> tuple[float, float]:
     """Returns a sum that differs between permutations of elements, and the sum of their magnitudes."""
     flat = x.detach().reshape(-1).to(torch.float64)
     weights = 1 + torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).cos() / 2
     return float((flat * weights).sum()), float((flat.abs() * weights).sum())
 
 
-def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
+def _is_near(a: tuple[float, float], b: tuple[float, float]) -> bool:
     # States that overflow on all ranks alike count as equal.
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])

@@ -34,7 +34,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
         if isinstance(x, int | float) and of != path and of not in mixed:
             told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}); write torch.tensor({of})")
         else:
-            told[path] = f"{path} is {a_kind(x)}{_remedy(path, x)}"
+            told[path] = f"{path} is {a_kind(x)}{_leaf_remedy(path, x)}"
     return first_of(list(told.values()), _SHOWN)
 
 
@@ -44,7 +44,7 @@ def _are_named(tree: PyTree) -> bool:
     return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
 
 
-def _remedy(path: str, x: Any) -> str:
+def _leaf_remedy(path: str, x: Any) -> str:
     if isinstance(x, numpy.ndarray | numpy.generic):
         make = f"torch.from_numpy({path})" if isinstance(x, numpy.ndarray) else f"torch.tensor({path})"
         return f"; write {make}"

@@ -38,7 +38,7 @@ def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
             raise
         apart = [(path, d) for path, d in leaves() if d.is_floating_point and d != policy.compute]
         if apart:
-            error.add_note(_of_exceptions(policy, [f"{path} is computed in {d}" for path, d in apart]))
+            error.add_note(_note_exceptions(policy, [f"{path} is computed in {d}" for path, d in apart]))
         raise
 
 
@@ -58,20 +58,20 @@ def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         yield
     except (TypeError, KeyError, IndexError, RuntimeError) as error:
         if _REFUSED in str(error):
-            lines = [*_of_line(params, error)] or ["a parameter is written to inside the loss"]
+            lines = [*_note_line(params, error)] or ["a parameter is written to inside the loss"]
             refused = refused_write(" ".join(lines))
             for note in getattr(error, "__notes__", ()):  # of a captured step, the line
                 refused.add_note(note)
             raise refused from error
-        for note in _notes(error, params, batch):
+        for note in _make_notes(error, params, batch):
             error.add_note(note)
         raise
 
 
-def _notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[str]:
+def _make_notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[str]:
     if isinstance(error, TypeError):
         if batch and isinstance(batch[0], list | tuple):
-            yield _of_list(batch[0])
+            yield _note_list(batch[0])
     elif isinstance(error, KeyError):
         for name, tree in (("batch", batch[0] if batch else ()), ("parameters", params)):
             if isinstance(tree, Mapping) and error.args and error.args[0] not in tree:
@@ -80,23 +80,23 @@ def _notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Itera
                     str(error.args[0]), map(str, tree)
                 )
     elif isinstance(error, IndexError):
-        yield from _ranges(*batch)
+        yield from _note_ranges(*batch)
     elif type(error) is RuntimeError:  # errors of ranks and of transfers are of classes of their own
-        yield from _of_line(params, error)
-        yield f"The batch has {_shapes('batch', *batch)}."
-        yield f"The parameters have {_shapes('params', params)}."
-        yield from first_of(_unlike(params, *batch), _SHOWN)
-        yield from _of_widths(error, params, *batch)
+        yield from _note_line(params, error)
+        yield f"The batch has {_note_shapes('batch', *batch)}."
+        yield f"The parameters have {_note_shapes('params', params)}."
+        yield from first_of(_note_unlike(params, *batch), _SHOWN)
+        yield from _note_widths(error, params, *batch)
 
 
-def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
+def _note_line(params: PyTree, error: Exception) -> Iterator[str]:
     """Names the parameters that the innermost line with some has: torch names no operand."""
-    own = {_storage(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
+    own = {_storage_of(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code.co_name in _MODES:
             continue
         tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if _has_storage(x)]
-        here = dict.fromkeys(own[k] for x in tensors if (k := _storage(x)) in own)
+        here = dict.fromkeys(own[k] for x in tensors if (k := _storage_of(x)) in own)
         if here:
             code = frame.f_code
             text = linecache.getline(code.co_filename, line).strip()
@@ -112,25 +112,25 @@ def _has_storage(x: Any) -> bool:
     return type(x) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(x)
 
 
-def _storage(x: Tensor) -> int:
+def _storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:
+def _named_tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:
     return [(path, x) for path, x in named_leaves(tree, name) if isinstance(x, Tensor)]
 
 
-def _shapes(name: str, tree: PyTree = ()) -> str:
-    return ", ".join(first_of([f"{path} {tuple(x.shape)}" for path, x in _tensors(name, tree)], _SHOWN))
+def _note_shapes(name: str, tree: PyTree = ()) -> str:
+    return ", ".join(first_of([f"{path} {tuple(x.shape)}" for path, x in _named_tensors(name, tree)], _SHOWN))
 
 
-def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
+def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
     """Returns the leaves of the batch whose dtype or device is not that of the parameters, with the remedy."""
-    own = [x for _, x in _tensors("params", params) if x.is_floating_point()]
+    own = [x for _, x in _named_tensors("params", params) if x.is_floating_point()]
     if not own:
         return []
     dtype, device, out = own[0].dtype, own[0].device, list[str]()
-    for path, x in _tensors("batch", batch):
+    for path, x in _named_tensors("batch", batch):
         if x.dtype != dtype:
             out.append(
                 f"{path} is {x.dtype}, and the parameters are {dtype}; where they meet, write {path}.to({dtype})."
@@ -140,15 +140,15 @@ def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
     return out
 
 
-def _of_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
+def _note_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
     """Yields the leaf of the batch whose last dim differs from the matrix in its product, with the remedy."""
     found = _PRODUCT.search(str(error))
     if found is None:
         return
     width, rows, cols = map(int, found.groups())
     # A layer of torch has the transpose of the matrix that enters the product.
-    matrices = [path for path, x in _tensors("params", params) if tuple(x.shape) in ((rows, cols), (cols, rows))]
-    for path, x in _tensors("batch", batch):
+    matrices = [path for path, x in _named_tensors("params", params) if tuple(x.shape) in ((rows, cols), (cols, rows))]
+    for path, x in _named_tensors("batch", batch):
         if matrices and x.ndim and x.shape[-1] == width:
             yield (
                 f"The last dim of {path} has size {width}, and {matrices[0]} takes {rows}: pass rows of {rows} numbers,"
@@ -156,7 +156,7 @@ def _of_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator
             )
 
 
-def _of_list(batch: Sequence[Any]) -> str:
+def _note_list(batch: Sequence[Any]) -> str:
     text = f"The batch is a {type(batch).__name__} of {len(batch)}."
     if batch and isinstance(batch[0], Mapping):
         return (
@@ -166,7 +166,7 @@ def _of_list(batch: Sequence[Any]) -> str:
     return f"{text} To look up names, pass a dict of tensors, step(state, {{'name': tensor}}); or take them by number."
 
 
-def _ranges(batch: PyTree = ()) -> list[str]:
+def _note_ranges(batch: PyTree = ()) -> list[str]:
     """Returns the least and largest values of integer leaves: one may be an index that a table does not have."""
     return [
         f"{path} has values from {int(x.min())} to {int(x.max())}."
@@ -175,7 +175,7 @@ def _ranges(batch: PyTree = ()) -> list[str]:
     ]
 
 
-def _of_exceptions(policy: Policy, own: Sequence[str]) -> str:
+def _note_exceptions(policy: Policy, own: Sequence[str]) -> str:
     lines = [
         f"The loss is computed in {policy.compute} but for exceptions of the Policy. Cast where they meet, as in"
         " x @ w.to(x.dtype), or (norm(x) * w).to(x.dtype): sf.nn.rms_norm and layer_norm do so, and sf.from_module does"

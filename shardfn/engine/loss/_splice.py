@@ -99,7 +99,7 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
         look = tuple(_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))), tree_structure((carry, x))
         # The first layers may see another carry: its dtype, or whether it needs a gradient, may change once.
         if look in made.seen and look not in made.splices and not made.fails:
-            _make(made, look, run, carry, layers[i:], notes)
+            _make_templates(made, look, run, carry, layers[i:], notes)
         splice = made.splices.get(look)
         if splice is None:
             carry, y = run(carry, x, ys[:1])
@@ -114,15 +114,17 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     return carry, ys
 
 
-def _make(made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence[PyTree], notes: Recorder) -> None:
+def _make_templates(
+    made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence[PyTree], notes: Recorder
+) -> None:
     (flat, carry_def), x_def = tree_flatten(carry), tree_structure(layers[0])
 
-    def body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    def call_body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
         return tree_leaves(run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), []))
 
     try:
         # The last layer's only to be compared: a function that treats layers unlike is refused, and not copied wrongly.
-        template, other = (Template(body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
+        template, other = (Template(call_body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
     except Unfit as reason:
         torch.clear_autocast_cache()  # it may hold values that were taken out of the graph again
         log.warning(_SLOWLY, reason)
