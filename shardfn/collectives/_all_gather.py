@@ -21,17 +21,19 @@ def all_gather(
 
         [A] [B]  =>  [A, B] [A, B]
 
-    Transpose: `psum_scatter`. Each rank may use the whole in its own way, so that cotangents differ and are summed.
+    Transpose: `psum_scatter`. Each rank may use the whole in another way, so cotangents differ and are summed.
 
-    When: every rank needs the whole and goes on differently with it: ZeRO's parameters, the sequence before attention.
-    When all go on alike, use `all_gather_invariant`, whose gradient needs no communication.
+    When: every rank needs the whole and goes on differently, for example with ZeRO's parameters or the sequence before
+    attention. When all ranks go on in the same way, use `all_gather_invariant`: the gradient then needs no
+    communication.
 
     Args:
         x: this rank's block.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim along which `x` is a block.
-        size: the global size of that dim. Needed where the axis does not divide it: blocks are those of `torch.chunk`
-            (with several axes: cut by the major one first). Default: n times this block, which must be so on all ranks.
+        size: the global size along `dim`. Needed where the axis does not divide the size: blocks are as `torch.chunk`
+            cuts, for example 7 rows on 3 ranks as 3, 3, 1 (with several axes, the major axis cuts first). Default: n
+            times this block, on all ranks.
 
     Returns:
         The whole, of `size` along `dim`.
@@ -60,13 +62,14 @@ def all_gather_invariant(
 
     Transpose: `take_own_block`, without communication: the cotangent is the same everywhere.
 
-    When: all ranks go on with the same arithmetic, as they do at the end of a program: logits, outputs, metrics.
+    When: all ranks go on with the same arithmetic, for example at the end of a program, with logits, outputs or
+    metrics.
 
     Args:
         x: this rank's block.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim along which `x` is a block.
-        size: the global size of that dim. See `all_gather`.
+        size: the global size along `dim`. See `all_gather`.
 
     Returns:
         The whole, of `size` along `dim`.
@@ -93,26 +96,28 @@ def quantized_all_gather(
     bits: Literal[8, 4] = 8,
     block: int = 256,
 ) -> Float[torch.Tensor, "..."]:
-    """`all_gather` that sends 8 or 4 bits per element and one scale per block: `V -> V`.
+    """Returns `all_gather` at 8 or 4 bits per element and a scale per block: `V -> V`.
 
         NCCL: all_gather.  Slow spec: `[cat(map(rounded, blocks), dim)] * n`.  Layout: `A[I_axis] -> A[I]`.
 
         [A] [B]  =>  [A', B'] [A', B'],  |A - A'| <= max|A| / 2^bits, in each block of elements
 
-    Every rank gets the same rounded whole, its own block included. The largest positive element of a block may lose one
-    step, `max|A| / 2^(bits - 1)`.
+    Every rank gets the same rounded whole, with the local block rounded, too. The largest positive element of a block
+    may lose one step, `max|A| / 2^(bits - 1)`.
 
     Transpose: `psum_scatter`, exact: gradients ignore the rounding.
 
-    When: ranks gather values that bear some noise over a slow link: ZeRO's parameters for the forward (ZeRO++'s qwZ).
+    When: ranks gather values that bear some noise over a slow link, such as ZeRO's parameters for the forward (ZeRO++'s
+    qwZ).
 
     Args:
         x: this rank's block; float32, bfloat16 or float16. Computed in float32.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity, without rounding.
         dim: the dim along which `x` is a block.
-        size: the global size of that dim. See `all_gather`.
+        size: the global size along `dim`. See `all_gather`.
         bits: 8 or 4.
-        block: neighbours in the block, in row-major order with `dim` first, that share a scale; even with 4 bits.
+        block: number of neighbours in the block, in row-major order with `dim` first, with a common scale. With 4 bits
+            the number must be even.
 
     Returns:
         The whole, of `size` along `dim` and of the dtype of `x`.

@@ -28,10 +28,10 @@ def all_to_all(
         x: whole along `split_dim`, a block along `concat_dim`.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         split_dim: the dim that is cut. Any size: blocks are those of `torch.chunk`.
-        concat_dim: the dim that is joined. May be `split_dim`, which exchanges blocks and keeps the shape. Then the
-            axis must divide it.
+        concat_dim: the dim that is joined. May be `split_dim`: blocks are exchanged and the shape stays. The axis must
+            then divide the dim.
         size: the global size of `concat_dim`, needed where the axis does not divide it. Default: n times this block.
-            The transpose knows that of `split_dim` from `x`.
+            The transpose knows the size of `split_dim` from `x`.
 
     Returns:
         A block along `split_dim`, whole along `concat_dim`.

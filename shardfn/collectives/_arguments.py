@@ -1,4 +1,7 @@
-"""Checks of the collectives' arguments, before any message: every rank fails alike, and no rank is left waiting."""
+"""Checks of the collectives' arguments, before any message.
+
+Every rank fails in the same way, and no rank is left waiting.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +15,7 @@ from ._line import Line
 
 
 def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
-    """`f` of each leaf.
+    """Returns the tree of `f` of each leaf.
 
     Raises:
         TypeError: names every leaf that is not a tensor.
@@ -28,10 +31,10 @@ def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
 
 
 def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -> int:
-    """`dim` counted from the front.
+    """Returns `dim` counted from the front.
 
     Raises:
-        ValueError: `x` has no such dim.
+        ValueError: `x` has no dim `dim`.
     """
     if -x.ndim <= dim < x.ndim:
         return dim % x.ndim
@@ -40,12 +43,12 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
 
 
 def joined_size(op: str, x: Shaped[Tensor, "..."], line: Line | None, dim: int, size: int | None) -> int:
-    """Returns the global size along a dim that blocks are joined on.
+    """Returns the global size along a dim on which blocks are joined.
 
     Without `size`, every block is as long as this one.
 
     Raises:
-        ValueError: this rank's block is not as long as `size` gives it.
+        ValueError: this rank's block is not of the length that follows from `size`.
     """
     n, index = (1, 0) if line is None else (line.size, line.index)
     if size is None:

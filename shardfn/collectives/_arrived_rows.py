@@ -1,8 +1,8 @@
 """Marks in a captured step on values whose last rows are padding: `arrived_rows`, `rows_as`.
 
-A graph has one size for the rows that an exchange brings, the most that may come. A back end that runs it op by op can
-hold exactly the rows that have come, if every op that takes such a value allows it; `graph.exact_rows` looks for that.
-Both marks are the identity on whole values, so that a graph means the same without that pass.
+A graph has a single size for the rows of an exchange: the most rows that may come, as with tokens for experts. A back
+end that runs op by op can hold exactly the rows that have come, if every op on such values can. `graph.exact_rows`
+finds such values. Both marks are the identity on whole values: a graph means the same without the pass.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from ._where import recording
 
 
 def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> Shaped[Tensor, "rows ..."]:
-    """`x`, marked: rows past those that have come by the table `sizes` are not used, nor are those of its gradient.
+    """Returns `x`, marked: only rows that have come by the table `sizes` are used, in the gradient, too.
 
-    All values with one table have one number of rows in use. Outside of captures it does nothing.
+    All values with one table have the same number of rows in use. Outside of captures the mark does nothing.
 
     Args:
         x: the result of `exchange_rows`, or the operand of the exchange back.
@@ -38,7 +38,7 @@ def rows_as(x: Shaped[Tensor, "rows ..."], like: Shaped[Tensor, "come ..."]) -> 
     """Returns the first `len(like)` rows of `x`, where the step runs. `x` has no gradient.
 
     Args:
-        x: integers, such as the places of the rows of `like`; in the capture both have one number of rows.
+        x: integers, such as the places of the rows of `like`. In the capture both have the same number of rows.
         like: a value with `arrived_rows`.
 
     Example:
@@ -73,7 +73,7 @@ class _Arrived(torch.autograd.Function):
 
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-# As views, neither reads memory: a table may be freed, or written over, before the last mark that names it.
+# As views, neither reads memory: a table may be freed, or written over, before the last mark with its name.
 _LIBRARY.define("arrived_rows(Tensor(a) x, Tensor sizes) -> Tensor(a)")
 _LIBRARY.define("rows_as(Tensor(a) x, Tensor like) -> Tensor(a)")
 

@@ -1,6 +1,7 @@
 """Numbers that remember the axes along which they differ: `axis_index`, and results computed from it.
 
-They are no `int`s or `float`s: Python computes `0.5 * i` of an `int` without asking `i`, and the axes would be lost.
+The numbers are no `int`s or `float`s: Python computes `0.5 * i` of an `int` without asking `i`, and the axes would be
+lost.
 """
 
 import math
@@ -13,22 +14,22 @@ from shardfn._torch import DisableTorchFunctionSubclass
 
 
 class AxisTypeError(TypeError):
-    """A value varies along an axis where it must not: a collective is missing, or one is applied twice."""
+    """Error of a value that varies along an axis where it must not: a collective is missing, or is applied twice."""
 
 
 class AxisNumber:
     """A rank's index along axes, or a number computed from it.
 
-    It has the operators of numbers, and functions of torch take it as they take a number. `int(i)` and `i.item()` are
-    plain numbers. Python's other conversions are refused.
+    The index has the operators of numbers, and functions of torch accept an index in place of a number. `int(i)` and
+    `i.item()` are plain numbers. Python's other conversions are refused.
 
     Attributes:
         value: the plain number.
-        axes: axes along which ranks have other numbers.
+        axes: the axes along which ranks have different numbers.
     """
 
     __slots__ = ("axes", "value")
-    __array_ufunc__ = None  # numpy leaves its operators to this class
+    __array_ufunc__ = None  # numpy leaves operators to this class
 
     def __init__(self, value: Any, axes: tuple[str, ...]) -> None:
         self.value, self.axes = value, axes
@@ -41,15 +42,15 @@ class AxisNumber:
             return func(*with_plain_numbers(args), **with_plain_numbers(kwargs or {}))
 
     def item(self) -> Any:
-        """Returns the plain number, for this rank's own affairs."""
+        """Returns the plain number, for use on this rank only."""
         return self.value
 
     def __int__(self) -> int:
-        """Returns a plain number, for this rank's own affairs."""
+        """Returns the plain number, for use on this rank only."""
         return int(self.value)
 
     def __bool__(self) -> bool:
-        """Refuses, as ranks would go different ways."""
+        """Refuses the truth of an index, as ranks would take different branches."""
         self._refuse_conversion(
             "the truth of a number made of sf.axis_index",
             "they would go different ways, and a number that max, min or if chooses by it would count as the same on"
@@ -57,7 +58,7 @@ class AxisNumber:
         )
 
     def __index__(self) -> int:
-        """Refuses, as an element of a list would count as the same on all ranks."""
+        """Refuses an index of a list, as the element would count as the same on all ranks."""
         self._refuse_conversion(
             "an index, a length or a range by a number made of sf.axis_index",
             "an element that is chosen by it would count as the same on all ranks. Index a tensor: for numbers xs,"
@@ -65,7 +66,7 @@ class AxisNumber:
         )
 
     def __float__(self) -> float:
-        """Refuses, as the result of a function of `math` would count as the same on all ranks."""
+        """Refuses a float, as the result of a function of `math` would count as the same on all ranks."""
         self._refuse_conversion(
             "the float of a number made of sf.axis_index",
             "a float, and a result of math, would count as the same on all ranks. Compute with i * 1.0, and by torch:"
@@ -108,7 +109,7 @@ class AxisNumber:
 
 
 def plain(x: Any) -> Any:
-    """Returns a number without its axes; any other value unchanged.
+    """Returns a number without axes. Any other value is returned unchanged.
 
     Example:
         >>> plain(AxisNumber(1, ("dp",)) > 0)
@@ -118,7 +119,7 @@ def plain(x: Any) -> Any:
 
 
 def with_plain_numbers(x: Any) -> Any:
-    """Returns arguments of a function, in which numbers are without their axes.
+    """Returns arguments of a function, with numbers without axes.
 
     Example:
         >>> with_plain_numbers(([AxisNumber(1, ("dp",)), 2], {"dim": 0}))
@@ -133,7 +134,7 @@ def with_plain_numbers(x: Any) -> Any:
 
 
 def _apply_operator(f: Callable[..., Any], *operands: Any) -> Any:
-    """Returns `f` of numbers, as numbers along the axes of all of them; NotImplemented where an operand is another."""
+    """Returns `f` of numbers, as numbers along all their axes; NotImplemented for other operands."""
     axes: dict[str, None] = {}
     for x in operands:
         if type(x) is AxisNumber:

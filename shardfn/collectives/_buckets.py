@@ -11,12 +11,12 @@ from torch.autograd import forward_ad
 from shardfn._torch import forward_level, is_functorch_wrapped_tensor
 from shardfn.core import PyTree, raise_all
 
-# Elements that travel in one message: half a megabyte at one bit each.
+# Elements of one message: half a megabyte at one bit each.
 BUCKET = 1 << 22
 
 
 def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
-    """Neighbours together, while they are of `size` elements at most, empty leaves are left out."""
+    """Returns buckets of neighbours, each of `size` elements at most, without empty leaves."""
     out: list[list[Any]] = []
     room = 0
     for leaf in leaves:
@@ -31,12 +31,12 @@ def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def staggered(runs: Sequence[Iterator[None]]) -> None:
-    """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
+    """Runs each iterator to the end, a stage at a time: one more starts, then the started ones go on, youngest first.
 
-    So every message that can be sent is sent before any run only receives.
+    So every message that can be sent is sent before any run waits only to receive.
     """
-    # The order depends on how many runs there are and where they stop, never on arrivals, so it is the same on all
-    # ranks, and messages need no names.
+    # The order depends on the number of runs and on their stops, never on arrivals. So the order is equal on all ranks,
+    # and messages need no names.
     under_way: collections.deque[Iterator[None]] = collections.deque()
     waiting = collections.deque(runs)
     while waiting or under_way:
@@ -48,12 +48,12 @@ def staggered(runs: Sequence[Iterator[None]]) -> None:
 
 
 def padded(flat: Tensor, size: int) -> Tensor:
-    """`flat` with zeros behind it."""
+    """Returns `flat` with zeros behind."""
     return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
 
 def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raises unless every leaf is a floating point tensor that no gradient is taken of."""
+    """Raises unless every leaf is a floating point tensor without a gradient."""
     bad = [f"{path} is {_describe_kind(x)}" for path, x in zip(paths, leaves, strict=True)
            if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
     raise_all(TypeError, f"{op} takes floating point tensors:", bad)

@@ -1,9 +1,9 @@
 """Blocks along routes: `carry`, by the differentiable collectives, and `carry_all`, with several under way.
 
-`carry` is the plainest executor of routes: one collective a hop, each waited for, nothing in place. It runs in eager
-programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is the reference of other executors.
-`carry_all` is for programs that only want the values: the same wire, with the next leaf's transfer under way while the
-last one's is waited for.
+`carry` is the plainest executor of routes: one collective a hop, each waited for, nothing in place. `carry` runs in
+eager programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is the reference for other
+executors. `carry_all` is for programs that need only the values: the same wire, with the next leaf's transfer under way
+while the last leaf's is waited for.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from ._primitive import Call, bind
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
 from ._together import start_together
 
-# Leaves of fewer bytes share messages, of at most so many bytes of whole leaves; as between meshes.
+# Leaves of fewer bytes share messages, of at most as many bytes of whole leaves, as between meshes.
 SMALL, MESSAGE = 64 << 10, 4 << 20
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
@@ -33,18 +33,18 @@ Keeper = Callable[[int, StoredValue], StoredValue]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
-    """This rank's block at the end of a route. Collective over the axes of its hops; the mesh must be bound.
+    """Returns this rank's block at the end of a route. Collective over the axes of the hops. The mesh must be bound.
 
-    A result that all ranks hold counts once: its gradient must be the same on all. If each rank goes on in its own way,
-    pass it through `pvary`.
+    A result that all ranks hold counts once: the gradient must be the same on all ranks. If ranks go on in different
+    ways, pass the result through `pvary`.
 
     Args:
-        block: this rank's block at its start.
-        route: from `route`, for the bound mesh.
-        move: brings a block to another memory; needed where the route has such a hop.
+        block: this rank's block at the start of the route.
+        route: result of `route`, for the bound mesh.
+        move: function that brings a block to another memory. Needed where the route has such a hop.
 
     Raises:
-        ValueError: the route rounds to codes, which has no derivative; or moves, and `move` is None.
+        ValueError: the route rounds to codes, without a derivative, or the route moves and `move` is None.
 
     Example:
         >>> from shardfn.core import P, Placement, as_mesh
@@ -68,16 +68,16 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 def carry_all(
     blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
 ) -> list[StoredValue]:
-    """This rank's block at the end of each route. Collective over the mesh, which must be bound; no gradients.
+    """Returns this rank's block at the end of each route, without gradients. Collective over the bound mesh.
 
-    Values and bytes are `carry`'s. Small leaves with the same hops share messages. For routes of h hops, at most h + 1
-    blocks, or messages' worth of small ones, are under way.
+    Values and bytes are as in `carry`. Small leaves with the same hops share messages. For routes of h hops, at most h
+    + 1 blocks (or full messages of small blocks) are under way, for example 3 for routes of 2 hops.
 
     Args:
-        blocks: this rank's blocks at their starts; blocks on disk in their stored form.
-        routes: for the bound mesh; the same on all ranks.
-        send: starts to bring a block to another memory.
-        keep: called at the end of a route, while others are still under way.
+        blocks: this rank's blocks at the starts of the routes, with blocks on disk in stored form.
+        routes: routes for the bound mesh, the same on all ranks.
+        send: function that starts to bring a block to another memory.
+        keep: function that is called at the end of a route, while other routes are still under way.
 
     Raises:
         ValueError: a route rounds to codes.
@@ -89,9 +89,9 @@ def carry_all(
 
 
 def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list[int]]:
-    """The routes that share messages, by number: of small leaves of one dtype, with the same hops. Equal on all ranks.
+    """Returns the numbers of routes that share messages: small leaves of one dtype with the same hops.
 
-    A group has the place of its first route.
+    The result is equal on all ranks. A group has the place of the group's first route.
     """
     out: list[list[int]] = []
     shared: dict[object, tuple[list[int], int]] = {}
@@ -113,7 +113,7 @@ def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> lis
 def _carry_group(
     out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
 ) -> Iterator[None]:
-    """Brings `out[i]` along routes of the same hops; each time that something is on its way, others go on."""
+    """Brings `out[i]` along routes of the same hops, and yields whenever something is under way."""
     for step in zip(*map(_merge_hops, routes), strict=True):
         blocks, hop = [out[i] for i in at], step[0][0]
         if isinstance(hop, Move):
@@ -140,9 +140,9 @@ def _carry_group(
 
 
 def _merge_hops(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
-    """Hops, the placements before them, and the shapes of this rank's block after them.
+    """Yields hops, each with the placement before and the shape of this rank's block after.
 
-    Two hops of one gather, or of one sum, are one.
+    The two hops of a gather, or of a sum, are merged.
     """
     if route.src.brought or route.dst.brought:
         raise ValueError(f"`carry` takes two hops of a gather as one, so none of them is the last:\n{route}")
@@ -160,7 +160,7 @@ def _merge_hops(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
 
 
 def _call_of_hop(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
-    """The collective that a hop is, of a block that then has `shape`."""
+    """Returns the call of a hop's collective, after which the block has `shape`."""
     match hop:
         case Psum(axes):
             name, sizes = "psum", (0, 0, 0, 0)

@@ -5,9 +5,9 @@
     decode_sum(messages, num, n)    of num messages of n elements, one after another: the sum, in fp32, in their order
     decode_sum_encode(messages, num)  the same for several blocks at once, each sum encoded again
 
-A message is [scales, fp32][codes][0 to 3 bytes of padding], its elements, with zeros up to c, being one row of
-`shardfn.kernels.quantize`. So all messages of a transfer are of one length, no scale is shared between ranks, and an
-infinity or NaN stays one. In a captured graph each call is one node.
+A message is [scales, fp32][codes][0 to 3 bytes of padding]. The elements, with zeros up to c, are one row of
+`shardfn.kernels.quantize`. So all messages of a transfer have the same length, no scale is shared between ranks, and an
+infinity or NaN stays as before. In a captured graph each call is one node.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _ops = torch.ops.shardfn
 
 
 class Code(NamedTuple):
-    """The rounding of elements: to `bits` bits each, with a scale for each `block` elements.
+    """Rounding of elements to `bits` bits each, for example 8 bits, with a scale for each `block` elements.
 
     Example:
         >>> code = Code(8, 256)
@@ -46,7 +46,7 @@ class Code(NamedTuple):
         return _message_length(c, self.bits, self.block)
 
     def encode(self, flat: Tensor, sizes: Sequence[int], c: int) -> Tensor:
-        """One message of c elements for each block of `flat`, uint8."""
+        """Returns a message of c elements for each block of `flat`, uint8."""
         return _ops.encode(flat, as_runs(sizes), c, *self)
 
     def decode(self, messages: Tensor, sizes: Sequence[int], c: int, dtype: torch.dtype) -> Tensor:

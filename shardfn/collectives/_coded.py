@@ -5,8 +5,8 @@
                      two hops:  near ranks exchange and add the blocks of the nodes at their near index, encode the
                                 sums, exchange them across the far axes and add again
 
-Every rank decodes the same bytes, so all hold the same bits. The result of `reduce_scatter` is the sum, in fp32, for
-any number of hops, without division on the way.
+Every rank decodes the same bytes, so all ranks hold the same bits. The result of `reduce_scatter` is the sum, in fp32,
+for any number of hops, without division on the way.
 
 Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209 (qwZ, qgZ)
 """
@@ -24,7 +24,7 @@ from ._traced import AnyChannel, AnyChannels
 
 
 class CodedGather:
-    """An all_gather whose blocks travel in a code.
+    """All_gather of blocks that are sent in a code.
 
     Args:
         inner: a channel that gathers bytes.
@@ -37,12 +37,12 @@ class CodedGather:
         self._inner, self._code, self._dtype = inner, code, dtype
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `TwoHops.bring`. The blocks arrive in code, and take half the memory and wire, or a quarter."""
+        """Brings blocks in code: see `TwoHops.bring`. Memory and wire are half, or a quarter, of bf16."""
         assert isinstance(self._inner, TwoHops)
         return self._inner.bring(self._encode_block(own, max(sizes)), self._message_lengths(sizes))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `Channel.all_gather`. With two hops the second, from the result of `bring`."""
+        """Gathers the blocks: see `Channel.all_gather`. With two hops the second, from the result of `bring`."""
         c = max(sizes)
         message = own if isinstance(self._inner, TwoHops) else self._encode_block(own, c)
         pending = self._inner.all_gather(message, self._message_lengths(sizes))
@@ -56,12 +56,12 @@ class CodedGather:
 
 
 class CodedReduce:
-    """A reduce_scatter whose blocks travel in a code. Making one is collective over the mesh.
+    """Reduce_scatter of blocks that are sent in a code. The constructor is collective over the mesh.
 
     Args:
         channels: the communicators.
         axes: all axes, in the mesh's order.
-        near: those of them along which it sums first, or () for one hop.
+        near: the axes of the first sum, or () for a single hop.
         code: the code.
     """
 
@@ -75,7 +75,7 @@ class CodedReduce:
         self.index = self._first.index if self._grid is None else self._grid.index
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
-        """See `Channel.reduce_scatter`. The result is in fp32."""
+        """Sums blocks as `Channel.reduce_scatter`. The result is in fp32."""
         del reuse
         code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
         messages, length = code.encode(flat, sizes, c), code.length(c)
@@ -91,26 +91,26 @@ class CodedReduce:
         return Relayed(far, first, go_on)
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
-        """Whole gradients are not quantised."""
+        """Refuses whole gradients: they are not quantised."""
         raise AssertionError("a gradient that is summed whole does not travel in a code")
 
 
 class Relayed(Pending[Tensor]):
-    """A transfer in two hops, under way. The second starts in `done` or `result`, in the order of the first ones.
+    """Transfer in two hops, under way. The second hop starts in `done` or `result`, in the order of the first hops.
 
     Args:
-        far: the channel of the second hop, used only by relays: it starts when this rank finds the first one done.
+        far: the channel of the second hop, used only by relays. The hop starts when this rank finds the first hop done.
         first: the first hop.
-        go_on: starts the second from the result of the first.
+        go_on: function that starts the second hop from the result of the first.
     """
 
     def __init__(self, far: AnyChannel, first: Pending[Tensor], go_on: Callable[[Tensor], Pending[Tensor]]) -> None:
         super().__init__()
         self._line, self._first, self._go_on = far.line, first, go_on
         self._second: Pending[Tensor] | None = None
-        # The line is the channel's, one for all of its transfers under way, in the order in which their first hops
-        # began. Second hops start in that order only, whichever is asked for first: it is the same on all ranks,
-        # arrivals are not.
+        # The channel has a single queue for all transfers under way, in the order in which the first hops began. Second
+        # hops start only in this order, in any order of questions: the order is the same on all ranks, arrivals are
+        # not.
         self._line.append(self)
 
     def done(self) -> bool:
@@ -126,9 +126,9 @@ class Relayed(Pending[Tensor]):
         return self._second.result()
 
     def pass_on(self) -> None:
-        """Waits for the first hop and starts the second; called on the head of the line.
+        """Waits for the first hop and starts the second. Only the head of the queue is passed on.
 
-        A transfer that fails stays the head: the next one to be asked raises its error.
+        A transfer that fails stays the head: the next transfer to be asked raises the same error.
         """
         self._second = self._go_on(self._first.result())
         self._line.popleft()

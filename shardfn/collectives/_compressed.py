@@ -8,8 +8,8 @@ Two phases. Rank i's part is, for rows j of its padded input x_i and errors e_i 
     codes = compress(z);   f_i' = z - decompress(codes)
     all_gather:      decompress(codes of every rank) is the result, the same bits everywhere
 
-The leaves of a tree are compressed each for itself, and travel together: a bucket of leaves is one message a phase, and
-while one bucket is under way the next is compressed.
+Each leaf of a tree is compressed separately, and leaves travel together: a bucket of leaves is one message a phase, and
+the next bucket is compressed while a bucket is under way.
 
 References: Tang et al., 1-bit Adam, arXiv 2102.02888, 2021; Tang et al., APMSqueeze, arXiv 2008.11343, 2020.
 """
@@ -45,26 +45,27 @@ def compressed_pmean(
 
         NCCL: all_to_all, all_gather.  Slow spec: see above.
 
-    With `error_feedback` the error of a call is added in the next, so that no part is lost over a run,
+    With `error_feedback` the error of a call is added in the next call, so that no part is lost over a run,
 
         mean_i (x_i + e_i) + f = out + mean_i e_i' + f'
 
-    where f are the servers' errors one after another. Through `identity()` it is the sum in the order of ranks, divided
-    by their number.
+    where f are the servers' errors one after another. Through `identity()` the result is the sum in the order of ranks,
+    divided by the number of ranks.
 
-    Not differentiable: it is nonlinear, and meant for use after the backward.
+    Not differentiable: the mean is nonlinear, and meant for use after the backward.
 
     When: the link between ranks is slow and an optimizer can bear the noise. See `optim.onebit_adam`.
 
     Args:
-        tree: floating point tensors of one shape on all ranks; computed in float32. An empty one is returned unchanged.
-        axis: mesh axes. If that is one rank, it compresses all the same, and sends no message.
-        compressor: `error_feedback(sign())`, ...
-        state: the result of `compressed_init` for such a tree, or the state that the last call returned.
-        outer: the slow ones of several axes. Along the others the mean is exact: psum_scatter in float32 inside, this
-            collective between, and an all_gather of the codes inside.
-        donate: whether the tensors of `tree` and `state` may be overwritten. They are not to be used afterwards.
-        bucket: elements that travel in one message. It changes no bits; the same on all ranks.
+        tree: floating point tensors of one shape on all ranks, computed in float32. An empty tree is returned
+            unchanged.
+        axis: mesh axes. A single rank also compresses, and sends no message.
+        compressor: a compressor, such as `error_feedback(sign())`.
+        state: the result of `compressed_init` for a tree of these shapes, or the state that the last call returned.
+        outer: the slow axes among several, for example "node" of ("node", "gpu"). Along the other axes the mean is
+            exact: psum_scatter in float32 inside, compressed traffic between, and an all_gather of the codes inside.
+        donate: whether the tensors of `tree` and `state` may be overwritten. Do not use these tensors afterwards.
+        bucket: elements of one message, the same on all ranks. The value changes no bits.
 
     Returns:
         The means, a tree like `tree`, and the new state.
@@ -75,7 +76,7 @@ def compressed_pmean(
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
     A NaN or an infinity on any rank spoils the result, and the errors for good: find such steps first, on all ranks,
-    and leave them out (`sharded_step` does, with `skip_nonfinite` or a loss scale).
+    and leave such steps out (as `sharded_step` does, with `skip_nonfinite` or a loss scale).
 
     References:
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
@@ -110,13 +111,13 @@ def compressed_psum(
     The servers' errors are then of the sum: `sum_i (x_i + e_i) + f = out + sum_i e_i' + f'`.
 
     Args:
-        tree: see `compressed_pmean`, as for all that follow.
+        tree: tree as in `compressed_pmean`.
         axis: mesh axes.
         compressor: see `compressed_pmean`.
-        state: the errors, not those of a mean.
-        outer: the slow ones of several axes.
+        state: the errors of a sum, not of a mean.
+        outer: the slow axes among several.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements that travel in one message.
+        bucket: elements of one message.
 
     Returns:
         The sums, a tree like `tree`, and the new state.
@@ -146,22 +147,22 @@ def coded_pmean(
     donate: bool = False,
     bucket: int = BUCKET,
 ) -> tuple[PyTree, PyTree]:
-    """`compressed_pmean` before its last step: the codes of the mean, which every rank holds whole.
+    """Returns the codes of the mean, which every rank holds whole: `compressed_pmean` before the last step.
 
     So a rank may keep the mean at one bit per element: `decoded(codes, tree, axis, compressor)` is the mean.
 
     Args:
-        tree: see `compressed_pmean`, as for all that follow.
+        tree: tree as in `compressed_pmean`.
         axis: mesh axes.
         compressor: see `compressed_pmean`.
         state: the errors.
-        outer: the slow ones of several axes.
+        outer: the slow axes among several.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements that travel in one message.
+        bucket: elements of one message.
 
     Returns:
-        For each leaf its codes, a tuple of tensors whose leading dim is the number of ranks along `axis`; `()` for an
-        empty leaf. And the new state.
+        The codes of each leaf, and the new state. Codes are a tuple of tensors with a leading dim of the number of
+        ranks along `axis`, `()` for an empty leaf.
 
     Raises:
         ValueError: an unknown axis, or a state that does not fit. Every leaf is listed.
@@ -184,15 +185,15 @@ def coded_pmean(
 def decoded(
     codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
 ) -> PyTree:
-    """Returns the tensors whose codes `coded_pmean` returned. No communication.
+    """Returns the tensors of the codes that `coded_pmean` returned. No communication.
 
     Args:
-        codes: the codes that it returned.
+        codes: the result of `coded_pmean`.
         like: tensors of the shapes and dtypes of the result.
-        axis: axis as there.
-        compressor: compressor as there.
-        outer: as there.
-        donate: whether results may take the memory of `like`, which is not to be used afterwards.
+        axis: axis of the collective.
+        compressor: compressor of the collective.
+        outer: outer axes of the collective.
+        donate: whether results may take the memory of `like`. Do not use `like` afterwards.
 
     Returns:
         A tree like `like`.
@@ -222,13 +223,13 @@ def decoded(
 
 
 def _copy_from_codes(x: Tensor, codes: Codes) -> Tensor:
-    """`x`, which may be a view of the codes (identity's are), in memory of its own: they are kept."""
+    """Returns `x` in separate memory, as `x` may be a view of codes that are kept (identity's are)."""
     shared = any(x.untyped_storage()._cdata == part.untyped_storage()._cdata for part in codes)
     return x.clone() if shared else x
 
 
 def _memory_of(x: Tensor) -> Tensor | None:
-    """Returns the memory of an input, where the result may take its place."""
+    """Returns the memory of an input, if the result may be stored there."""
     return x.view(-1) if x.dtype == torch.float32 and x.is_contiguous() else None
 
 
@@ -248,7 +249,7 @@ def _decode_leaf(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, o
 
 
 def _compressed_and_exact_lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
-    """Returns the ranks between which traffic is compressed, and those among which it is exact."""
+    """Returns the line of ranks with compressed traffic, and the line of ranks with exact traffic."""
     line_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
     return line_along(between), line_along(inside)
@@ -260,7 +261,7 @@ def _line_size(line: Line | None) -> int:
 
 @dataclasses.dataclass
 class _CompressedLeaf:
-    """A leaf on its way."""
+    """Leaf on its way."""
 
     x: Tensor
     residual: Residual
@@ -269,7 +270,7 @@ class _CompressedLeaf:
 
 
 class _CompressedCall:
-    """One call of a compressed collective: checked when it is made, run by `run`."""
+    """Call of a compressed collective, checked by the constructor and run by `run`."""
 
     def __init__(
         self,
@@ -303,17 +304,18 @@ class _CompressedCall:
         return ((1, cut.ranks * cut.c), (cut.c,)) if self.compressor.remembers else (None, None)
 
     def run(self, bucket: int, *, decode: bool) -> tuple[PyTree, PyTree]:
-        """Runs it bucket by bucket; the result, decompressed or not, and the new state."""
+        """Runs the call bucket by bucket, and returns the result, decompressed or not, and the new state."""
         with torch.no_grad():
             staggered([self._run_stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
-            # Only here are all residuals those after the call. An error before leaves donated tensors partly
-            # overwritten.
+            # Only here do all residuals belong to the state after the call. An earlier error leaves donated tensors
+            # partly overwritten.
             out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
         return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
 
     def _run_stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
-        """Yields the phases of one bucket; stops where something is under way."""
-        # Collective at each stop: all ranks make the same buckets of the same leaves, and so send in the same order.
+        """Yields after each phase of a bucket, while a transfer is under way."""
+        # Collective at each stop: all ranks make the same buckets of the same leaves, and therefore send in the same
+        # order.
         pieces = self._make_pieces(leaves)
         sent = [self._compress_piece(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
         pieces.clear()
@@ -328,7 +330,7 @@ class _CompressedCall:
             leaf.out = _decode_leaf(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
 
     def _make_pieces(self, leaves: list[_CompressedLeaf]) -> list[Tensor]:
-        """This rank's inputs, flat: the leaves, or with inner axes its pieces of their means there."""
+        """Returns this rank's inputs, flat: the leaves, or with inner axes the pieces of the means there."""
         if self.inside is None:
             return [leaf.x.reshape(-1) for leaf in leaves]
         rows = [padded(leaf.x.reshape(-1).float(), self.inner * leaf.cut.piece).view(self.inner, -1) for leaf in leaves]

@@ -1,8 +1,8 @@
 """`compressed_psum_scatter`: a sum with compressed traffic, whose blocks the ranks keep.
 
-One phase: rank i compresses the block of every rank j apart and sends it there; rank j adds the blocks in the order of
-ranks, and keeps the sum in full. With `outer` there are two: the blocks of all outer ranks cross the inner axes first,
-and their sums cross the outer ones, so that a slow link carries each block once, not once an inner rank.
+One phase: rank i compresses the block of every rank j separately and sends the block to rank j. Rank j adds the blocks
+in the order of ranks, and keeps the sum in full. With `outer` there are two phases: the blocks of all outer ranks cross
+the inner axes first, and the sums cross the outer axes. So a slow link carries each block once, not once an inner rank.
 """
 
 import dataclasses
@@ -33,36 +33,37 @@ def compressed_psum_scatter(
     donate: bool = False,
     bucket: int = BUCKET,
 ) -> tuple[PyTree, PyTree]:
-    """This rank's block, along `dim`, of the sum over the ranks along `axis`, approximately: `V -> V`.
+    """Returns this rank's block, along `dim`, of the sum over the ranks along `axis`, approximately: `V -> V`.
 
         NCCL: all_to_all.  Slow spec: `sum(rounded blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
 
         [A, B] [C, D]  =>  [A' + C'] [B' + D']
 
-    Each block has scales of its own. The sum is taken in float32 in the order of ranks, and not compressed again.
-    Through `identity()` it is `psum_scatter` in that order.
+    Each block has separate scales. The sum is taken in float32 in the order of ranks, and not compressed again. Through
+    `identity()` the result is `psum_scatter`, summed in the order of ranks.
 
     Not differentiable. See `compressed_pmean`.
 
     When: gradients cross a slow link to the ranks that update them (ZeRO++'s qgZ: `int4()` on both hops).
 
     Args:
-        tree: floating point tensors of one shape on all ranks, each with a dim `dim`; computed in float32.
+        tree: floating point tensors of one shape on all ranks, each with a dim `dim`, computed in float32.
         axis: mesh axes, major to minor, as in `psum_scatter`.
-        compressor: how blocks are sent; with `outer`, between the outer ranks.
-        state: the result of `compressed_scatter_init` for such a tree, or the state that the last call returned.
+        compressor: compressor of the blocks on the wire. With `outer`, on the wire between the outer ranks.
+        state: the result of `compressed_scatter_init` for a tree of these shapes, or the state that the last call
+            returned.
         dim: the dim that is cut, as `psum_scatter` cuts it.
-        outer: the slow ones of several axes: sums are taken along the others first.
-        inner: with `outer`, how blocks are sent along the others: a compressor without memory. Default: exactly.
+        outer: the slow axes among several. Sums are taken along the other axes first.
+        inner: with `outer`, the compressor along the other axes, without memory. Default: blocks are sent exactly.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements that travel in one message. It changes no bits; the same on all ranks.
+        bucket: elements of one message, the same on all ranks. The value changes no bits.
 
     Returns:
         This rank's blocks of the sums, a tree like `tree`, and the new state.
 
     Raises:
-        ValueError: an unknown axis, a leaf without such a dim, a state that does not fit, or an inner compressor with a
-            memory.
+        ValueError: an unknown axis, a leaf without a dim `dim`, a state that does not fit, or an inner compressor with
+            a memory.
         TypeError: a compressor is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
@@ -91,17 +92,17 @@ def compressed_scatter_init(
 
     Args:
         tree: tensors of the shapes that will be summed. No communication.
-        axis: axis as there.
-        compressor: compressor as there.
-        dim: dim as there.
-        outer: as there.
+        axis: axis of the collective.
+        compressor: compressor of the collective.
+        dim: dim of the collective.
+        outer: outer axes of the collective.
 
     Returns:
         A tree like `tree` with a `Residual` for each leaf: the worker's error `[1, P c]`, c elements for each rank
-        along the compressed axes, and no server's, since the sum is kept in full.
+        along the compressed axes. There is no server's error, since the sum is kept in full.
 
     Raises:
-        ValueError: an unknown axis, or a leaf without such a dim.
+        ValueError: an unknown axis, or a leaf without a dim `dim`.
         TypeError: `compressor` is not a `Compressor`.
 
     Example:
@@ -125,7 +126,7 @@ def compressed_scatter_init(
 
 @dataclasses.dataclass
 class _ScatteredLeaf:
-    """A leaf on its way."""
+    """Leaf on its way."""
 
     x: Tensor
     residual: Residual
@@ -165,7 +166,7 @@ class _Scatter:
         return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
 
     def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
-        """Yields the hops of one bucket; stops where something is under way."""
+        """Yields after each hop of a bucket, while a transfer is under way."""
         # Collective at each stop, as in `_compressed.py`: the same buckets on all ranks, one message of a bucket at a
         # time.
         blocks = [job.cut.blocks(job.x) for job in jobs]

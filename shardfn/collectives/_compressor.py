@@ -6,8 +6,8 @@
     top_k     the largest elements and their places
     identity  nothing
 
-A compressor works on `x [r, c]` in float32. Its codes are tensors whose leading dim counts the rows, so that each row
-can go to another rank. Its memory from one call to the next is an error like `x`, or `()`.
+A compressor works on `x [r, c]` in float32. The codes are tensors with a leading dim of r, so that each row can go to
+another rank. The memory from one call to the next is an error like `x`, or `()`.
 """
 
 import functools
@@ -35,23 +35,24 @@ class Compress(Protocol):
 
 
 class Compressor(NamedTuple):
-    """Functions that turn rows of floats into codes and back.
+    """Compressor of rows of floats into codes, and back, such as `sign()` or `int8()`.
 
     A new compressor needs the first four fields.
 
     Attributes:
         name: name in messages.
-        init: `like [r, c] -> memory`: zeros like it, or `()`.
+        init: `like [r, c] -> memory`: zeros like `like`, or `()`.
         compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor,
-            so that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
+            so that a scale of the whole is taken over all rows. `donate`: `x` and the memory may be overwritten.
         decompress: `(codes, c) -> x [r, c]`.
-        quantum: a row's length must be a multiple of it.
-        fed_back: this with error feedback, if there is a faster form than the plain combination of the two.
+        quantum: divisor of a row's length.
+        fed_back: the compressor with error feedback, if there is a faster form than the plain combination.
         pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part. The rest is zero.
-        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order
-            and compressed again, over the memory; None: one after the other.
-        total: `(codes of k rows, c) -> x [1, c]`: decompressed and summed in their order; None: one after the other.
-        decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: it is not supported.
+        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in the order of
+            rows and compressed again, over the memory. None means step by step.
+        total: `(codes of k rows, c) -> x [1, c]`: decompressed and summed in the order of rows. None means step by
+            step.
+        decompress_into: `(codes, out [r, c])`: `decompress` into existing memory. None means not supported.
 
     Example:
         >>> codes, _ = sign().compress(torch.tensor([[3.0, -4.0, 3.0, -4.0, 3.0, -4.0, 3.0, -4.0]]), (), whole=True,
@@ -79,12 +80,12 @@ class Compressor(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _has_memory(init: Callable[[Tensor], Memory]) -> bool:
-    with disable_current_modes():  # a program that is being captured is not to hold this
+    with disable_current_modes():  # a captured program must not hold the result
         return isinstance(init(torch.empty(1, 0)), Tensor)
 
 
 def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
-    """Sums the rows of several ranks in their order, divides them, and compresses them again as one row."""
+    """Sums the rows of several ranks in order, divides the sum, and compresses it again as a single row."""
     if compressor.mean is not None and divisor == len(codes[0]):
         return compressor.mean(codes, memory)
     total = sum_of_rows(compressor, codes, c)
@@ -93,11 +94,11 @@ def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, diviso
 
 
 def sum_of_rows(compressor: Compressor, codes: Codes, c: int) -> Float32[Tensor, "1 c"]:
-    """Returns the rows decompressed, and summed in their order: a new tensor."""
+    """Returns the sum of the decompressed rows, taken in order: a new tensor."""
     if compressor.total is not None:
         return compressor.total(codes, c)
     rows = [compressor.decompress(tuple(part[i : i + 1] for part in codes), c) for i in range(codes[0].shape[0])]
-    # The first may share memory with its codes.
+    # The first row may share memory with the codes.
     total = torch.add(rows[0], rows[1]) if len(rows) > 1 else rows[0].clone()
     for row in rows[2:]:
         total.add_(row)
@@ -109,7 +110,7 @@ def sum_of_rows(compressor: Compressor, codes: Codes, c: int) -> Float32[Tensor,
 
 @functools.cache
 def identity() -> Compressor:
-    """Compresses nothing: collectives through it give the exact sums, taken in the order of ranks.
+    """Returns a compressor that keeps values: collectives give the exact sums, in the order of ranks.
 
     Example:
         >>> identity().compress(torch.ones(1, 2), (), whole=True, donate=False)
@@ -128,9 +129,10 @@ def _compress_nothing(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool
 
 @functools.cache
 def sign() -> Compressor:
-    """One bit per element: x becomes its sign times the root of its mean square; zero counts as positive.
+    """Returns a compressor of one bit per element: the sign, times the root of the mean square.
 
-    Without `error_feedback` training with it goes astray. A NaN or an infinity anywhere spoils the whole result.
+    Zero counts as positive. Without `error_feedback` training goes astray. A NaN or an infinity anywhere spoils the
+    whole result.
 
     References:
         Tang et al., 1-bit Adam, https://arxiv.org/abs/2102.02888, 2021.
@@ -179,13 +181,13 @@ def _decompress_signs_into(codes: Codes, out: Tensor) -> None:
 
 @functools.cache
 def int8(block: int = 2048) -> Compressor:
-    """One byte an element and a scale a block: `q = round(x / s)` in [-128, 127], `s = 2 max|x| / 2^8`.
+    """Returns a compressor of a byte an element: `q = round(x / s)` in [-128, 127], `s = 2 max|x| / 2^8`.
 
-    The most positive element of a block comes back as 127/128 of itself at worst. Every other is off by `s / 2` at
-    most.
+    Each block has a scale s. The most positive element of a block comes back as 127/128 of the value at worst. Every
+    other element is off by `s / 2` at most.
 
     Args:
-        block: elements that share a scale. The last block of a row may be short.
+        block: number of elements with a common scale. The last block of a row may be short.
 
     Raises:
         ValueError: `block` is not positive.
@@ -203,12 +205,13 @@ def int8(block: int = 2048) -> Compressor:
 
 @functools.cache
 def int4(block: int = 256) -> Compressor:
-    """Half a byte an element and a scale a block: `q = round(x / s)` in [-8, 7], `s = 2 max|x| / 2^4`.
+    """Returns a compressor of half a byte an element: `q = round(x / s)` in [-8, 7], `s = 2 max|x| / 2^4`.
 
-    The most positive element of a block comes back as 7/8 of itself at worst. Every other is off by `s / 2` at most.
+    Each block has a scale s. The most positive element of a block comes back as 7/8 of the value at worst. Every other
+    element is off by `s / 2` at most.
 
     Args:
-        block: elements that share a scale, an even number. The last block of a row may be short.
+        block: number of elements with a common scale, even. The last block of a row may be short.
 
     Raises:
         ValueError: `block` is not positive, or odd.
@@ -255,10 +258,10 @@ def _make_block_compressor(bits: int, block: int) -> Compressor:
 
 @functools.cache
 def top_k(fraction: float) -> Compressor:
-    """Returns the largest elements of each row, by magnitude, and their places: 8 bytes each.
+    """Returns a compressor to the largest elements of each row, by magnitude, and the places: 8 bytes each.
 
     Args:
-        fraction: fraction of a row's elements, in (0, 1]; rounded up.
+        fraction: fraction of a row's elements, in (0, 1], rounded up, for example 1 of 10 elements with 0.01.
 
     Raises:
         ValueError: `fraction` is not in (0, 1].
@@ -290,15 +293,16 @@ def top_k(fraction: float) -> Compressor:
 
 @functools.lru_cache(maxsize=256)
 def error_feedback(inner: Compressor) -> Compressor:
-    """`inner` with its error added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
+    """Returns `inner` with error feedback: `y = x + e`, `e' = y - decompressed(compressed(y))`.
 
-    So no part is lost: over T steps, the sum of outputs differs from the sum of inputs by the last error alone.
+    The error of a call is added to the next input, so no part is lost: over T steps, the sum of outputs differs from
+    the sum of inputs only by the last error.
 
     Args:
         inner: a compressor without a memory.
 
     Returns:
-        A compressor whose memory is the error `e [r, c]`. Through `identity()` it stays zero.
+        A compressor with the error `e [r, c]` as memory. Through `identity()` the error stays zero.
 
     Raises:
         ValueError: `inner` has a memory.

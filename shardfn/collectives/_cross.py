@@ -1,9 +1,9 @@
 """`cross`: leaves from one mesh to another, from rank to rank, a bounded number of bytes at a time.
 
-All ranks start their transfers in one order, that of leaves, of `overlaps` and of `pieces`, and a rank waits only for
-its oldest. So both ranks of the first unfinished transfer in that order have started it, or will, and no rank waits for
-ever. A message of several parts has the place of its first. Both its ranks know all parts between them, so they agree
-on the message, and it comes before the end of each leaf in it.
+All ranks start transfers in the same order: by leaf, then by `overlaps`, then by `pieces`. A rank waits only for the
+oldest transfer. So both ranks of the first unfinished transfer have started the transfer, or will, and there is no
+deadlock. A message of several parts has the place of the first part. Both ranks of a message know all parts between the
+two, so the ranks agree on the message, and the message comes before the end of each leaf inside.
 """
 
 import collections
@@ -20,21 +20,21 @@ from shardfn.core import Pending
 
 from ._overlaps import Box, Overlap, pieces
 
-# Bytes of a message, and of those that a rank has under way, and how many these are.
+# Bytes of a message, bytes of all messages that a rank has under way, and the number of these messages.
 PIECE, WINDOW, MESSAGES = 4 << 20, 32 << 20, 256
 # Parts of fewer bytes share messages.
 SMALL = 64 << 10
 
 
 class LeafCrossing(NamedTuple):
-    """A leaf on its way to another mesh, as one rank sees it. A box is in the coordinates of the whole leaf.
+    """Leaf on its way to another mesh, as a single rank sees the leaf. A box is in the coordinates of the whole leaf.
 
     Attributes:
-        overlaps: overlaps from `overlaps`, for this rank.
-        dtype: dtype of the elements while they travel.
-        take: function from a box to this rank's elements in it, on any device, in any dtype.
-        put: stores new elements of a box; a tensor on the host, in `dtype`, which may be part of a larger one.
-        done: called when this rank has sent and received its whole part.
+        overlaps: result of `overlaps` for this rank.
+        dtype: dtype of the elements on the wire.
+        take: function from a box to this rank's elements inside, on any device, in any dtype.
+        put: function that stores new elements of a box, given as a tensor on the host, in `dtype`, perhaps a view.
+        done: function that is called when this rank has sent and received all of its part.
     """
 
     overlaps: Sequence[Overlap]
@@ -52,7 +52,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
     Args:
         crossings: the leaves.
         channel: channel from `Channels.between`.
-        places: rank of the program -> its index in the channel.
+        places: rank of the program -> index in the channel.
     """
     window, tags = _CrossWindow(), collections.Counter[tuple[int, int]]()
     for message in _make_messages(crossings):
@@ -70,14 +70,14 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
 
 @dataclasses.dataclass
 class _Message:
-    """Parts of leaves, one after another, that travel together from rank to rank.
+    """Parts of leaves, one after another, in a single message from rank to rank.
 
     Attributes:
         sender: a rank of the program.
-        receiver: likewise.
+        receiver: another rank of the program.
         dtype: dtype of all parts.
-        parts: leaves and boxes of these.
-        numel: the number of all their elements.
+        parts: leaves, each with a box.
+        numel: the number of elements of all parts.
     """
 
     sender: int
@@ -88,7 +88,7 @@ class _Message:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Returns the bytes of the message."""
         return self.numel * self.dtype.itemsize
 
     def add(self, crossing: LeafCrossing, box: Box) -> None:
@@ -115,7 +115,7 @@ class _Message:
 
 
 def _make_messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCrossing]:
-    """This rank's messages in the order of their starts, and each leaf after all messages with parts of it."""
+    """Returns this rank's messages in the order of their starts, and each leaf after all messages of the leaf."""
     out: list[_Message | LeafCrossing] = []
     shared: dict[tuple[int, int, torch.dtype], _Message] = {}
     for crossing in crossings:
@@ -141,7 +141,7 @@ class _UnderWay(NamedTuple):
 
 
 class _CrossWindow:
-    """The transfers that a rank has started, oldest first. Their results are stored in that order, too."""
+    """Transfers that a rank has started, oldest first. Results are stored in the same order."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[_UnderWay] = collections.deque()

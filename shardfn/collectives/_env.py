@@ -1,6 +1,7 @@
 """The axis environment: the mesh that `shard_map` and `sharded_step` bind while their function runs.
 
-It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too. Other programs' threads do not.
+The axis environment is how `psum(x, "dp")` knows the axis. Autograd's threads see the same mesh. Other programs'
+threads do not.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
-    """Binds the mesh of one collective while that begins."""
+    """Binds the mesh of a collective while the collective begins."""
     return _MESH.bound(mesh)
 
 
@@ -41,7 +42,7 @@ def _restore_mesh() -> list[Again]:
 
 
 def mesh_as_now() -> Again:
-    """Returns a way to bind the mesh of this moment again, for a backward that runs when it is no longer bound.
+    """Returns a way to bind the current mesh again, for a backward that runs when the mesh is no longer bound.
 
     Example:
         >>> with bind_mesh(Mesh({"dp": 1}, torch.device("cpu"))) as mesh:
@@ -55,10 +56,10 @@ def mesh_as_now() -> Again:
 
 @contextlib.contextmanager
 def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
-    """Binds the bound mesh as another of its ranks sees it, for programs that are recorded and not run.
+    """Binds the bound mesh as another rank sees the mesh, for programs that are recorded and not run.
 
     Args:
-        coords: the coordinates of that rank that differ from this one's.
+        coords: the coordinates of the other rank that differ from this rank's, for example `{"pp": 1}`.
     """
     mesh = current_mesh()
     with _MESH.bound(Mesh(mesh.shape, mesh.device, abstract=True, seen_from={**mesh.coords, **coords})) as there:
@@ -66,18 +67,18 @@ def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
 
 
 def noting_meshes() -> AbstractContextManager[list[Mesh]]:
-    """Collects the meshes that are bound while it is open."""
+    """Collects the meshes that are bound while the context is open."""
     return _SEEN.bound([])
 
 
 def current_mesh() -> Mesh:
-    """Returns the bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
+    """Returns the bound mesh, or the mesh of a single rank, on which every collective is the identity."""
     mesh = _MESH.innermost()
     return _ONE_RANK if mesh is None else mesh
 
 
 def axis_size(axis: Axes) -> int:
-    """Ranks along `axis` in the bound mesh, or 1 for None and a missing axis.
+    """Returns the number of ranks along `axis` in the bound mesh, or 1 for None and a missing axis.
 
     Example:
         >>> axis_size("dp")
@@ -87,14 +88,15 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_index(axis: Axes) -> Any:
-    """This rank's index along `axis` in the bound mesh, or 0 for None and a missing axis.
+    """Returns this rank's index along `axis` in the bound mesh, or 0 for None and a missing axis.
 
-    Where values are followed along axes, in `shard_map` and in losses, it is a number that remembers its axes, and so
-    are numbers computed from it by Python's operators, `abs`, `round`, `divmod` and comparisons (0 or 1), with it on
-    either side. A tensor made of it varies along them. Its truth is refused, as ranks would go different ways: `max(0,
-    i - 1)` is `(i - 1) * (i > 0)`, and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`. Refused are
-    also elements of lists (`xs[i]`; use `torch.tensor(xs)[i]`, or a slice of `x` in place of `x.chunk(n)[i]`),
-    `range(i)`, `float(i)` and functions of `math`. `int(i)` is a plain number without axes.
+    Where values are followed along axes, in `shard_map` and in losses, the index is a number that remembers its axes.
+    So are numbers computed from the index by Python's operators, `abs`, `round`, `divmod` and comparisons (0 or 1),
+    with the index on either side. A tensor made of the index varies along the axes. The truth of an index is refused,
+    as ranks would take different branches: `max(0, i - 1)` is `(i - 1) * (i > 0)`, and `x if i == 0 else y` is
+    `torch.where(torch.tensor(i == 0), x, y)`. Refused are also elements of lists (`xs[i]`; use `torch.tensor(xs)[i]`,
+    or a slice of `x` in place of `x.chunk(n)[i]`), `range(i)`, `float(i)` and functions of `math`. `int(i)` is a plain
+    number without axes.
 
     Args:
         axis: mesh axes, major to minor.
@@ -104,7 +106,7 @@ def axis_index(axis: Axes) -> Any:
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        AxisTypeError: (of the number, later) it is used as a truth, an index of a list, or a float.
+        AxisTypeError: (of the number, later) the number is used as a truth, an index of a list, or a float.
 
     Example:
         >>> axis_index(None)

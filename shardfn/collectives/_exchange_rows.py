@@ -1,7 +1,7 @@
 """Exchanges of rows whose numbers all ranks know: `exchange_rows`, and `check_room`, which compares them with the room.
 
-`ragged_all_to_all` compares the numbers of the ranks in a message of its own. Here the caller has gathered a table of
-them, so that every rank finds the same places, and the same rows without room, by itself.
+`ragged_all_to_all` compares the numbers of the ranks in a separate message. Here the caller has gathered a table of the
+numbers, so that every rank finds the same places, and the same rows without room, without a message.
 """
 
 import torch
@@ -22,7 +22,7 @@ from ._where import recording
 def exchange_rows(
     x: Shaped[Tensor, "..."], sizes: Int64[Tensor, "n n"], axis: Axes, *, rows: int | None = None
 ) -> Shaped[Tensor, "..."]:
-    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on, by a table that all ranks have: `V -> V`.
+    """Sends rank 0 the first rows of `x`, rank 1 the next rows, and so on, by a table that all ranks have: `V -> V`.
 
         NCCL: all_to_all of unequal parts.
 
@@ -30,15 +30,15 @@ def exchange_rows(
 
     Transpose: the exchange back, by the transposed table. Rows of `x` that stay have the gradient zero.
 
-    When: ranks have gathered the numbers of rows, as those of tokens for each expert. Numbers that only sender and
-    receiver know go by `ragged_all_to_all`, which compares them.
+    When: ranks have gathered the numbers of rows, such as the tokens for each expert. Where only sender and receiver
+    know a number, use `ragged_all_to_all`, which compares the numbers.
 
     Args:
         x: `[rows here, ...]`.
         sizes: `sizes[i, j]` rows go from index i along `axis` to index j; the same table on all ranks.
-        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 rows stay where they are.
-        rows: rows of the result, which are zeros beyond those that come. In a captured step it is needed; elsewhere
-            None is exactly the rows that come. `check_room` compares it with the table on all ranks.
+        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 rows stay in place.
+        rows: number of rows of the result, with zeros behind the rows that come. Needed in a captured step. Elsewhere
+            None means exactly the rows that come. `check_room` compares the number with the table on all ranks.
 
     Raises:
         ValueError: the table has another shape, or `rows` is missing in a capture, or under vmap over the table.
@@ -67,17 +67,17 @@ def check_room(
     name: str,
     remedy: str = "give it more, or a rule to drop some",
 ) -> None:
-    """Raises where more rows come to a rank than it has room for; in a captured step, too, and on all ranks alike.
+    """Raises on all ranks if more rows come to a rank than the rank has room for, in a captured step, too.
 
     Args:
-        sizes: the table, as of `exchange_rows`.
+        sizes: the table, as in `exchange_rows`.
         room: the rows of each index's result.
-        axis: axis as of `exchange_rows`.
+        axis: axis as in `exchange_rows`.
         name: name of the exchange, for the message.
-        remedy: ends the message of each rank.
+        remedy: end of each rank's message.
 
     Raises:
-        ValueError: lists the ranks, each with both numbers. In a captured step it comes when the step runs.
+        ValueError: lists the ranks, each with both numbers. A captured step raises the error when the step runs.
 
     Example:
         >>> check_room(torch.tensor([[2]]), torch.tensor([3]), "ep", name="blocks.0")
@@ -132,5 +132,5 @@ def _(sizes: Tensor, room: Tensor, name: str, axes: str, remedy: str) -> None:
     del sizes, room, name, axes, remedy
 
 
-# Its result has no use, so that dead code would be removed.
+# The result has no use, so that dead code would be removed.
 has_side_effect(torch.ops.shardfn.check_room.default)

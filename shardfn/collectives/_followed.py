@@ -1,6 +1,8 @@
-"""Where values are followed along axes, and where not: contexts, functions that count as one operation, recomputation.
+"""Where values are followed along axes, and where not.
 
-The rules are those of `_following.py`.
+Contexts, functions that count as one operation, rematerialization.
+
+The rules are in `_following.py`.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ _NONE = LateMode(TorchFunctionMode(), begun=True)
 
 
 def following_now(*, begin: bool = True) -> Following | None:
-    """Returns the mode that follows values on this thread, if any. With `begin`, one that waits begins now."""
+    """Returns the mode that follows values on this thread, if any. With `begin`, a waiting mode begins now."""
     if begin:
         began()
     return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
@@ -30,7 +32,7 @@ def following_now(*, begin: bool = True) -> Following | None:
 
 @contextlib.contextmanager
 def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
-    """Follows values while it is open: from its beginning, or from the first collective or `axis_index` on.
+    """Follows values while the context is open: at once, or from the first collective or `axis_index` on.
 
     Until then every tensor varies along the default axes.
     """
@@ -43,7 +45,7 @@ def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
 
 @contextlib.contextmanager
 def not_following() -> Iterator[None]:
-    """Runs code that has its casts already, unfollowed."""
+    """Runs code that already has casts, unfollowed."""
     with WAITING.bound(_NONE):
         mode = next((m for m in function_modes() if isinstance(m, Following)), None)
         if mode is None:
@@ -60,9 +62,10 @@ def not_following() -> Iterator[None]:
 
 
 def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
-    """`f(*args)`, followed as one operation whose result varies along `along`, too.
+    """Returns `f(*args)`, followed as one operation with a result that varies along `along`, too.
 
-    For code that does not do the same on all ranks: followed by its operations, it would get casts on some ranks alone.
+    For code that does not do the same on all ranks, for example a branch on the rank: followed op by op, the code would
+    get casts only on some ranks.
     """
     mode = following_now()
     if mode is None:
@@ -89,7 +92,7 @@ def summed_inside(x: Tensor, axis: Axes) -> Tensor:
 
 
 def same_axes(x: Tensor, like: Tensor) -> Tensor:
-    """Notes that `x` varies as `like` does, where values are followed, and returns it."""
+    """Notes that `x` varies as `like` does, where values are followed, and returns `x`."""
     noted = like.__dict__.get(NOTED)
     if noted is not None:
         setattr(x, NOTED, noted)
@@ -97,7 +100,7 @@ def same_axes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def noted_axes(x: Tensor) -> int | None:
-    """Returns the note of the axes along which a tensor varies, to be compared, or None where nothing has noted any."""
+    """Returns the note of the axes along which a tensor varies, to be compared, or None without a note."""
     return x.__dict__.get(NOTED)
 
 
@@ -114,7 +117,8 @@ def _restore_following() -> list[Again]:
 
 @noted_again
 def _make_argument_note(args: Sequence[Any]) -> Note | None:
-    # Not the tensors, which a checkpoint is to drop, and from the end, as other arguments may precede those of a run.
+    # Not the tensors, as a checkpoint has to drop tensors. Counted from the end, as other arguments may precede the
+    # run's arguments.
     named = enumerate(args, -len(args))
     noted = [(i, x.__dict__[NOTED]) for i, x in named if isinstance(x, Tensor) and NOTED in x.__dict__]
     if not noted:

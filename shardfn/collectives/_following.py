@@ -1,7 +1,7 @@
 """The axes along which each value varies, followed operation by operation while a function over blocks runs.
 
-A value is invariant along an axis if all ranks there hold the same one, and varies otherwise. `Following` keeps the set
-of axes of every tensor, as JAX's `shard_map` does:
+A value is invariant along an axis if all ranks there hold the same value, and varies otherwise. `Following` keeps the
+set of axes of every tensor, as JAX's `shard_map` does:
 
     operation       varies along the union of the axes of its operands; an operand that requires a gradient and lacks
                     some of them is cast first, by `pvary`, whose transpose is the sum
@@ -11,7 +11,7 @@ of axes of every tensor, as JAX's `shard_map` does:
     in-place write  the tensor that is written varies along the union
 
 The axes are an attribute of the tensor object, a number whose high bits name the `Following` that set them. Tensors
-without it vary along the default axes. Python numbers carry no axes, except `axis_index`.
+without it vary along the default axes. Python numbers carry no axes, with the exception of `axis_index`.
 
 References: JAX, `shard_map` and its `check_vma` (JEP 14273).
 """
@@ -35,13 +35,13 @@ from ._function_modes import NotingMode, interception
 from ._line import line_along
 from ._primitive import Call, bind, own_block
 
-# The attribute of a tensor that has its axes.
+# The attribute of a tensor with the axes.
 NOTED = "_shardfn_axes"
 _MADE_AT = "_shardfn_made_at"
 _BITS = 16
 _CARRY_NOTHING = {int, float, bool, str, type(None), torch.dtype, torch.device, type(...), torch.layout}
 _STAMPS = itertools.count(1)
-# The primitives whose results all ranks hold alike.
+# The primitives with equal results on all ranks.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
 
 
@@ -49,14 +49,14 @@ class Following(NotingMode):
     """Follows the axes along which values vary, and inserts the casts; entered as a context.
 
     Args:
-        mesh: the mesh, which must be bound meanwhile.
-        axes: the axes to follow. Ranks along the others are left alone.
-        default: those along which tensors from outside vary.
+        mesh: the mesh, which must be bound while the context is open.
+        axes: the axes to follow. Ranks along other axes are not followed.
+        default: the axes along which tensors from outside vary.
         batch: the axes that cut the batch, over which the mean of a loss is taken. Default: the same.
 
     Attributes:
-        axes: those with several ranks.
-        batch: see above.
+        axes: the followed axes with several ranks.
+        batch: the batch's axes with several ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Following(NotingMode):
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Ends."""
+        """Ends following."""
         super().__exit__(*failure)
         self._around.pop().__exit__(None, None, None)
 
@@ -92,7 +92,7 @@ class Following(NotingMode):
         return self._names_of(self._mask_of_tensor(x))
 
     def declare(self, x: Tensor, axes: Iterable[str]) -> Tensor:
-        """Notes that a tensor varies along `axes`, and along no others, and returns it."""
+        """Notes that a tensor varies exactly along `axes`, and returns the tensor."""
         self._note_mask(x, self._mask_of(axes))
         return x
 
@@ -107,7 +107,7 @@ class Following(NotingMode):
         return "" if code is None else f", made at {code.co_filename}:{line}"
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation on operands that vary alike."""
+        """Runs an operation, after casts of operands to the same axes."""
         del kinds
         rule = _find_rule(func)
         if rule is not None:
@@ -115,7 +115,7 @@ class Following(NotingMode):
         return self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns an operation of any kind: the result varies along the union of the axes of its operands."""
+        """Returns the result of an operation of any kind, which varies along the union of the operands' axes."""
         union, numbered = None if kwargs or self._wrote else self._common_mask(args), False
         if union is None:
             given = args, kwargs
@@ -155,7 +155,7 @@ class Following(NotingMode):
         return self._default if base is None else self._mask_of_tensor(base)
 
     def _common_mask(self, args: Any) -> int | None:
-        """Returns the axes of operands that all have the same and hold no others, which is the rule, else None."""
+        """Returns the common axes of operands that all have the same axes (the usual case), else None."""
         stamp, common = self._stamp, None
         for a in args:
             if isinstance(a, Tensor):
@@ -179,7 +179,7 @@ class Following(NotingMode):
         return union, any(m != union for m in masks), args, kwargs
 
     def _collect_masks(self, x: Any, into: list[int]) -> bool:
-        """Collects the axes of an operand, and returns whether it has numbers that remember some."""
+        """Collects the axes of an operand, and returns whether the operand has numbers that remember axes."""
         kind = type(x)
         if kind is Tensor or isinstance(x, Tensor):
             into.append(self._mask_of_tensor(x))
@@ -225,7 +225,7 @@ class Following(NotingMode):
         return out
 
     def _cast_operand(self, x: Any, union: int) -> Any:
-        """Returns an operand, or a container of some, with casts along the axes that it lacks."""
+        """Returns an operand, or a container of operands, with casts along missing axes."""
         if isinstance(x, Tensor):
             missing = union & ~self._mask_of_tensor(x)
             return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
@@ -239,7 +239,7 @@ class Following(NotingMode):
     # Rules of operations that differ.
 
     def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a primitive of the table."""
+        """Returns the result of a primitive of the table."""
         x, call = (*args, *kwargs.values())
         has, over = self._mask_of_tensor(x), self._mask_of(call.line.axes)
         self.crossed.update(call.line.axes)
@@ -259,7 +259,7 @@ class Following(NotingMode):
                 f" there. Leave {rest} out of the psum, or pass the value through sf.pvary(x, {rest}) first."
             )
         if call.name == "take_own_block" and has & over:
-            out = own_block(x, call)  # of a value that varies its block is a slice as any other
+            out = own_block(x, call)  # the block of a varying value is an ordinary slice
         else:
             missing = over & ~has
             if missing and call.name not in ("pvary", "take_own_block") and _is_differentiable(x):
@@ -270,7 +270,7 @@ class Following(NotingMode):
         return out
 
     def in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a write to the first operand, which varies along the union afterwards."""
+        """Writes to the first operand, which varies along the union afterwards."""
         union, unlike, args, kwargs = self._union_mask(args, kwargs)
         target = args[0]
         if not unlike or not isinstance(target, Tensor):
@@ -279,7 +279,7 @@ class Following(NotingMode):
         owner = target if base is None else base
         missing = union & ~self._mask_of_tensor(owner)
         if missing and _is_differentiable(owner) and _recording_gradients():
-            owner.copy_(self._cast_missing(owner, missing).clone())  # its previous values count as varying, too
+            owner.copy_(self._cast_missing(owner, missing).clone())  # the previous values count as varying, too
         out = func(target, *rest, **kwargs)
         self._wrote = True
         for x in (target, owner):
@@ -287,15 +287,15 @@ class Following(NotingMode):
         return out
 
     def first_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns an operation that only looks at the shape or dtype of its further operands."""
+        """Returns the result of an operation that reads only shape or dtype of further operands, such as `type_as`."""
         out = func(*args, **kwargs)
         self._note_result(out, self._mask_of_tensor(args[0]) if isinstance(args[0], Tensor) else 0, sys._getframe(2))
         return out
 
     def constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns an operation that looks at the shape of its first operand alone.
+        """Returns the result of an operation that reads only the shape of the first operand, such as `new_zeros`.
 
-        Others are numbers, or data to copy.
+        Other operands are numbers, or data to copy.
         """
         first = args[0] if args else kwargs["input"]
         union, _, rest, kwargs = self._union_mask(args[1:], {k: x for k, x in kwargs.items() if k != "input"})
@@ -304,7 +304,7 @@ class Following(NotingMode):
         return out
 
     def each(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns an operation that returns each of its operands in another shape."""
+        """Returns the results of an operation that only reshapes each operand."""
         out = func(*args, **kwargs)
         given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         for x, y in zip(out, given, strict=True):
@@ -312,7 +312,7 @@ class Following(NotingMode):
         return out
 
     def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`torch.autograd.grad`: a gradient varies along the axes of the value that it belongs to."""
+        """Returns the result of `torch.autograd.grad`. Each gradient varies along the axes of the input."""
         out = func(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         for g, x in zip(out, [inputs] if isinstance(inputs, Tensor) else inputs, strict=True):
@@ -357,7 +357,7 @@ def _line_of_user() -> str:
 
 
 def _is_inside(frame: Any) -> bool:
-    """Returns whether a frame is one of torch's or this package's, which no user has written."""
+    """Returns whether a frame belongs to torch or this package, not to the user."""
     known = _CODES.get(frame.f_code)
     if known is None:
         file = frame.f_code.co_filename
@@ -380,7 +380,7 @@ def _carries_nothing(index: Any) -> bool:
 
 def _base_of(x: Tensor) -> Tensor | None:
     """Returns the tensor that a view shows."""
-    with DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
+    with DisableTorchFunctionSubclass():  # a lazy leaf must stay closed here
         return x._base if x._is_view() else None
 
 

@@ -17,12 +17,12 @@ from shardfn.core import Ambient, Replaced
 
 @dataclasses.dataclass
 class LateMode:
-    """A mode that begins with the first collective.
+    """Mode that begins with the first collective.
 
     Attributes:
         mode: the mode.
-        begun: whether it has.
-        around: closed after it.
+        begun: whether the mode has begun.
+        around: context that is closed after the mode.
     """
 
     mode: TorchFunctionMode
@@ -34,10 +34,10 @@ WAITING: Ambient[LateMode] = Ambient("mode that begins with the first collective
 
 
 class NotingMode(TorchFunctionMode):
-    """A mode that notes axes.
+    """Mode that notes axes.
 
     Attributes:
-        crossed: those along which a collective has run, or a rank's index was asked for; a caller clears it.
+        crossed: the axes along which a collective has run, or an index was asked for. A caller clears the set.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
 
 
 def began() -> bool:
-    """Begins the mode that waits, if there is one that has not begun, and returns whether it did."""
+    """Begins the waiting mode, if there is one, and returns whether the mode has begun now."""
     if not WAITING:
         return False
     waiting = WAITING.innermost()
     if waiting is None or waiting.begun:
         return False
-    # Below the modes that the function itself has entered, which end before it.
+    # Below the modes that the function itself has entered. Such modes end earlier.
     try:
         waiting.around.enter_context(interception())
     except RuntimeError as error:  # of `set_stance`
@@ -87,7 +87,7 @@ def began() -> bool:
 
 @contextlib.contextmanager
 def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
-    """Lets the mode begin with the first collective, and ends it."""
+    """Lets the mode begin with the first collective, and ends the mode."""
     waiting = LateMode(mode)
     with WAITING.bound(waiting):
         try:
@@ -101,12 +101,12 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
 
 @functools.cache
 def _make_application(original: Any) -> Any:
-    """`autograd.Function.apply` whose calls go through the function mode that has an `operation`."""
+    """Returns an `autograd.Function.apply` that calls the function mode with an `operation`."""
     function = unbound(original)
 
     def apply_in_modes(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(function, cls)
-        if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
+        if cls.__module__ == checkpoint.__name__:  # checkpoints keep operands, and compute nothing
             return call(*args, **kwargs)
         mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
         return call(*args, **kwargs) if mode is None else mode.operation(call, args, kwargs)

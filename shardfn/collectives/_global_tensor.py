@@ -1,8 +1,8 @@
-"""`GlobalTensor`: a leaf of a sharded tree. It shows its global shape and spec and holds this rank's block.
+"""`GlobalTensor`: a leaf of a sharded tree. The leaf shows global shape and spec and holds this rank's block.
 
-To torch.func it is a tree of one tensor, its block. Inside `torch.func.vmap` the block is one member's, like any
-tensor; a leaf that vmap returns holds the blocks of all members, stacked along dim 0, while shape and spec stay one
-member's: `stack` makes such leaves, `member` takes one member out.
+To torch.func the leaf is a tree of a single tensor, the block. Inside `torch.func.vmap` the block is a single member's,
+like any tensor. A leaf that vmap returns holds the blocks of all members, stacked along dim 0, while shape and spec
+stay a single member's: `stack` makes such leaves, `member` takes a member out.
 """
 
 import contextlib
@@ -55,18 +55,18 @@ _COMPUTE = (
 
 
 class GlobalTensor:
-    """A tensor spread over a mesh, as `jax.Array` is in JAX.
+    """Tensor spread over a mesh, as `jax.Array` is in JAX.
 
-    It is a plain value, not a `torch.Tensor`: creating one costs a microsecond, where a `DTensor` costs about 25, and a
-    step hands back hundreds. `to_dtensor()` gives the ecosystem's type.
+    A `GlobalTensor` is a plain value, not a `torch.Tensor`: creating a leaf costs a microsecond, where a `DTensor`
+    costs about 25, and a step hands back hundreds. `to_dtensor()` gives the ecosystem's type.
 
     Attributes:
         shape: global shape.
         spec: layout over the mesh.
         mesh: the mesh.
         memory_kind: the memory of the block: "device", "host" or "disk".
-        frozen: whether it began as a parameter with `requires_grad=False`, which a step trains only if `trainable=`
-            includes it.
+        frozen: whether the leaf began as a parameter with `requires_grad=False`. A step trains such a leaf only if
+            `trainable=` includes the leaf.
 
     Example:
         >>> from shardfn.core import as_mesh
@@ -95,18 +95,18 @@ class GlobalTensor:
 
     @property
     def local(self) -> Tensor:
-        """This rank's block; one that is `Stored`, on disk or in codes, is opened, each time.
+        """Returns this rank's block. A `Stored` block, on disk or in codes, is opened each time.
 
         Raises:
             DonatedError: a step has consumed this leaf.
-            ValueError: this rank is not of the mesh.
+            ValueError: this rank is not in the mesh.
         """
         held = self.held
         return held if isinstance(held, Tensor) else load(held)
 
     @property
     def held(self) -> StoredValue:
-        """This rank's block in its stored form: a tensor on the device or the host, or a value on disk.
+        """Returns this rank's block in stored form: a tensor on the device or the host, or a value on disk.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -120,68 +120,68 @@ class GlobalTensor:
 
     @property
     def donated(self) -> bool:
-        """Whether a step has consumed this leaf."""
+        """Returns whether a step has consumed this leaf."""
         return self._local is None
 
     def donate(self) -> StoredValue:
-        """The block in its stored form; afterwards this leaf cannot be touched."""
+        """Returns the block in stored form. Afterwards this leaf cannot be touched."""
         held = self.held
         self._local = None
         return held
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
+        """Returns the element type."""
         return self.held.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the block; that of the host if it is on disk."""
+        """Returns the device of the block, or the host's device if the block is on disk."""
         held = self.held
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
     def code(self) -> Code | None:
-        """The code to which the stored block is rounded; None = it is not rounded."""
+        """Returns the code to which the stored block is rounded, or None if the block is not rounded."""
         stored = as_stored(self.held)
         return None if stored is None else stored.code
 
     @property
     def placement(self) -> Placement:
-        """The layout, memory and dtype in which it is stored."""
+        """Returns the layout, memory and dtype of the stored leaf."""
         return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
 
     def with_block(self, block: StoredValue) -> "GlobalTensor":
-        """The same leaf with another block, in the same memory; the block has its code."""
+        """Returns the same leaf with another block, in the same memory and code."""
         return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """Returns the number of dims."""
         return len(self.shape)
 
     @property
     def sharding(self) -> Sharding:
-        """Layout, memory kind and codes."""
+        """Returns layout, memory kind and codes."""
         code = self.code
         return Sharding(self.spec, self.memory_kind, codes=code if isinstance(code, str) else None)
 
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """Returns the number of elements of the whole tensor."""
         return self.shape.numel()
 
     @property
     def stacked(self) -> bool:
-        """Whether the block is a stack of several members', as `torch.func.vmap` returns it."""
+        """Returns whether the block is a stack of several members' blocks, as `torch.func.vmap` returns."""
         return len(self.held.shape) != len(self.shape)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank. Collective over the axes of `spec`.
+        """Returns the whole tensor, on every rank. Collective over the axes of `spec`.
 
-        After half a minute of waiting a warning is logged: one rank alone waits until the mesh's timeout.
+        After half a minute of waiting a warning is logged: a single rank that calls waits until the mesh's timeout.
 
         Raises:
-            ValueError: the block is a stack of several members'; or this rank is not of the mesh.
+            ValueError: the block is a stack of several members' blocks, or this rank is not in the mesh.
         """
         self._check_one()
         own = self.local.to(self.mesh.device)
@@ -199,7 +199,7 @@ class GlobalTensor:
         )
 
     def to_dtensor(self) -> "torch.distributed.tensor.DTensor":
-        """The same tensor as a `DTensor`, sharing the block.
+        """Returns the same tensor as a `DTensor`, sharing the block.
 
         Raises:
             ValueError: there is no process group, or one dim is cut by several axes in an order DTensor cannot express.
@@ -238,7 +238,7 @@ class GlobalTensor:
             )
 
     def __repr__(self) -> str:
-        """Shape, dtype, spec and this rank's bytes, without a message or a read, for any leaf."""
+        """Returns shape, dtype, spec and this rank's bytes as text, without a message or a read, for any leaf."""
         dtype = "donated" if self.donated else f"{self.dtype}"
         axes = ", ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
         return f"GlobalTensor({tuple(self.shape)}, {dtype}, {self.spec!r}; {self._here()}, mesh {axes or 'of one'})"
@@ -251,7 +251,7 @@ class GlobalTensor:
         return as_html("\n".join(["GlobalTensor", columns([*rows, ("memory", self._here())]), "", mesh]))
 
     def _here(self) -> str:
-        """The bytes of this rank's block, in its stored form, and their memory."""
+        """Returns the bytes of this rank's block, in stored form, and the memory, as text."""
         held = self._local
         if held is None or isinstance(held, Absent):
             return f"nothing here on {self.memory_kind}"
@@ -304,9 +304,9 @@ for _name in (
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
-    """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only.
+    """Returns the `GlobalTensor` of a tensor that every rank holds whole. Only this rank's block is copied.
 
-    On ranks outside of the mesh, it has no block: see `absent`. There only the shape and dtype of `x` count.
+    On ranks outside of the mesh, the leaf has no block: see `absent`. There only the shape and dtype of `x` count.
     """
     if not mesh.is_member:
         return absent(x.shape, x.dtype, spec, mesh)
@@ -315,7 +315,7 @@ def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: MemoryKind = "device") -> GlobalTensor:
-    """A leaf as ranks outside of its mesh have it: without a block. Reading its value is an error.
+    """Returns a leaf for ranks outside of the leaf's mesh: without a block. Reading the value is an error.
 
     Example:
         >>> others = Mesh({"dp": 2}, torch.device("cpu"), ranks=[1, 2])
@@ -328,23 +328,23 @@ def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: Mem
 
 
 def unshard(tree: PyTree) -> PyTree:
-    """Every `GlobalTensor` of `tree` as a whole plain tensor. Collective; other leaves pass through."""
+    """Returns `tree` with every `GlobalTensor` as a whole plain tensor. Collective. Other leaves pass through."""
     return tree_map(lambda x: x.full_tensor() if isinstance(x, GlobalTensor) else x, tree)
 
 
 def local(tree: PyTree) -> PyTree:
-    """Every `GlobalTensor` of `tree` as this rank's block; other leaves pass through."""
+    """Returns `tree` with every `GlobalTensor` as this rank's block. Other leaves pass through."""
     return tree_map(lambda x: x.local if isinstance(x, GlobalTensor) else x, tree)
 
 
 def stack(trees: Sequence[PyTree]) -> PyTree:
-    """Trees of one structure as one tree with a leading dim in every block, for `torch.func.vmap` to map over.
+    """Returns trees of one structure as a single tree, stacked in every block, for `torch.func.vmap`.
 
     Args:
-        trees: one tree a member; global tensors must agree in shape and spec.
+        trees: trees of the members. Global tensors must agree in shape and spec.
 
     Raises:
-        ValueError: `trees` is empty, or they differ; every leaf is listed.
+        ValueError: `trees` is empty, or the trees differ. Every leaf is listed.
 
     Example:
         >>> stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].shape
@@ -374,10 +374,10 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
 
 
 def member(tree: PyTree, index: int) -> PyTree:
-    """Member `index` of a tree that `torch.func.vmap` returned, or that `stack` made.
+    """Returns member `index` of a tree that `torch.func.vmap` returned, or that `stack` made.
 
     Args:
-        tree: a tree whose blocks and tensors have a leading dim.
+        tree: a tree of blocks and tensors with a leading dim.
         index: the member's number.
 
     Example:
@@ -394,7 +394,7 @@ def member(tree: PyTree, index: int) -> PyTree:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be wrapped.
+    """Returns whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be wrapped.
 
     Example:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
@@ -438,7 +438,7 @@ pytree.register_pytree_node(
 
 
 def _route_to_whole(shape: torch.Size, spec: P, mesh: Mesh) -> Route:
-    """To the whole, axis by axis: a group along several is made by all ranks of the mesh, and here fewer may call."""
+    """Returns the route to the whole, axis by axis: groups along several axes need all ranks, here fewer may call."""
     stops, entries = [Placement(spec)], [spec.dim_axes(dim) for dim in range(len(spec))]
     for dim in range(len(spec)):
         while entries[dim]:

@@ -16,16 +16,16 @@ from ._residual import split_axes
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A tensor as blocks, one for each rank.
+    """Tensor as blocks, a block for each rank.
 
     Attributes:
-        shape: the tensor's.
+        shape: shape of the tensor.
         dim: the dim that is cut.
-        sizes: sizes of the axes that cut it, major to minor.
-        order: the places in `sizes` of the inner axes, then of the outer ones.
+        sizes: sizes of the axes that cut the dim, major to minor.
+        order: the places in `sizes` of the inner axes, then of the outer axes.
         inner: ranks along the inner axes.
         outer: ranks along the outer axes.
-        index: this rank's among all.
+        index: index of this rank among all.
     """
 
     shape: torch.Size
@@ -38,12 +38,12 @@ class Grid:
 
     @property
     def n(self) -> int:
-        """Elements of the tensor."""
+        """Returns the number of elements of the tensor."""
         return self.shape.numel()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Rows of each rank's block."""
+        """Returns the number of rows of each rank's block."""
         return block_lengths(self.shape[self.dim], self.sizes)
 
     @property
@@ -53,15 +53,15 @@ class Grid:
 
     @property
     def m(self) -> int:
-        """Elements of a block, padded to the longest."""
+        """Returns the number of elements of a block, padded to the longest."""
         return self.lengths[0] * (self.n // max(self.shape[self.dim], 1))
 
     def columns(self, quantum: int) -> int:
-        """Elements of a block, rounded up to a compressor's quantum."""
+        """Returns the number of elements of a block, rounded up to a compressor's quantum."""
         return -(-self.m // quantum) * quantum
 
     def blocks(self, x: Float[Tensor, "..."]) -> Float32[Tensor, "inner outer m"]:
-        """Returns all blocks: of each inner rank those of each outer one."""
+        """Returns all blocks, by inner rank and then by outer rank."""
         rows = x.movedim(self.dim, 0).float()
         pieces = rows.split(self.lengths)
         longest = self.lengths[0]
@@ -71,7 +71,7 @@ class Grid:
         return grid.permute(*self.order, len(self.sizes)).reshape(self.inner, self.outer, self.m).contiguous()
 
     def own(self, block: Float32[Tensor, " m"], dtype: torch.dtype) -> Float[Tensor, "..."]:
-        """This rank's block as a tensor."""
+        """Returns this rank's block as a tensor."""
         rest = [size for i, size in enumerate(self.shape) if i != self.dim]
         rows = block.view(self.lengths[0], *rest)[: self.lengths[self.index]]
         return rows.movedim(0, self.dim).to(dtype).contiguous()

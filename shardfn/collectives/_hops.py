@@ -4,8 +4,8 @@
     bring       far axes:            [A_0g] [A_1g] => [A_0g, A_1g]       the secondary piece of near rank g
     all_gather  near axes:           the secondary pieces => [A_00, A_01, A_10, A_11], in the order of ranks
 
-Both move bits and nothing else, so the whole is that of one hop. A block enters each node once, where a single hop
-sends it to every rank of the node. All blocks travel at the size of the largest.
+Both hops only move bits, so the whole is equal to the result of a single hop. A block enters each node once, where a
+single hop sends the block to every rank of the node, for example 8 times. All blocks travel at the size of the largest.
 
 Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023,
 https://arxiv.org/abs/2306.10209
@@ -27,12 +27,12 @@ from ._wire_ops import as_runs
 class TwoHops:
     """The gather along `axes`, in two hops: along the far axes, then along `near`.
 
-    Making one is collective over the mesh.
+    The constructor is collective over the mesh.
 
     Attributes:
         axes: all axes, in the mesh's order.
-        size: number of ranks along them.
-        index: this rank's index among them.
+        size: number of ranks along the axes.
+        index: index of this rank among these ranks.
     """
 
     def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...]) -> None:
@@ -42,7 +42,7 @@ class TwoHops:
         self.axes, self.size, self.index = axes, self._far.size * self._near.size, self._grid.index
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Across the far axes: the blocks of the ranks that share this one's index along the near axes.
+        """Brings blocks across the far axes: from ranks with this rank's index along the near axes.
 
         Args:
             own: this rank's block. See `Channel.all_gather`.
@@ -53,7 +53,7 @@ class TwoHops:
         return self._far.all_gather(flat, [c] * self._far.size)
 
     def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Along the near axes: from the result of `bring` to the blocks of all ranks, in their order."""
+        """Gathers along the near axes: from the result of `bring` to the blocks of all ranks, in order."""
         pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
         return pending.then(lambda out: _trim_padding(self._grid.to_ranks(out), sizes))
 
@@ -63,8 +63,8 @@ class NearFar:
 
     Args:
         axes: all axes.
-        far: a channel along the far ones.
-        near: a channel along the near ones.
+        far: a channel along the far axes.
+        near: a channel along the near axes.
 
     Attributes:
         index: this rank's index along all axes.
@@ -77,12 +77,12 @@ class NearFar:
         self.index = functools.reduce(lambda i, a: i * self._shape[a] + coords[a], axes, 0)
 
     def to_ranks(self, flat: Tensor) -> Tensor:
-        """Blocks by (near, far) -> by rank."""
+        """Reorders blocks by (near, far) to blocks by rank."""
         now = list(self._shape)
         return flat.view(*self._shape.values(), -1).permute(*(now.index(a) for a in self._axes), -1).reshape(-1)
 
     def from_ranks(self, flat: Tensor) -> Tensor:
-        """Blocks by rank -> by (near, far)."""
+        """Reorders blocks by rank to blocks by (near, far)."""
         now = flat.view(*(self._shape[a] for a in self._axes), -1)
         return now.permute(*(self._axes.index(a) for a in self._shape), -1).reshape(-1)
 
@@ -92,7 +92,7 @@ def _split_index(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _trim_padding(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Blocks without their padding."""
+    """Returns blocks without padding."""
     runs, c, parts, start = as_runs(sizes), max(sizes), list[Tensor](), 0
     if len(runs) == 2:
         return flat

@@ -1,7 +1,7 @@
-"""Results of transfers that a caller around may keep, in place of a second transfer when its function runs again.
+"""Results of transfers that a caller around may keep, in place of a second transfer in a recomputation.
 
 A keeper sees the result of each primitive that sends something, whole: the operations that pack and unpack messages are
-no part of the function that it runs. `as_one` joins the transfers of one collective, whose value a name then means.
+no part of the function. `as_one` joins the transfers of one collective: a name then means the collective's value.
 """
 
 import functools
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Keeper(Protocol):
-    """Decides about results of transfers: `remat` with a policy."""
+    """Keeper of results of transfers: `remat` with a policy, for example."""
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """Returns the result of a transfer: `run()`, or the one that was kept of it."""
+        """Returns the result of a transfer: `run()`, or the result that was kept."""
         ...
 
     def joined(self, run: Callable[[], T]) -> T:
-        """`run()`, whose transfers belong to the tensor that it returns, or to the first of several."""
+        """Returns `run()`. The transfers inside belong to the returned tensor, or to the first of several."""
         ...
 
 
@@ -33,7 +33,7 @@ _KEEPER = Ambient[Keeper]("a keeper of results of transfers", by_thread=True)
 
 
 def keeping(keeper: Keeper) -> AbstractContextManager[Keeper]:
-    """Shows the transfers of this thread to a keeper, which shows them to the one around it, `keeper_around`."""
+    """Shows the transfers of this thread to a keeper, which passes transfers on to `keeper_around`."""
     return _KEEPER.bound(keeper)
 
 
@@ -55,7 +55,7 @@ def as_one(run: Callable[[], T]) -> T:
 
 
 def joined(f: Callable[..., T]) -> Callable[..., T]:
-    """Returns a function that is such a collective."""
+    """Returns a function made of transfers as a single collective."""
 
     @functools.wraps(f)
     def one(*args: Any) -> T:

@@ -1,8 +1,8 @@
-"""The ranks along some mesh axes, as one collective sees them.
+"""The ranks along some mesh axes, as a collective counts the ranks.
 
 A caller names axes from major to minor, in any order. A process group has the mesh's order. `Line` is the map between
-the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as `torch.chunk` makes
-it, as in `P(("dp", "tp"))`.
+the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as in `torch.chunk`, for
+example by `P(("dp", "tp"))`.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from ._env import current_mesh
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Line:
-    """The ranks along `axes`, seen from one of them. "Index" counts them as the caller named the axes.
+    """Ranks along `axes`, seen from a single rank. "Index" counts ranks in the caller's order of axes.
 
     Attributes:
         axes: the axes in the mesh's order.
         sizes: the sizes of the axes as the caller named them, major to minor.
         index: this rank's index.
         ranks: index -> rank in the mesh's order.
-        mesh: the mesh, with which the groups end: a graph that a backward will go through keeps it.
+        mesh: the mesh. The groups end with the mesh, so a graph for a backward keeps the mesh.
     """
 
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Line:
 
     @staticmethod
     def alone() -> "Line":
-        """Returns the line of this rank alone, on which rows are moved all the same."""
+        """Returns the line of only this rank. Rows are moved on this line, too."""
         return Line((), (), 0, range(1), current_mesh())
 
     @property
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def indices(self) -> list[int]:
-        """Rank -> index."""
+        """Returns the index of each rank."""
         return sorted(range(self.size), key=lambda i: self.ranks[i])
 
     def lengths(self, size: int) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Line:
 
 
 def line_along(axis: Axes) -> Line | None:
-    """Returns the line of the bound mesh along `axis`, or None where that is this rank alone.
+    """Returns the line of the bound mesh along `axis`, or None for only this rank.
 
     Raises:
         ValueError: an axis is unknown or named twice.

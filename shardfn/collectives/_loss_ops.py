@@ -1,4 +1,4 @@
-"""The collectives that a loss calls, as ops of a captured graph. The step's own transfers are in `_wire_ops.py`.
+"""The collectives that a loss calls, as ops of a captured graph. The transfers of the step are in `_wire_ops.py`.
 
     loss_psum_start(x, axes)                       -> handle, like x        the sum over the ranks
     loss_pmax_start(x, axes)                       -> handle, like x        the maximum
@@ -6,9 +6,9 @@
     loss_psum_scatter_start(rows, num, axes)       -> handle [numel / num]  the own block of the sum, in rank order
     loss_exchange_start(flat, send, recv, name, axes) -> handle [sum(recv)] part r to rank r, and the part from each
 
-Each has a twin without `_start` that waits at once: a compiler that does not know of transfers might meanwhile write to
-a tensor that one reads. Handles, waits and axes are as in `_wire_ops.py`. The channel is the loss's: that of the bound
-channels, else that of the bound mesh. Tensors are contiguous.
+Each op has a twin without `_start` that waits at once: a compiler without knowledge of transfers might write to a
+tensor while a transfer reads the tensor. Handles, waits and axes are as in `_wire_ops.py`. The channel is the loss's
+channel of the bound channels, else of the bound mesh. Tensors are contiguous.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 
 
 def channel_along(axes: str) -> Channel | None:
-    """Returns the channel of a loss's collectives along axes joined by commas; None along none.
+    """Returns the channel of a loss's collectives along axes joined by commas, or None without axes.
 
     Raises:
         RuntimeError: no mesh with these axes is bound.
@@ -95,7 +95,7 @@ def _loss_exchange_start(flat: Tensor, send: Sequence[int], recv: Sequence[int],
 def define(
     library: torch.library.Library, schema: str, start: Callable[..., Tensor], fake: Callable[..., Tensor]
 ) -> None:
-    """Defines an op that starts a transfer, `NAME_start(...) -> Tensor`, and its twin `NAME`, which waits at once."""
+    """Defines an op that starts a transfer, `NAME_start(...) -> Tensor`, and a twin `NAME` that waits at once."""
     name = schema.partition("_start(")[0]
 
     def run_and_wait(*args: Any) -> Tensor:

@@ -14,7 +14,7 @@ Parts = tuple[Tensor, ...]
 
 
 class _MessagePlace(NamedTuple):
-    """The place of a tensor in a row: its number among the tensors, its first byte, its shape and dtype."""
+    """Place of a tensor in a row: number among the tensors, first byte, shape and dtype."""
 
     number: int
     start: int
@@ -27,11 +27,11 @@ class _MessagePlace(NamedTuple):
 
 
 def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
-    """Sends row i of every tensor to index i, in one message each; waiting gives one row from each index.
+    """Sends row i of every tensor to index i, in one message each. The result waits for a row from each index.
 
     Args:
-        parts: groups of tensors, whose leading dims are the line's size.
-        line: the ranks. None is this rank alone.
+        parts: groups of tensors with leading dims of the line's size.
+        line: the ranks. None means only this rank.
         name: the operation's name for the traffic counter.
     """
     if line is None:
@@ -43,11 +43,11 @@ def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Ca
 
 
 def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[Parts]]:
-    """Gathers the rows of every tensor, in one message; waiting gives those of index 0, of index 1, and so on.
+    """Gathers the rows of every tensor, in one message. The result waits for the rows, in the order of indices.
 
     Args:
         parts: groups of tensors with equal leading dims, the same on all ranks.
-        line: the ranks. None is this rank alone.
+        line: the ranks. None means only this rank.
     """
     if line is None:
         return lambda: list(parts)
@@ -57,9 +57,9 @@ def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[
 
 
 def _pack_rows(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
-    """Returns the message, and the places in it.
+    """Returns the message, and the places in the message.
 
-    The widest elements first, so that each begins at a multiple of its width.
+    The widest elements come first, so that each element begins at a multiple of the element's width.
     """
     flat = [part for group in parts for part in group]
     places: list[_MessagePlace] = []
@@ -79,7 +79,7 @@ def _unpack_rows(
 ) -> list[Parts]:
     flat: dict[int, Tensor] = {}
     for place in places:
-        if not place.width:  # torch calls it contiguous for any strides, and then cannot view it
+        if not place.width:  # torch calls the tensor contiguous for any strides, and then cannot view the bytes
             flat[place.number] = message.new_empty((len(message), *place.shape), dtype=place.dtype)
             continue
         row_bytes = message.narrow(1, place.start, place.width).contiguous()

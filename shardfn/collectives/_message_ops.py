@@ -4,8 +4,8 @@
     receive_start(shape, dtype, device, source, tag, axes)     -> handle        that rank's message of the same tag
     sent(handle)                                               ends a send: the tensor that it read may be written
 
-`wait` gives the value of a receive. A tag names one message of a step between two ranks, so messages pair in any order.
-A send is ended by an op of its own, which has no value and stays in a graph without a user.
+`wait` gives the value of a receive. A tag names a single message of a step between two ranks, so messages pair in any
+order. A send is ended by a separate op, without a value, and the op stays in a graph without a user.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The wire of a loss's collectives: buffers whose first dim counts ranks or rows, on the channel along a line.
 
-No gradients and no odd sizes here; every function reports to the traffic counter under the name of the primitive that
-it serves. Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).
+There are no gradients and no odd sizes here. Every function reports to the traffic counter under the primitive's name.
+Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _ops = torch.ops.shardfn
 
 
 def _forget_value(x: Tensor) -> Tensor:
-    """`x` without the value that a tracer remembers of a constant: else it would run the collective there and then."""
+    """Returns `x` without the value of a constant that a tracer remembers, with which it would run the collective."""
     if not isinstance(x, FakeTensor) or x.constant is None:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -32,7 +32,7 @@ def _channel_for(x: Tensor, line: Line) -> Channel | None:
         return None
     if isinstance(x, FakeTensor) or x.is_meta or line.mesh.abstract:
         return None
-    if line.mesh.device.type == "cpu" and not x.is_cpu:  # ranks would read its address in memory of their own
+    if line.mesh.device.type == "cpu" and not x.is_cpu:  # ranks would read the address in their separate memory
         raise ValueError(
             f"a collective along {line.axes} of {line.mesh!r} got a tensor on {x.device}; move it to the CPU."
         )
@@ -40,18 +40,18 @@ def _channel_for(x: Tensor, line: Line) -> Channel | None:
 
 
 def start_op(name: str, line: Line, *args: Any) -> Callable[[], Tensor]:
-    """Starts a transfer by its op, whose last argument is the axes. The result waits for it."""
+    """Starts a transfer by an op with the axes as last argument. The result waits for the transfer."""
     axes = ",".join(line.axes)
     if torch.compiler.is_compiling():
         whole = getattr(_ops, name)(*args, axes)
         return lambda: whole
-    with this_mesh(line.mesh):  # a backward may come when none is bound
+    with this_mesh(line.mesh):  # a backward may come without a bound mesh
         handle = getattr(_ops, f"{name}_start")(*args, axes)
     return lambda: _ops.wait(handle)
 
 
 def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
-    """`op` ("sum" or "max") over the line; the same on every rank."""
+    """Returns `op` ("sum" or "max") over the line, the same on every rank."""
     if x.numel() == 0:
         return x.clone()
     channel = _channel_for(x, line)
@@ -64,9 +64,9 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
 
 
 def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
-    """Returns the blocks of the line stacked by index, `[...] -> [n, ...]`, under way. The result waits for it.
+    """Starts to gather the blocks of the line, stacked by index: `[...] -> [n, ...]`. The result waits.
 
-    `x` is not to be written until then.
+    Do not write to `x` until then.
     """
     n, shape = line.size, x.shape
     if x.numel() == 0:
@@ -89,7 +89,7 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
     n, shape = line.size, x.shape[1:]
     if x.numel() == 0:
         return x.new_empty(shape)
-    if not line.in_order:  # a channel sums in the order of its ranks, which is not that of the line
+    if not line.in_order:  # a channel sums in the order of the channel's ranks, not of the line
         each = [shape.numel()] * n
         return _sum_in_order(exchange_start(x.reshape(-1), each, each, line, name=name)().view(n, *shape))
     channel, flat = _channel_for(x, line), _forget_value(x).contiguous().view(-1)
@@ -101,9 +101,9 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
 def exchange_start(
     x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str
 ) -> Callable[[], Tensor]:
-    """Sends `send[i]` elements of the flat `x` to each index i; waiting gives the `recv[i]` from each, in order.
+    """Sends `send[i]` elements of the flat `x` to each index i. The result waits for `recv[i]` elements from each.
 
-    `x` is not to be written until then.
+    Do not write to `x` until then.
     """
     order = line.indices
     if not line.in_order:

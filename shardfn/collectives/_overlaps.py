@@ -1,7 +1,8 @@
 """The messages by which a leaf goes from one mesh to another: the overlaps of its present blocks with the wanted ones.
 
-The distinct blocks of a leaf lie side by side, so a rank that is to hold a block needs its overlap with each of them,
-and has one of these overlaps itself, perhaps. The others it gets once each. So the bytes sent are the fewest possible:
+The distinct blocks of a leaf lie side by side. A rank with a new block needs the overlap of the new block with each old
+block, and may itself have some overlap already. The rank receives every other overlap once. So the bytes sent are the
+fewest possible:
 
     bytes to a rank = bytes of its new block - bytes of the overlap of its new block with its old one
 """
@@ -18,12 +19,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Overlap(NamedTuple):
-    """A box that one rank has and another wants.
+    """Box that a rank has and another rank wants.
 
     Attributes:
-        sender: the rank of the program that has it; the receiver itself, if it has it.
-        receiver: the rank that wants it.
-        box: where it is in the leaf.
+        sender: the rank of the program that has the box, perhaps the receiver itself.
+        receiver: the rank that wants the box.
+        box: place in the leaf.
     """
 
     sender: int
@@ -34,13 +35,14 @@ class Overlap(NamedTuple):
 def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], rank: int) -> list[Overlap]:
     """Returns the parts of a leaf that a rank sends, receives and has already, in an order equal on all ranks.
 
-    Where several ranks hold a block, those that want it and do not hold it are shared out among them in turn.
+    Where several ranks hold a block, the receivers are shared out among the holders in turn, for example 2 of 4 to each
+    of 2.
 
     Args:
         shape: the leaf's global shape.
         src: present spec and mesh.
         dst: new spec and mesh.
-        rank: rank of the program; in one mesh, or both.
+        rank: rank of the program, in at least one mesh.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ from ._where import recording
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
-    """Sends `x` from each source to its destination. A rank that receives nothing gets zeros: `V -> V`.
+    """Sends `x` from each source to a destination. A rank that receives nothing gets zeros: `V -> V`.
 
         NCCL: send / recv.  Slow spec: `out = zeros; out[dst] = blocks[src] for src, dst in perm`.
 
@@ -22,12 +22,12 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
     Transpose: `ppermute` with every pair reversed.
 
-    When: a ring (attention over sequence blocks), a pipeline's hand-over, a halo.
+    When: a ring (such as attention over sequence blocks), a pipeline's hand-over, a halo.
 
     Args:
         x: of one shape on all ranks.
-        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have the one index 0: `[(0, 0)]`,
-            the form of every ring there, is the identity, and `[]`, that of every shift, gives zeros.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have a single index 0: `[(0, 0)]`,
+            the form of every ring there, is the identity, and `[]`, the form of every shift, gives zeros.
         perm: pairs (source, destination) of indices along `axis`. The same list on all ranks.
 
     Returns:
@@ -52,9 +52,9 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
 
 def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
-    """Starts a `ppermute` of a plain tensor that is not differentiated. The result waits for it.
+    """Starts a `ppermute` of a plain tensor that is not differentiated. The result waits for the transfer.
 
-    While a program is captured it is sent and waited for at once: the passes over its graph decide on overlap.
+    In a capture the tensor is sent and waited for at once: the passes over the graph decide on overlap.
 
     Args:
         x: of one shape on all ranks, not to be written before the wait.

@@ -13,9 +13,9 @@
     ragged_all_to_all    V -> V    ragged_all_to_all, from where rows have gone to where they were
     ragged_places        V -> V    none: integers
 
-`I` is a value that all ranks hold alike and that counts once; `V` one that differs. The cotangent of an `I` value is
-`I`: every rank must compute it alike. References: the `shard_map` design note of JAX (JEP 14273) for the types;
-Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
+`I` is a value that is equal on all ranks and counts once. `V` is a value that differs. The cotangent of an `I` value is
+`I`: every rank must compute the same cotangent. References: the `shard_map` design note of JAX (JEP 14273) for the
+types; Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _SILENT = ("pvary", "take_own_block")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One application of a primitive: everything but the tensors.
+    """Application of a primitive: everything but the tensors.
 
     Attributes:
         name: a key of `PRIMITIVES`.
@@ -55,12 +55,12 @@ class Call:
         concat_dim: `all_to_all`: the dim that is joined.
         concat_size: the global size along `concat_dim`.
         perm: `ppermute`: pairs (source index, destination index).
-        bits: `quantized_all_gather`: of an element on the wire.
-        block: `quantized_all_gather`: elements that share a scale.
-        looks: `ragged_places`: dtype and shape of the rows, in words, which ranks compare.
+        bits: `quantized_all_gather`: bits of an element on the wire.
+        block: `quantized_all_gather`: number of elements with a common scale.
+        looks: `ragged_places`: dtype and shape of the rows, in words, for comparison between ranks.
         batch_dims: leading dims that vmap has added.
-        number: identifies the application in a captured program.
-        transposes: the number of the application that this is the transpose of, or 0.
+        number: number of the application in a captured program.
+        transposes: the number of the transposed application, or 0 if there is none.
     """
 
     name: str
@@ -85,13 +85,13 @@ Operands = tuple[Tensor, ...]
 
 
 class Primitive(NamedTuple):
-    """A row of the table.
+    """Row of the table.
 
     Attributes:
-        impl: the wire. It gets the tensor, the call and the operands.
+        impl: the wire: a function of the tensor, the call and the operands.
         transpose: the call that is the transpose of a call.
         tangent: the call that maps tangents.
-        start: the wire, under way. `impl` waits for it. None if no caller has other work meanwhile.
+        start: function that starts the wire. `impl` waits for the result. None if no caller overlaps work.
         turned: function from the operands of a call to those of its transpose.
     """
 
@@ -103,18 +103,18 @@ class Primitive(NamedTuple):
 
 
 def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
-    """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`.
+    """Applies `call` to `x`, differentiably. A tensor subclass may intercept the call by `__torch_function__`.
 
     Args:
         x: the tensor in which the primitive is linear.
         call: the numbers and names that a graph holds as constants.
-        operands: integer tensors that the primitive reads, such as sizes that are data. They have no derivative. Under
-            vmap each has `call.batch_dims` leading dims, of size 1 where it is not batched.
+        operands: integer tensors that the primitive reads, such as sizes that are data, without derivatives. Under vmap
+            each operand has `call.batch_dims` leading dims, of size 1 where the operand is not batched.
     """
     if has_torch_function_unary(x) or began():
         return handle_torch_function(bind, (x, *operands), x, call, *operands)
     if call.name == "psum" and not x.requires_grad and not recording() and not _is_transforming():
-        # As a step's own sums: a Function costs more than they do.
+        # As in sums of a step: a Function costs more than the sum.
         return transferred("psum", lambda: PRIMITIVES["psum"].impl(x, call))
     return _Collective.apply(x, call, *operands)
 
@@ -125,9 +125,9 @@ def _is_transforming() -> bool:
 
 
 def start(x: Tensor, call: Call) -> Wait:
-    """`bind` without derivatives, started. `x` must not be written until the wait.
+    """Starts `bind` without derivatives. `x` must not be written until the wait.
 
-    On all ranks of the line, calls are started and waited for in one order.
+    On all ranks of the line, calls are started and waited for in the same order.
     """
     row = PRIMITIVES[call.name]
     if row.start is not None:
@@ -145,7 +145,7 @@ def transposed(call: Call) -> Call:
 
 
 class _Collective(torch.autograd.Function):
-    """The one differentiable function behind every primitive, closed under backward, jvp and vmap."""
+    """Differentiable function behind every primitive, closed under backward, jvp and vmap."""
 
     @staticmethod
     def forward(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _run_psum(x: Tensor, call: Call) -> Tensor:
 
 
 def _run_pvary(x: Tensor, call: Call) -> Tensor:
-    # A graph has an op for it: a view would look like any other, without its axes.
+    # A graph has an op here: a view would look like any other view, without axes.
     return torch.ops.shardfn.pvary(x, ",".join(call.line.axes)) if recording() else x.view_as(x)
 
 
@@ -217,7 +217,8 @@ def _run_pvary(x: Tensor, call: Call) -> Tensor:
 def _run_pmax(x: Tensor, call: Call) -> Tensor:
     if not x.is_floating_point():
         return native.all_reduce(x, call.line, "max", name="pmax")
-    # Backends differ in the maximum of NaN and a number. Floats are sent as integers of the same order, NaN above all.
+    # Backends differ in the maximum of NaN and a number. Floats are sent as integers of the same order, with NaN on
+    # top.
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if wide.itemsize == 8 else torch.int32)
     top = native.all_reduce(_order_bits(bits), call.line, "max", name="pmax")
@@ -225,7 +226,7 @@ def _run_pmax(x: Tensor, call: Call) -> Tensor:
 
 
 def _order_bits(bits: Tensor) -> Tensor:
-    """Returns the bits of floats as integers that have their order, and the way back, which is the same."""
+    """Returns the bits of floats as integers in the same order. The same function is the way back."""
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> info.bits - 1) & info.max)
 
@@ -250,7 +251,7 @@ def _start_all_gather(x: Tensor, call: Call) -> Wait:
 def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     lengths, batch = call.line.lengths(call.size), x.shape[: call.batch_dims]
     rows = _pad_rows(x.movedim(call.dim, 0), lengths[0])
-    # The members of a batch share no scales: each is rounded as it would be alone.
+    # The members of a batch share no scales: each member is rounded as without the batch.
     flat = rows.movedim(0, call.batch_dims).reshape(batch.numel(), -1)
     codes = kernels.quantize(flat, bits=call.bits, block=call.block)
     gathered = gather_rows([codes], call.line)()[0] if flat.numel() else codes
@@ -275,7 +276,7 @@ def _psum_scatter(x: Tensor, call: Call) -> Tensor:
 
 
 def own_block(x: Tensor, call: Call) -> Tensor:
-    """This rank's block, as a copy, so that it does not keep the whole alive."""
+    """Returns this rank's block, as a copy, so that the block does not keep the whole alive."""
     lengths, index = call.line.lengths(call.size), call.line.index
     return x.narrow(call.dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format)
 
@@ -335,7 +336,7 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _cut_rows(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Returns the blocks of `x` along dim 0, padded to the first one's length and stacked."""
+    """Returns the blocks of `x` along dim 0, padded to the first block's length and stacked."""
     if x.shape[0] == len(lengths) * lengths[0]:
         return x.reshape(len(lengths), lengths[0], *x.shape[1:])
     return torch.stack([_pad_rows(block, lengths[0]) for block in x.split(lengths)])

@@ -19,12 +19,12 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
         [A] [B]  =>  [A + B] [A + B]
 
     Transpose: `pvary`. The cotangent of an invariant value is invariant, and counts once: a loss that ends in `psum`
-    has the gradient of the sum, not n times it.
+    has the gradient of the sum, not n times the gradient.
 
-    When: all ranks need the whole sum. When each goes on with a block of it, `psum_scatter` sends half the bytes.
+    When: all ranks need the whole sum. When each rank goes on with a block, `psum_scatter` sends half the bytes.
 
     Args:
-        x: a tensor, or a tree of them, of one shape on all ranks. Booleans are counted, as by `torch.sum` (int64).
+        x: a tensor, or a tree of tensors, of one shape on all ranks. Booleans are counted, as by `torch.sum` (int64).
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -33,8 +33,8 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
         TypeError: a leaf is not a tensor.
-        AxisTypeError: in `shard_map` or a loss, a leaf varies along some of several axes and not along the others, so
-            that it would be counted once a rank there.
+        AxisTypeError: in `shard_map` or a loss, a leaf varies along some of several axes but not along all, so that the
+            leaf would be counted once a rank there.
 
     Example:
         >>> psum(torch.tensor([1.0, 2.0]), "dp")
@@ -58,10 +58,11 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
 
     Transpose: `pvary(y) / n`.
 
-    When: ranks hold equally many rows. With unequal numbers, sum totals and weights apart and divide once.
+    When: ranks hold equally many rows. With unequal numbers, for example 3 and 5 rows, sum totals and weights
+    separately and divide once.
 
     Args:
-        x: a tensor, or a tree of them, of one shape on all ranks. Integers give the default float.
+        x: a tensor, or a tree of tensors, of one shape on all ranks. Integers give the default float.
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -95,12 +96,13 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
     A NaN on one rank gives NaN on all, on every backend, as in JAX.
 
-    Not differentiable: it is nonlinear, and a gradient through it is an error. The minimum is `-pmax(-x)`.
+    Not differentiable: the maximum is nonlinear, and its gradient is an error. The minimum is `-pmax(-x)`.
 
-    When: the shift of a softmax over sharded logits (`pmax(x.detach(), axis)`), a scale that ranks share, a flag.
+    When: for example the shift of a softmax over sharded logits (`pmax(x.detach(), axis)`), a scale that ranks share, a
+    flag.
 
     Args:
-        x: a tensor, or a tree of them, of one shape on all ranks.
+        x: a tensor, or a tree of tensors, of one shape on all ranks.
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -109,7 +111,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
         TypeError: a leaf is not a tensor.
-        NotImplementedError: a gradient is asked for (when it is: in the backward, or in a jvp).
+        NotImplementedError: a gradient is asked for (raised in the backward, or in a jvp).
 
     Example:
         >>> pmax(torch.tensor([1, 5]), "tp")
@@ -122,7 +124,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
             return t
         if t.dtype != torch.bool:
             return bind(t, Call("pmax", line))
-        # Backends have no maximum of booleans; "any" is that of bytes.
+        # Backends have no maximum of booleans. "any" is the maximum of bytes.
         call = Call("pmax", line)
         return as_one(lambda: bind(t.byte(), call).bool())
 
@@ -141,7 +143,7 @@ def pvary(x: PyTree, axis: Axes) -> PyTree:
     When: an invariant value (replicated weights, activations between tensor-parallel layers) meets a varying one.
 
     Args:
-        x: a tensor, or a tree of them, equal on all ranks.
+        x: a tensor, or a tree of tensors, equal on all ranks.
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:

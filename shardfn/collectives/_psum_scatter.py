@@ -20,16 +20,16 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
 
     Transpose: `all_gather`, of the same global size.
 
-    On gloo the blocks are exchanged and summed in the order of ranks, 16-bit floats in 32 bits; elsewhere by the
-    backend.
+    On gloo the blocks are exchanged and summed in the order of ranks, 16-bit floats in 32 bits. Other backends sum by
+    their native operation.
 
-    When: each rank goes on with its block of the sum: ZeRO's gradients, sequence-parallel activations.
+    When: each rank goes on with a block of the sum, for example ZeRO's gradients or sequence-parallel activations.
 
     Args:
         x: this rank's summand, of one shape on all ranks. Booleans are counted (int64).
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
-        dim: the dim that is cut. Any size: blocks are those of `torch.chunk` (with several axes: cut by the major one
-            first), the last ones short or empty. `all_gather(..., size=x.shape[dim])` joins them again.
+        dim: the dim that is cut. Any size: blocks are those of `torch.chunk` (with several axes, the major axis cuts
+            first), the last blocks short or empty. `all_gather(..., size=x.shape[dim])` joins the blocks again.
 
     Returns:
         This rank's block of the sum.
@@ -48,7 +48,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
 
 
 def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """This rank's block along `dim` of a value that all ranks hold: `I -> V`.
+    """Returns this rank's block along `dim` of a value that all ranks hold: `I -> V`.
 
         NCCL: nothing forward, all_gather backward.  Slow spec: `blocks[0].chunk(n, dim)`.  Layout: `A[I] -> A[I_axis]`.
 
@@ -56,7 +56,7 @@ def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Sha
 
     Transpose: `all_gather_invariant`, of the same global size.
 
-    When: ranks share out work on one value: each takes its rows of an invariant tensor.
+    When: ranks share out work on a single value, for example rows of an invariant tensor.
 
     Args:
         x: the whole, equal on all ranks.

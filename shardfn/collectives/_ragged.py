@@ -1,8 +1,8 @@
 """Exchanges of rows whose numbers are data: `ragged_all_to_all`, `ragged_exchange`.
 
-The primitive under both is linear in `x` and knows no other rank's offsets: this rank sends rank j the rows of `x` from
-`input_offsets[j]` on, `send_sizes[j]` of them, and puts the `sizes[j]` rows from it into zeros, from `offsets[j]` on.
-Its transpose has the two pairs exchanged. `ragged_places` brings each rank its offsets from the senders.
+The primitive under both is linear in `x` and knows no other rank's offsets: this rank sends rank j `send_sizes[j]` rows
+of `x`, from `input_offsets[j]` on, and puts the `sizes[j]` rows from rank j into zeros, from `offsets[j]` on. The
+transpose has the two pairs exchanged. `ragged_places` brings the offsets from the senders to each rank.
 """
 
 import torch
@@ -34,39 +34,39 @@ def ragged_all_to_all(
     recv_sizes: Tensor,
     axis: Axes,
 ) -> Shaped[Tensor, "..."]:
-    """Sends each rank rows of `x`, which replace rows of its `out`. Their numbers are data: `V -> V`.
+    """Sends each rank rows of `x`, which replace rows of the rank's `out`. The numbers are data: `V -> V`.
 
         NCCL: all_to_all of unequal parts.  Slow spec, for ranks i and j, from the blocks of all:
         `out[j][output_offsets[i][j] :][: send_sizes[i][j]] = x[i][input_offsets[i][j] :][: send_sizes[i][j]]`
 
         [a A B] [c C]  =>  [a c .] [A B C]        with send_sizes [1, 2] and [1, 1], output_offsets [0, 0] and [1, 2]
 
-    It is `jax.lax.ragged_all_to_all`. Shapes do not depend on the sizes, so one captured graph serves them all. The
-    numbers of all ranks are compared first, in a message of 5 + 4 n integers: if they do not fit, all ranks raise the
-    same error before any row is sent.
+    The function is `jax.lax.ragged_all_to_all`. Shapes do not depend on the sizes, so a single captured graph serves
+    all sizes. The numbers of all ranks are compared first, in a message of 5 + 4 n integers. If the numbers do not fit,
+    all ranks raise the same error before any row is sent.
 
-    Transpose: for `x` the exchange back, which adds rows that were sent several times; for `out` the rows that have not
-    been replaced. Offsets and sizes have no derivative.
+    Transpose: for `x` the exchange back, which adds rows that were sent several times, and for `out` the rows that have
+    not been replaced. Offsets and sizes have no derivative.
 
-    When: tokens go to the ranks that hold their experts, within a capacity. In eager code, where shapes may depend on
-    the data, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
+    When: tokens go to the ranks of their experts, within a capacity. In eager code, where shapes may depend on the
+    data, `ragged_exchange` needs no capacity. For equal parts use `all_to_all`, without a comparison.
 
     Args:
         x: `[rows, ...]`. Any number of rows, which may differ between ranks.
-        out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`. The capacity may differ between ranks.
-        input_offsets: int32 or int64, one a rank along `axis`: the first of the rows of `x` for that rank.
-        send_sizes: likewise: the number of these rows.
-        output_offsets: likewise: the row of that rank's `out` at which they begin.
-        recv_sizes: likewise: the number of rows from that rank.
-        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 there is one rank, this one.
+        out: `[capacity, ...]`, with rows of the same shape and dtype as in `x`. The capacity may differ between ranks.
+        input_offsets: int32 or int64 numbers, one a rank along `axis`: the first row of `x` for the rank.
+        send_sizes: numbers as above: how many rows of `x` go to the rank.
+        output_offsets: numbers as above: the row of the rank's `out` at which the rows begin.
+        recv_sizes: numbers as above: how many rows come from the rank.
+        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 there is only this rank.
 
     Returns:
         A tensor like `out`, with the received rows in place.
 
     Raises:
-        ValueError: unknown axis; operands of other shapes or dtypes; rows that differ between ranks; a size that is
-            negative, or that differs between sender and receiver; rows beyond those of `x` or `out`; two ranks that
-            write one row. It names the ranks, and all ranks raise it.
+        ValueError: unknown axis, operands of other shapes or dtypes, rows that differ between ranks, a size that is
+            negative or differs between sender and receiver, rows beyond the end of `x` or `out`, or two ranks that
+            write the same row. The message names the ranks, and all ranks raise the error.
 
     References:
         JAX, `jax.lax.ragged_all_to_all`, https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html
@@ -92,20 +92,20 @@ def ragged_all_to_all(
 def ragged_exchange(
     x: Shaped[Tensor, "..."], send_sizes: Tensor, axis: Axes
 ) -> tuple[Shaped[Tensor, "..."], Shaped[Tensor, " n"]]:
-    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on, and returns the rows that come: `V -> V`.
+    """Sends rank 0 the first rows of `x`, rank 1 the next rows, and so on. Returns the rows that come: `V -> V`.
 
         [a A B] [c C]  =>  [a c] [A B C]        with send_sizes [1, 2] and [1, 1]
 
-    The rows of `x` beyond the sum of the sizes stay, with gradient zero. As the shape of the result is data, it is only
-    for eager code: a capture refuses it.
+    The rows of `x` beyond the sum of the sizes stay, with gradient zero. As the shape of the result is data, the
+    function is only for eager code. A capture refuses the call.
 
     Transpose: the exchange back.
 
-    When: tokens go to the ranks that hold their experts, in any number, in eager code.
+    When: tokens go to the ranks of their experts, in any number, in eager code.
 
     Args:
         x: `[rows, ...]`. Any number of rows, which may differ between ranks.
-        send_sizes: int32 or int64, one a rank along `axis`: the number of rows for that rank.
+        send_sizes: int32 or int64 numbers, one a rank along `axis`: how many rows go to the rank.
         axis: see `ragged_all_to_all`.
 
     Returns:
@@ -179,7 +179,7 @@ def _describe_rows(x: Tensor) -> str:
 
 
 def _covered_rows(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
-    """Which rows lie in one of the ranges."""
+    """Returns which rows lie in some range."""
     some = (sizes > 0).long()
     steps = torch.zeros(capacity + 1, dtype=torch.int64, device=offsets.device)
     begins, ends = (x.clamp(0, capacity) for x in (offsets, offsets + sizes))
@@ -215,7 +215,7 @@ def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
 
 
 def _refuse_problems(line: Line, problems: list[str]) -> None:
-    """Raises on all ranks that exchange. A capture has agreements of its own."""
+    """Raises on all ranks that exchange. A capture agrees separately."""
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
@@ -223,7 +223,7 @@ def _refuse_problems(line: Line, problems: list[str]) -> None:
     raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
 
 
-# The rows of the table. A group counts its ranks in the mesh's order, a caller as it names axes.
+# The rows of the table. A group counts ranks in the mesh's order, a caller in the order of the named axes.
 
 
 def _order_by_rank(places: Tensor, line: Line) -> Tensor:
@@ -254,7 +254,7 @@ def _ragged_all_to_all(x: Tensor, call: Call, *places: Tensor) -> Tensor:
         first = x.movedim(call.batch_dims, 0).contiguous()
         come = start_op("ragged_all_to_all", line, first, *each, capacity)()
         return come.movedim(0, call.batch_dims).contiguous()
-    # Each member has places of its own: all go as one, member by member.
+    # Each member has separate places. All places go together, member by member.
     member = torch.arange(batch.numel(), device=x.device).view(*batch, 1)
     shifts = (member * rows, 0, member * capacity, 0)
     each = [

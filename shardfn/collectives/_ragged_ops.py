@@ -6,10 +6,12 @@
         -> handle [rows, ...]               the rows from each rank at their places, zeros elsewhere; rows of -1 end
                                             with the last that arrives
 
-Places are integers for each rank along the axes, in the order of the group, or several rows of these, one after another
-(of a batch). Rows that arrive at one place are added in that order. An axis of one rank has the name "".
+Places are integers for each rank along the axes, in the order of the group, or several rows of such integers, one after
+another (of a batch). Rows that arrive at the same place are added in the same order. An axis of one rank has the name
+"".
 
-The check comes before the exchange, whose op needs its result, so all ranks raise alike, and nothing has been sent.
+The check comes before the exchange, as the exchange's op needs the check's result. So all ranks raise the same error,
+and nothing has been sent.
 """
 
 import zlib
@@ -26,19 +28,19 @@ from ._loss_ops import channel_along, define
 from ._wire_ops import under_way
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-# The number of integers that a rank sends before its places: whether it has refused its call, the bytes of its words
-# and their checksum, the rows that it holds, and those that it has room for.
+# The number of integers that a rank sends before its places: whether the rank has refused the call, the bytes of the
+# words and a checksum, the number of rows, and the number of rows with room.
 HEAD = 5
 
 
 class Header(NamedTuple):
-    """The facts that a rank sends to the others before an exchange.
+    """Facts that a rank sends to the other ranks before an exchange.
 
     Attributes:
-        words: dtype and shape of its rows, or the reason why it has refused its call.
-        refused: whether it has.
-        rows: rows that it sends from.
-        capacity: the rows that it has room for; -1: any number.
+        words: dtype and shape of the rank's rows, or the reason why the rank has refused the call.
+        refused: whether the rank has refused the call.
+        rows: number of rows of the operand.
+        capacity: number of rows with room in the result. -1 means any number.
     """
 
     words: str
@@ -51,17 +53,17 @@ class Header(NamedTuple):
 
 
 def compared_places(channel: Channel | None, axes: str, told: Header, places: Tensor) -> Pending[Tensor]:
-    """Returns the places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
+    """Returns the places of all ranks, `[ranks, 4, batch, ranks]`, if the places fit.
 
     Args:
-        channel: the channel, or None for this rank alone.
+        channel: the channel, or None for only this rank.
         axes: names, for errors.
         told: this rank's facts.
         places: `[4, batch, ranks]`, int64: input offsets, sizes sent, output offsets, sizes received. Where a rank has
             no output offsets, -1, rows go behind one another.
 
     Raises:
-        ValueError: (of the result) ranks differ, or their places do not fit; the same text on all of them.
+        ValueError: (of the result) ranks differ, or the places do not fit, with the same text on all ranks.
     """
     words = told.words.encode()
     head = [told.refused, len(words), zlib.crc32(words), told.rows, told.capacity]
@@ -74,7 +76,7 @@ def compared_places(channel: Channel | None, axes: str, told: Header, places: Te
     def compare_flat(flat: Tensor) -> Tensor:
         each = flat.cpu().view(channel.size, -1)
         heads = each[:, :HEAD].tolist()
-        # Words are sent only if an error needs them, which all ranks find alike.
+        # Words are sent only for an error, as all ranks find in the same way.
         all_told = [Header("", *h[:1], *h[3:]) for h in heads]
         if any(h[0] for h in heads) or len({h[2] for h in heads}) > 1:
             most = max(h[1] for h in heads)

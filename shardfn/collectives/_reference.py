@@ -1,4 +1,7 @@
-"""The meaning of every collective, slowly: functions from the list of all ranks' blocks to that of their results."""
+"""The meaning of every collective, slowly.
+
+Functions from the list of all ranks' blocks to the list of all ranks' results.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +11,7 @@ Numbers = list[list[int]]
 
 
 def psum_ref(blocks: Blocks) -> Blocks:
-    """Everyone gets the sum, taken in the order of ranks.
+    """Returns the sum, taken in the order of ranks, for each rank.
 
     Example:
         >>> psum_ref([torch.tensor(1), torch.tensor(2)])
@@ -21,22 +24,22 @@ def psum_ref(blocks: Blocks) -> Blocks:
 
 
 def pmean_ref(blocks: Blocks) -> Blocks:
-    """Everyone gets the mean."""
+    """Returns the mean for each rank."""
     return [total / len(blocks) for total in psum_ref(blocks)]
 
 
 def pmax_ref(blocks: Blocks) -> Blocks:
-    """Everyone gets the elementwise maximum."""
+    """Returns the elementwise maximum for each rank."""
     return [torch.stack(blocks).amax(0)] * len(blocks)
 
 
 def pvary_ref(blocks: Blocks) -> Blocks:
-    """Returns each rank keeps its block."""
+    """Returns each rank's block."""
     return list(blocks)
 
 
 def all_gather_ref(blocks: Blocks, dim: int) -> Blocks:
-    """Everyone gets the concatenation.
+    """Returns the concatenation for each rank.
 
     Example:
         >>> all_gather_ref([torch.tensor([1]), torch.tensor([2])], 0)
@@ -49,12 +52,12 @@ all_gather_invariant_ref = all_gather_ref
 
 
 def psum_scatter_ref(blocks: Blocks, dim: int) -> Blocks:
-    """Everyone gets its block of the sum."""
+    """Returns each rank's block of the sum."""
     return take_own_block_ref(psum_ref(blocks), dim)
 
 
 def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
-    """Returns each rank keeps its own block of its tensor.
+    """Returns each rank's block of the rank's tensor.
 
     Example:
         >>> take_own_block_ref([torch.arange(3), torch.arange(3)], 0)
@@ -64,13 +67,13 @@ def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
 
 
 def all_to_all_ref(blocks: Blocks, split_dim: int, concat_dim: int) -> Blocks:
-    """Block i of every rank goes to rank i, which joins the blocks that it gets."""
+    """Returns, for rank i, block i of every rank, joined."""
     pieces = [cut(block, len(blocks), split_dim) for block in blocks]
     return [torch.cat([cuts[i] for cuts in pieces], concat_dim) for i in range(len(blocks))]
 
 
 def ppermute_ref(blocks: Blocks, perm: list[tuple[int, int]]) -> Blocks:
-    """Destinations get their source's block, the others zeros."""
+    """Returns the source's block for each destination, and zeros for other ranks."""
     source = {dst: src for src, dst in perm}
     return [blocks[source[i]] if i in source else torch.zeros_like(b) for i, b in enumerate(blocks)]
 
@@ -78,7 +81,7 @@ def ppermute_ref(blocks: Blocks, perm: list[tuple[int, int]]) -> Blocks:
 def ragged_all_to_all_ref(
     blocks: Blocks, outs: Blocks, input_offsets: Numbers, send_sizes: Numbers, output_offsets: Numbers
 ) -> Blocks:
-    """Rows of rank i go to rank j, in place of rows that it has; numbers are of sender i, for receiver j.
+    """Returns each rank's `out` with received rows in place. Numbers are of sender i, for receiver j.
 
     Example:
         >>> x = torch.tensor([5, 6])
@@ -95,7 +98,7 @@ def ragged_all_to_all_ref(
 
 
 def cut(x: Tensor, n: int, dim: int) -> Blocks:
-    """`torch.chunk`, with the empty blocks that it leaves out.
+    """Returns `torch.chunk`, with the empty blocks that torch leaves out.
 
     Example:
         >>> cut(torch.arange(2), 3, 0)

@@ -4,8 +4,9 @@
     server  [N]     P(axis)   chunk j is the part that rank j, which sums chunk j for all, has not handed out yet
 
 For a tensor of n elements over P ranks and a compressor of quantum q, `d = lcm(P, q)` and N is n rounded up to a
-multiple of P d. Each rank holds its row and its chunk. Where the leaf's own block differs along other axes, of T ranks
-together, each of the T has errors of its own: `[P, T N]` with spec `P(axis, others)`, and `[T N]`, `P((others, axis))`.
+multiple of P d. Each rank holds a row and a chunk. Where the leaf's block differs along other axes, of T ranks
+together, each of the T ranks has separate errors: `[P, T N]` with spec `P(axis, others)`, and `[T N]`, `P((others,
+axis))`.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from ._global_tensor import GlobalTensor, unshard
 
 
 class Residual(NamedTuple):
-    """The errors of one leaf.
+    """Errors of a leaf.
 
     Attributes:
-        worker: `[1, N]`, this rank's; `()` if the compressor has no memory.
-        server: `[N / P]`, of the chunk that this rank sums. `()` if the sum is not compressed again.
+        worker: error of this rank, `[1, N]`, or `()` if the compressor has no memory.
+        server: error of the chunk that this rank sums, `[N / P]`, or `()` if the sum is not compressed again.
     """
 
     worker: Any
@@ -36,12 +37,12 @@ class Residual(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a leaf's elements become rows.
+    """Cut of a leaf's elements into rows.
 
     Attributes:
         n: elements.
-        inner: pieces that the inner axes make of them, each padded to `piece`.
-        ranks: rows that each piece is cut into: P.
+        inner: number of pieces along the inner axes, each padded to `piece`.
+        ranks: number of rows of each piece: P.
         piece: elements of a piece.
         c: elements of a row, padding included.
     """
@@ -66,7 +67,7 @@ def cut_of(n: int, ranks: int, quantum: int, inner: int = 1) -> Cut:
 
 
 def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
-    """Returns the axes between compressed ranks, and those inside, along which everything is exact.
+    """Returns the axes between compressed ranks, and the inner axes, along which everything is exact.
 
     Raises:
         ValueError: `outer` is not among `axis`.
@@ -83,14 +84,14 @@ def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: 
     """Returns the errors before the first call of `compressed_pmean`, `coded_pmean` or `compressed_psum`: zeros.
 
     Args:
-        tree: tensors of the shapes that will be averaged, on the devices where that will be. Local; no communication.
-        axis: axis as there.
-        compressor: compressor as there.
-        outer: as there.
+        tree: tensors of the shapes that will be averaged, on the same devices. Local, without communication.
+        axis: axis of the collective.
+        compressor: compressor of the collective.
+        outer: outer axes of the collective.
 
     Returns:
         A tree like `tree` with a `Residual` for each leaf: this rank's blocks. `global_residuals` makes global tensors
-        of them.
+        of the blocks.
 
     Raises:
         ValueError: an unknown axis.
@@ -123,7 +124,7 @@ def _reshape_memory(memory: Memory, *shape: int) -> Memory:
 
 
 def check_compressor(op: str, compressor: Any) -> None:
-    """Raises a TypeError unless `compressor` is one."""
+    """Raises a TypeError unless `compressor` is a `Compressor`."""
     if not isinstance(compressor, Compressor):
         called = " Call it: it makes one." if callable(compressor) else ""
         raise TypeError(
@@ -137,7 +138,7 @@ def check_memory(
 ) -> list[str]:
     """Returns the problems of a leaf's state, as lines of a message.
 
-    `worker` and `server` are the shapes it must have; None: no error.
+    `worker` and `server` are the expected shapes. None means no error.
     """
     if not isinstance(residual, Residual):
         return [f"{path}: its state is {type(residual).__name__}, no Residual; make it by compressed_init."]
@@ -151,7 +152,7 @@ def check_memory(
 
 
 def check_dims(op: str, leaves: list[Tensor], paths: list[str], dim: int) -> None:
-    """Raises unless every leaf has such a dim."""
+    """Raises unless every leaf has a dim `dim`."""
     bad = [f"{path} has shape {tuple(x.shape)}; reshape it" for path, x in zip(paths, leaves, strict=True)
            if not -x.ndim <= dim < x.ndim]  # fmt: skip
     raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
@@ -162,15 +163,15 @@ def _describe_value(what: Any) -> str:
 
 
 def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
-    """Returns the errors of all ranks as `GlobalTensor`s, whose blocks are this rank's.
+    """Returns the errors of all ranks as `GlobalTensor`s with this rank's blocks.
 
     Blocks along other axes must be of one size: pad a dim that an axis does not divide.
 
     Args:
         state: the result of `compressed_init`, or the state that a compressed collective returned.
-        axis: the axes that it averages over.
-        specs: a prefix tree of `P`: how the blocks that are averaged are cut out of their leaves. Their axes are those
-            along which each rank has errors of its own.
+        axis: the axes of the mean.
+        specs: a prefix tree of `P`: the specs of the averaged blocks in their leaves. Along the axes of a spec each
+            rank has separate errors.
         outer: see `compressed_pmean`.
 
     Returns:
@@ -219,27 +220,27 @@ def _make_global(block: Memory, spec: P, mesh: Mesh) -> Any:
 def recut_residuals(
     state: PyTree, like: PyTree, num_ranks: int, compressor: Compressor, *, inner: int = 1, others: int = 1
 ) -> PyTree:
-    """Errors for another number of ranks, with the same total as the old ones.
+    """Returns errors for another number of ranks, with the same total as the old errors.
 
-    Every new rank gets the mean of the old workers' errors, so that their mean stays. The server's errors of the real
-    elements are cut anew. The errors of padding are zero.
+    Every new rank gets the mean of the old workers' errors, so that the mean stays, for example from 8 ranks to 6. The
+    server's errors of the real elements are cut again. The errors of padding are zero.
 
         mean_i e_i' + server' = mean_i e_i + server
 
     Args:
-        state: the errors of all old ranks, as `unshard(global_residuals(...))` gives them: for each leaf worker `[P, T
+        state: the errors of all old ranks, the result of `unshard(global_residuals(...))`: for each leaf worker `[P, T
             N]` and server `[T N]`, T = inner * others. `GlobalTensor`s are gathered, which is collective.
-        like: a tree of the tensors that were averaged, as each rank had them (shapes only).
+        like: a tree of the averaged tensors, as on each rank (only shapes count).
         num_ranks: the new P.
         compressor: compressor as before.
         inner: the number of ranks along the exact axes, or 1 without such axes.
-        others: blocks that the leaf is in along axes that are not averaged over. The same for all leaves.
+        others: number of blocks of the leaf along axes that are not averaged over. The same for all leaves.
 
     Returns:
         A tree like `state`, for the new ranks: worker `[P', T N']`, server `[T N']`. Rows of a worker share memory.
 
     Raises:
-        ValueError: a leaf's errors are not of the size of its leaf. Every leaf is listed.
+        ValueError: a leaf's errors do not fit the leaf's size. Every leaf is listed.
 
     Example:
         >>> old = {"w": Residual(torch.tensor([[1.0] * 16, [3.0] * 16]), torch.ones(16))}
@@ -274,6 +275,6 @@ def recut_residuals(
 
 
 def _refit_error(error: Tensor, blocks: int, cut: Cut) -> Tensor:
-    """Returns the errors of the real elements of each block, with as much padding as the new cut has."""
+    """Returns the errors of the real elements of each block, with the padding of the new cut."""
     real = error.view(blocks, -1)[:, : cut.piece]
     return torch.nn.functional.pad(real, (0, cut.ranks * cut.c - cut.piece)).view(-1)

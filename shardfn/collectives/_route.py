@@ -1,6 +1,6 @@
 """`route`: the way of a leaf from one placement to another, as a value.
 
-A route is a sequence of hops. Each is a row of the closed table of collectives, or an act of one rank alone:
+A route is a sequence of hops. Each hop is a row of the closed table of collectives, or a local act of a rank:
 
     hop          placement before -> after              sends
     Cast         dtype                                  nothing
@@ -13,11 +13,11 @@ A route is a sequence of hops. Each is a row of the closed table of collectives,
     Encode       elements   -> codes and scales         nothing
     Decode       codes      -> elements                 nothing
 
-(M: bytes that n ranks hold together, m: bytes of one rank's block.) A route gives, before it runs, the bytes that it
-sends along each axis and those that a rank holds meanwhile. Executors carry out its hops.
+(M: bytes that n ranks hold together, m: bytes of one rank's block.) A route gives, before the transfer runs, the bytes
+on each axis and the bytes that a rank holds on the way. Executors carry out the hops.
 
 The order is fixed: move to the device, decode, narrow, cut, sum, exchange, gather, widen, encode, move. So values that
-need not be sent are dropped first, and a rank that is to have a block of a sum gets no more than that.
+need not be sent are dropped first, and a rank that needs a block of a sum receives only the block.
 """
 
 import dataclasses
@@ -33,28 +33,28 @@ from shardfn.core import Code, MemoryKind, Mesh, P, Placement, is_device
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Elements change their dtype."""
+    """Hop on which elements change their dtype."""
 
     dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """The block goes to another memory."""
+    """Hop of the block to another memory."""
 
     memory_kind: MemoryKind
 
 
 @dataclasses.dataclass(frozen=True)
 class Encode:
-    """Elements become codes: those of a message, (bits, elements that share a scale), or those of a frozen leaf."""
+    """Hop on which elements become codes: of a message, (bits, elements that share a scale), or of a frozen leaf."""
 
     code: Code
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """Codes become elements."""
+    """Hop on which codes become elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Route:
 
     Attributes:
         shape: the leaf's global shape.
-        stops: the placements that the leaf has on its way: before the first hop, and after each; without axes that have
-            one rank. `stops[0]` is where it starts and `stops[-1]` where it ends.
+        stops: the placements of the leaf on the way: before the first hop, and after each hop, without axes of a single
+            rank. The route starts at `stops[0]` and ends at `stops[-1]`.
         hops: `hops[k]` leads from `stops[k]` to `stops[k + 1]`.
     """
 
@@ -117,29 +117,29 @@ class Route:
 
     @functools.cached_property
     def scatters(self) -> bool:
-        """Whether summands become blocks of their sum on it."""
+        """Returns whether summands become blocks of their sum on the route."""
         return any(isinstance(hop, PsumScatter) for hop in self.hops)
 
     @functools.cached_property
     def code(self) -> tuple[int, int] | None:
-        """(bits, elements that share a scale) of the code in which the leaf travels; None = its elements, uncoded."""
+        """Returns (bits, elements that share a scale) of the code on the wire, or None for uncoded elements."""
         coded = [hop.code for hop in self.hops if isinstance(hop, Encode)]
-        # A code in which it ends is made on arrival.
+        # A code at the end is made on arrival.
         made = next(iter(coded[: len(coded) - (self.dst.code is not None)]), None)
         return None if isinstance(made, str) else made
 
     @property
     def src(self) -> Placement:
-        """Where it starts."""
+        """Returns the first placement."""
         return self.stops[0]
 
     @property
     def dst(self) -> Placement:
-        """Where it ends."""
+        """Returns the last placement."""
         return self.stops[-1]
 
     def sent(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-        """Axes -> the bytes that the rank at `coords` sends along them, as ring algorithms do."""
+        """Returns axes -> the bytes that the rank at `coords` sends along the axes by ring algorithms."""
         out: dict[tuple[str, ...], float] = {}
         for hop, before, after in zip(self.hops, self.stops, self.stops[1:], strict=False):
             if isinstance(hop, Psum | PsumScatter | AllGather | AllToAll):
@@ -148,7 +148,7 @@ class Route:
         return out
 
     def live(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-        """The most bytes that the rank at `coords` holds of the leaf at once: the input and the output of a hop."""
+        """Returns the most bytes of the leaf that the rank at `coords` holds at once: a hop's input and output."""
         held = [stop.nbytes(self.shape, sizes, coords) for stop in self.stops]
         return max((a + b for a, b in itertools.pairwise(held)), default=held[0])
 
@@ -161,22 +161,22 @@ class Route:
 def route(
     shape: Sequence[int], src: Placement, dst: Placement, mesh: Mesh, *, via: Sequence[Placement] = (), path: str = ""
 ) -> Route:
-    """The way of a leaf from `src` to `dst`, through the waypoints `via`.
+    """Returns the route of a leaf from `src` to `dst`, through the waypoints `via`.
 
-    Without waypoints it is the direct one. Waypoints add facts that the two ends lack: the dtype or code in which the
-    leaf travels, and that a gather takes two hops, across nodes and within one.
+    Without waypoints the route is direct. Waypoints add facts that the two ends lack, such as the dtype or code on the
+    wire, or a gather in two hops, across nodes and within a node.
 
     Args:
         shape: the leaf's global shape.
-        src: where it is.
-        dst: where it is to be. Summands cannot be made of a sum: `dst.unreduced` are axes of `src.unreduced`.
-        mesh: the axes and their sizes. An axis that is missing or has one rank has no hop.
+        src: present placement.
+        dst: new placement. Summands cannot be made of a sum: `dst.unreduced` are axes of `src.unreduced`.
+        mesh: the axes and their sizes. An axis that is missing or has a single rank has no hop.
         via: placements on the way, in order.
         path: the leaf's name, for errors.
 
     Raises:
-        ValueError: a placement does not fit the leaf or the mesh, or no route leads from one to the next; names the
-            leaf and both placements.
+        ValueError: a placement does not fit the leaf or the mesh, or no route leads to the next placement. The message
+            names the leaf and both placements.
 
     Example:
         >>> mesh = Mesh({"dp": 4}, torch.device("cpu"), abstract=True)
@@ -203,12 +203,12 @@ def route(
 
 
 def _normalize_placement(placement: Placement, mesh: Mesh) -> Placement:
-    """Without axes that have one rank; summands in the mesh's order."""
+    """Returns the placement without axes of a single rank, with summands in the mesh's order."""
     spec = P(*(mesh.axes(placement.spec.dim_axes(d)) or None for d in range(len(placement.spec))))
     unreduced = tuple(a for a in mesh.axis_names if a in mesh.axes(placement.unreduced))
     here = placement.with_(spec=spec, unreduced=unreduced, brought=mesh.axes(placement.brought))
     for dim in range(len(spec)) if here.brought else ():
-        if set(spec.dim_axes(dim)) == set(here.brought):  # the others have one rank, so this is the whole
+        if set(spec.dim_axes(dim)) == set(here.brought):  # the others have a single rank: this is the whole
             return here.with_(spec=_drop_axes(spec, dim, here.brought), brought=())
     return here
 
@@ -238,7 +238,7 @@ def _only_gathers(src: P, dst: P) -> bool:
 
 
 def _may_bring(src: Placement, dst: Placement) -> bool:
-    """Whether one is half of the way from the blocks of one dim to their whole, or from summands to their blocks."""
+    """Returns whether `brought` is halfway from a dim's blocks to the whole, or from summands to blocks."""
     if src.brought and dst.brought:
         return False
     brought = set(src.brought or dst.brought)
@@ -249,7 +249,7 @@ def _may_bring(src: Placement, dst: Placement) -> bool:
 
 
 class _Trail:
-    """A route under construction: the stops and hops so far.
+    """Route under construction: the stops and hops so far.
 
     Between calls `hops[k]` leads from `stops[k]` to `stops[k + 1]`.
     """
@@ -267,14 +267,14 @@ class _Trail:
         self.stops.append(self.now.with_(**changes))
 
     def go_directly(self, dst: Placement) -> None:
-        """The direct way from here."""
+        """Adds the direct way to `dst`."""
         computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
         if computes and not is_device(self.now.memory_kind):
             self.step(Move("device"), memory_kind="device")
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
         if self.now.code is not None and self.now.code != dst.code and not sums:
             self.step(Decode(), code=None)
-        # A sum is taken in the wider dtype; other leaves travel in the narrower one.
+        # A sum is taken in the wider dtype. Other leaves travel in the narrower dtype.
         if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
             self.step(Cast(dst.dtype), dtype=dst.dtype)
         self._change_cuts(dst)
@@ -286,7 +286,7 @@ class _Trail:
             self.step(Move(dst.memory_kind), memory_kind=dst.memory_kind)
 
     def _change_cuts(self, dst: Placement) -> None:
-        """From this spec, and the sums that are still to be taken, to those of `dst`."""
+        """Changes the spec, and the sums that are still to be taken, to `dst`."""
         if self.now.brought != dst.brought:
             self._add_half_hop(dst)
         self._add_cuts(dst)
@@ -301,7 +301,7 @@ class _Trail:
             self._add_cuts(dst)
 
     def _add_half_hop(self, dst: Placement) -> None:
-        """The first or the second of two hops: of a gather across `brought` first, of a sum across the others first."""
+        """Adds the first or second of two hops: a gather crosses `brought` first, a sum the other axes."""
         now, brought = self.now, self.now.brought or dst.brought
         spec = now.spec if now.brought else dst.spec
         dim = next(d for d in range(len(spec)) if set(brought) & set(spec.dim_axes(d)))
@@ -321,7 +321,7 @@ class _Trail:
         self.step(PsumScatter(axes, dim), unreduced=left, code=None, **here)
 
     def _add_cuts(self, dst: Placement) -> None:
-        """Cuts along axes that cut nothing yet, major ones first: a slice, or the block of a sum."""
+        """Cuts along axes that cut nothing yet, major axes first: a slice, or the block of a sum."""
         for dim in range(len(dst.spec)):
             while axes := self._find_free_axes(dst, dim):
                 scatter = axes[0] in self.now.unreduced
@@ -332,7 +332,7 @@ class _Trail:
                     self.step(Slice(axes, dim), spec=spec)
 
     def _find_free_axes(self, dst: Placement, dim: int) -> tuple[str, ...]:
-        """The next axes to cut `dim` along that cut nothing now, all of them summands' or none."""
+        """Returns the next axes for cutting `dim` that cut nothing now, all with summands or none."""
         have, want = self.now.spec.dim_axes(dim), dst.spec.dim_axes(dim)
         if want[: len(have)] != have:
             return ()
@@ -345,7 +345,7 @@ class _Trail:
         return tuple(out)
 
     def _exchange_dims(self, dst: Placement) -> bool:
-        """Whether an all_to_all brings axes from the dim that they cut to the one that they are to cut."""
+        """Returns whether an all_to_all brings axes from their present dim to their new dim."""
         now = self.now.spec
         for concat_dim in range(len(now)):
             axes = _surplus_axes(now, dst.spec, concat_dim)
@@ -359,7 +359,7 @@ class _Trail:
 
 
 def _surplus_axes(now: P, dst: P, dim: int) -> tuple[str, ...]:
-    """The minor axes that cut `dim` and are not to: all behind those that both specs begin with."""
+    """Returns the minor axes that must no longer cut `dim`: all behind the common beginning of both specs."""
     have, want = now.dim_axes(dim), dst.dim_axes(dim)
     same = 0
     while same < min(len(have), len(want)) and have[same] == want[same]:
@@ -368,7 +368,7 @@ def _surplus_axes(now: P, dst: P, dim: int) -> tuple[str, ...]:
 
 
 def _drop_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """The spec without the last `len(axes)` axes of `dim`."""
+    """Returns the spec without the last `len(axes)` axes of `dim`."""
     entries = [spec.dim_axes(d) for d in range(len(spec))]
     entries[dim] = entries[dim][: len(entries[dim]) - len(axes)]
     return P(*(e or None for e in entries))
@@ -379,7 +379,7 @@ def _count_ranks(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 def _bytes_sent(hop: Psum | PsumScatter | AllGather | AllToAll, before: int, after: int, n: int) -> float:
-    """The bytes that one rank sends in a ring of `n`, where it holds `before` bytes, and `after` when it is done."""
+    """Returns the bytes that a rank sends in a ring of `n`, with blocks of `before` and then `after` bytes."""
     if isinstance(hop, Psum):
         return 2 * before * (n - 1) / n
     if isinstance(hop, PsumScatter):

@@ -1,7 +1,7 @@
 """`start_together`: one hop of several small blocks, in one message.
 
-The bytes are those of a message a block. The parts of each block have the place in the message that the block has in
-the list. So the values are those of `start`, bit for bit.
+The bytes are the same as with a message for each block. The parts of each block have the block's place in the list. So
+the values equal the results of `start`, bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from ._primitive import Call, start
 
 
 def start_together(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """`start` of each block, in one message where the call has one. The results have memory of their own.
+    """Starts the call of each block, in one message where the call has a message. Results have separate memory.
 
     Args:
         blocks: blocks of one dtype and device.
-        calls: one primitive along one line; dims and sizes may differ.
+        calls: calls of one primitive along one line. Dims and sizes may differ.
     """
     name = calls[0].name
     if len(blocks) > 1 and name == "all_gather_invariant":
@@ -30,7 +30,7 @@ def start_together(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[
 
 
 def _gather_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """Rows first, and all blocks of a leaf as long as its longest, so that all ranks send equally much."""
+    """Gathers leaves with rows first and blocks padded to the longest, so that all ranks send equally much."""
     line = calls[0].line
     rows = [x.movedim(call.dim, 0) for x, call in zip(blocks, calls, strict=True)]
     lengths = [line.lengths(call.size) for call in calls]
@@ -55,7 +55,7 @@ def _join_leaf(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> T
 
 
 def _exchange_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """Returns each rank gets its parts of all blocks, one after another."""
+    """Sends each rank its parts of all blocks, one after another."""
     line = calls[0].line
     sent = [x.split(line.lengths(call.size), call.dim) for x, call in zip(blocks, calls, strict=True)]
     arriving = [_arriving_shapes(x, call) for x, call in zip(blocks, calls, strict=True)]

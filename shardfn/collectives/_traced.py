@@ -1,7 +1,9 @@
-"""The step's communicators while it is captured: transfers become ops of the graph, and each rank agrees with itself.
+"""The step's communicators while it is captured.
 
-They replace `Channels` and `Control`, without messages: ranks compare their sequences of collectives once, after the
-capture.
+Transfers become ops of the graph, and each rank agrees only with itself.
+
+The classes replace `Channels` and `Control`, without messages: ranks compare their sequences of collectives once, after
+the capture.
 """
 
 import collections
@@ -21,7 +23,7 @@ _ops = torch.ops.shardfn
 
 
 class TracedChannel:
-    """A `Channel` with ops of the graph for transfers. Every start is followed by its wait; passes part them."""
+    """`Channel` with ops of the graph for transfers. Every start is followed by a wait. Passes separate the two."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
@@ -35,7 +37,7 @@ class TracedChannel:
     def all_gather(
         self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
     ) -> Pending[Tensor]:
-        """See `Channel.all_gather`."""
+        """Gathers blocks: see `Channel.all_gather`."""
         del idle
         flat = own.reshape(-1)
         if self.size == 1:
@@ -47,7 +49,7 @@ class TracedChannel:
         return Pending.of(into)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
-        """See `Channel.reduce_scatter`."""
+        """Sums and scatters blocks: see `Channel.reduce_scatter`."""
         del reuse
         if self.size == 1:
             return Pending.of(flat)
@@ -55,19 +57,19 @@ class TracedChannel:
         return Pending.of(out)
 
     def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `Channel.all_to_all`."""
+        """Exchanges blocks: see `Channel.all_to_all`."""
         if self.size == 1:
             return Pending.of(flat)
         out = _ops.wait(_ops.all_to_all_start.runs(flat, as_runs(sizes), self.index, self._name))
         return Pending.of(out)
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
-        """See `Channel.all_reduce`. Here the result is a new tensor."""
+        """Sums a tensor: see `Channel.all_reduce`. Here the result is a new tensor."""
         out = _ops.wait(_ops.psum_start([flat], self._name))
         return Pending.of(out)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
-        """See `Channel.send`. It is waited for where its result is taken."""
+        """Sends a tensor: see `Channel.send`. The wait is where the result is taken."""
         handle = _ops.send_start(x, to, tag, self._name)
 
         def finish_send() -> Tensor:
@@ -77,7 +79,7 @@ class TracedChannel:
         return Pending(finish_send)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """See `Channel.arrival`. It is waited for where its result is taken."""
+        """Receives a tensor: see `Channel.arrival`. The wait is where the result is taken."""
         handle = _ops.receive_start(list(like.shape), like.dtype, self._device, source, tag, self._name)
         return Pending(lambda: _ops.wait(handle))
 
@@ -100,7 +102,7 @@ class TracedChannels:
         return TracedChannel(self._mesh, axes)
 
     def relay(self, axes: tuple[str, ...]) -> TracedChannel:
-        """Returns a graph's transfers start in its order, so this is the channel that reduces."""
+        """Returns the channel that reduces: a graph's transfers start in the graph's order."""
         return TracedChannel(self._mesh, axes)
 
     def between(self, axes: tuple[str, ...]) -> TracedChannel:
@@ -112,7 +114,7 @@ class TracedChannels:
 
 
 class TracedControl:
-    """`Control` for a capture: every rank is taken to pass the same values as this one."""
+    """`Control` for a capture: every rank is taken to pass the same values as this rank."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.size
@@ -120,15 +122,15 @@ class TracedControl:
         self.calls = Calls()
 
     def exchange(self, value: int) -> list[int]:
-        """This rank's value, once for all: there may be a thousand ranks, and a thousand exchanges."""
+        """Returns this rank's value, once for all ranks: there may be a thousand ranks, and a thousand exchanges."""
         return [value]
 
     def gather(self, value: object) -> list[object]:
-        """This rank's value, for all."""
+        """Returns this rank's value for each rank."""
         return [value] * self.size
 
     def along(self, axes: tuple[str, ...]) -> "TracedControl":
-        """This control: the ranks that take part are taken to pass the same values as this one."""
+        """Returns this control: the other ranks are taken to pass the same values as this rank."""
         del axes
         return self
 
@@ -143,7 +145,7 @@ class TracedControl:
         *,
         begins: bool = False,
     ) -> Agreed:
-        """Agrees."""
+        """Agrees with itself."""
         del what, text, constant, sizes, remedy, begins
         return Agreed(True, known)
 
@@ -154,7 +156,7 @@ class TracedControl:
         """Does nothing, as no message is sent."""
 
 
-# The engine's communicators: the wire, or its replacement while the step is captured.
+# The engine's communicators: the wire, or a replacement while the step is captured.
 AnyChannel = Channel | TracedChannel
 AnyChannels = Channels | TracedChannels
 AnyControl = Control | TracedControl

@@ -1,7 +1,7 @@
-"""Notes, in a capture, the line of the user's code that calls a collective, and the collective that an op is part of.
+"""Notes, in a capture, the line of the user's code that calls a collective, and the collective of an op.
 
-A forward collective runs under the user's frame. Its transpose runs in the backward, where that frame is gone, so a
-primitive notes its line when it is applied and its transpose is recorded under the same one.
+A forward collective runs under the user's frame. The transpose runs in the backward, where the frame is gone. So a
+primitive notes the line when applied, and the transpose is recorded under the same line.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from shardfn.core import Ambient
 
 
 class Applied(NamedTuple):
-    """One application of a primitive; ops of a graph are part of one.
+    """Application of a primitive. Ops of a graph are part of an application.
 
     Attributes:
         name: name of the primitive.
-        axes: along which it is applied, in the mesh's order.
-        number: identifies the application.
-        transposes: the number of the application that it is the transpose of, or 0 for one of the program's own.
+        axes: axes of the primitive, in the mesh's order.
+        number: number of the application.
+        transposes: the number of the transposed application, or 0 for an application of the program itself.
     """
 
     name: str
@@ -54,7 +54,7 @@ def recording() -> bool:
 
 
 def applying(applied: Applied) -> AbstractContextManager[Any]:
-    """Makes ops that are recorded meanwhile part of an application."""
+    """Makes ops that are recorded in the context part of an application."""
     return _APPLIED.bound(applied)
 
 

@@ -10,12 +10,12 @@
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
 While a program is captured the sizes are written as runs, [count, size, count, size, ...], since a tracer's work on
-each of a thousand numbers takes longer than the rest. `with_sizes` puts them back as `Sizes`.
+each of a thousand numbers takes longer than the rest. `with_sizes` puts the numbers back as `Sizes`.
 
 A handle represents the value, and is in flight until `wait`. Only the value may be read. All tensors but `into` are
-flat. `axes` are mesh axes joined by commas; the bound mesh chooses the communicator, so that one graph runs on any
-wire. The inputs of a transfer must not be written before its `wait`, by which they have left. The op keeps them alive
-until then.
+flat. `axes` are mesh axes joined by commas. The bound mesh chooses the communicator, so that a graph runs on any wire.
+The inputs of a transfer must not be written before the transfer's `wait`. The op keeps the inputs alive until the
+`wait`.
 """
 
 import contextlib
@@ -44,17 +44,17 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
-# By storage of the handle: the transfers under way. The handle is kept beside its transfer, so that no other tensor can
-# get its address, the key, before `wait`. Graphs that run on other threads have maps of their own.
+# By storage of the handle: the transfers under way. The handle is kept next to the transfer, so that no other tensor
+# can get the address, the key, before `wait`. Graphs that run on other threads have separate maps.
 _IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Tensor]]]]("transfers between ranks under way", dict)
 _CHANNELS = Ambient[Any]("channels of a captured graph that runs")
 
 
 class StoppedError(Exception):
-    """A program ended at a `stop_unless`, before anything after it was run.
+    """A program ended at a `stop_unless`, before any later op was run.
 
     Attributes:
-        carried: the tensors it was given.
+        carried: the tensors passed to the op.
     """
 
     def __init__(self, carried: Sequence[Tensor]) -> None:
@@ -66,7 +66,7 @@ class StoppedError(Exception):
 def bind_channels(channels: "Channels | Any") -> Iterator[None]:
     """Binds the communicators that the ops use while a captured graph runs.
 
-    When it ends all sends have left. After an error, transfers without a `wait` are forgotten.
+    At the end of the context all sends have left. After an error, transfers without a `wait` are forgotten.
     """
     try:
         with _CHANNELS.bound(channels):
@@ -82,13 +82,13 @@ def channels_of_graph() -> Any:
 
 
 def under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
-    """Remembers a transfer by its handle."""
+    """Remembers a transfer by the handle."""
     _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = (handle, pending)
     return handle
 
 
 def ended(handle: Tensor) -> Pending[Tensor]:
-    """Returns the transfer of a handle, which is forgotten."""
+    """Returns the transfer of a handle, and forgets the handle."""
     return _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)[1]
 
 
@@ -226,7 +226,7 @@ def _(flag: Tensor, carried: Sequence[Tensor]) -> None:
     del flag, carried
 
 
-# Ops that must not be removed although their values have no user.
+# Ops that must not be removed although the values have no user.
 has_side_effect(torch.ops.shardfn.stop_unless.default)
 has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
 
@@ -237,7 +237,7 @@ def _(handle: Tensor) -> Tensor:
 
 
 def as_runs(sizes: Sequence[int]) -> list[int]:
-    """Sizes as runs.
+    """Returns sizes as runs, such as [3, 8] for [8, 8, 8].
 
     Example:
         >>> as_runs([4, 4, 4, 1])
@@ -247,7 +247,7 @@ def as_runs(sizes: Sequence[int]) -> list[int]:
 
 
 class Sizes(Sequence[int]):
-    """The sizes of the blocks of many ranks, kept as runs: one constant in copies of a graph.
+    """Sizes of the blocks of many ranks, kept as runs: a single constant in copies of a graph.
 
     Example:
         >>> sizes = Sizes((3, 4, 1, 1))

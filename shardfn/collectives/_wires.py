@@ -1,14 +1,15 @@
-"""Wires: they carry leaves that travel together along a route, in one message.
+"""Wires carry leaves that travel together along a route, in one message.
 
-A route has the hops of one leaf. Leaves of one message have equal hops, so a wire runs these once for all of them: it
-casts this rank's blocks, packs them, and sends the message over the channels of the route's hops, in the route's code.
+A route has the hops of one leaf. Leaves of one message have equal hops, so a wire runs the hops once for all leaves:
+the wire casts this rank's blocks, packs the blocks, and sends the message over the channels of the route's hops, in the
+route's code.
 
     wire          starts from                     arrives as
     GatherWire    pieces of the leaves            the wholes; after `bring`, which crosses the far axes, the second hop
     SumWire       this rank's summands, whole     this rank's rows of the sums; or its deal of sums that are wanted
                                                   whole, which `join` brings together
 
-Hops that are a rank's own, from one memory to another or into a code in which a leaf is kept, are left to the caller.
+Local hops, such as from one memory to another or into a code in which a leaf is kept, are left to the caller.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ ReduceChannel = AnyChannel | CodedReduce
 
 
 class GatherWire:
-    """Carries pieces of leaves to their wholes. Making one is collective, the first time along its axes.
+    """Carries pieces of leaves to wholes. The constructor is collective, the first time along the axes.
 
     Args:
         way: the route of each leaf.
@@ -38,11 +39,11 @@ class GatherWire:
         channel: channel of the route, from `gather_channels`.
 
     Attributes:
-        packing: the same.
-        axes: along which it gathers.
-        size: the number of ranks along them.
-        dtype: in which leaves travel, and arrive.
-        in_two: whether it gathers in two hops.
+        packing: the packing.
+        axes: axes of the gather.
+        size: the number of ranks along the axes.
+        dtype: dtype of leaves on the wire, and on arrival.
+        in_two: whether the gather has two hops.
     """
 
     def __init__(self, way: Route, packing: Packing, channel: GatherChannel) -> None:
@@ -52,17 +53,17 @@ class GatherWire:
         self.in_two = sum(isinstance(hop, AllGather) for hop in way.hops) > 1
 
     def start(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
-        """Begins to send this rank's pieces; with two hops the second one, of the result of the first."""
+        """Begins to send this rank's pieces. With two hops: the second hop, of the first hop's result."""
         message = pieces[0] if self.in_two else self._pack_pieces(pieces)
         return self._channel.all_gather(message, self.packing.sizes)
 
     def bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
-        """Begins the first of two hops: the pieces of the ranks that share this one's index along the near axes."""
+        """Begins the first of two hops: pieces of the ranks with this rank's index along the near axes."""
         assert isinstance(self._channel, TwoHops | CodedGather)
         return self._channel.bring(self._pack_pieces(pieces), self.packing.sizes)
 
     def start_into(self, pieces: Sequence[Tensor], into: Tensor | None) -> Pending[Tensor]:
-        """`start` between steps, where this thread has nothing to do but wait; into memory of the caller, or new."""
+        """Runs `start` between steps, where this thread only waits, into memory of the caller, or new."""
         assert not isinstance(self._channel, TwoHops | CodedGather)
         return self._channel.all_gather(self._pack_pieces(pieces), self.packing.sizes, into, idle=True)
 
@@ -71,20 +72,20 @@ class GatherWire:
 
 
 class SumWire:
-    """Carries gradients of leaves to their sums. Making one is collective, the first time along its axes.
+    """Carries gradients of leaves to sums. The constructor is collective, the first time along the axes.
 
-    A wire serves one step, and one transfer at a time.
+    A wire serves a single step, and a single transfer at a time.
 
     Args:
         channels: the communicators.
         way: the route of each leaf.
-        packing: the places of rows in the message, or of wholes.
+        packing: the places in the message of rows, or of wholes.
 
     Attributes:
-        packing: the same.
-        scatters: whether each rank gets its rows of the leaves, else sums are wanted whole.
+        packing: the packing.
+        scatters: whether each rank gets rows of the leaves. Else sums are wanted whole.
         size: the number of ranks along the axes of the first hop.
-        index: this rank's index among them.
+        index: index of this rank among these ranks.
         axes: the axes.
     """
 
@@ -92,13 +93,13 @@ class SumWire:
         self.packing, self.scatters = packing, way.scatters
         self._channel = channel = _reduce_channel(channels, way)
         self.axes, self.size, self.index = channel.axes, channel.size, channel.index
-        # A message whose sums will be joined in it: by then its own summands have left.
+        # A message in which sums will be joined: by then the message's summands have left.
         self._message: Tensor | None = None
         self._joins = None if self.scatters else channels.gather(self.axes)
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether gradients reach the optimizer from this rank alone, and as they are."""
+        """Returns whether gradients reach the optimizer unchanged, only from this rank."""
         return self.size == 1 and not isinstance(self._channel, CodedReduce)
 
     @property
@@ -107,31 +108,31 @@ class SumWire:
         return not self.scatters and self._channel.sums_in_one
 
     def start(self, grads: list[Tensor], *, traced: bool, joins: bool) -> Pending[Tensor]:
-        """Begins to send gradients. The list is emptied, so that each goes when the message has it.
+        """Begins to send gradients. The list is emptied, to free each gradient once it is in the message.
 
         Args:
-            grads: gradients of the leaves, in the dtype in which they travel.
+            grads: gradients of the leaves, in the dtype of the wire.
             traced: whether this is a capture.
             joins: whether `join` may follow.
 
         Returns:
-            Pending whose result is this rank's part, 1-D.
+            Pending of this rank's part, 1-D.
         """
         message = self._lay_grads(grads, traced)
         self._keep(message, joins)
         return self._channel.reduce_scatter(message, self._block_sizes(message), reuse=not self.scatters)
 
     def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
-        """`start` and `join` in one transfer. See `sums_in_one`."""
+        """Runs `start` and `join` in a single transfer. See `sums_in_one`."""
         message = self._lay_grads(grads, traced)
-        # It is summed in place; memory that another tensor shares is copied first.
+        # The message is summed in place. Memory that another tensor shares is copied first.
         return self._channel.all_reduce(message if is_sole_owner(message) else message.clone())
 
     def exchange(self, tensors: list[Tensor], *, joins: bool) -> Pending[Tensor]:
-        """Begins to send each rank its part of these tensors, which are not added up.
+        """Begins to send each rank a part of these tensors, without a sum.
 
         Returns:
-            Pending whose result has the parts that all ranks have for this one, in rank order.
+            Pending with the parts from all ranks for this rank, in rank order.
         """
         assert not isinstance(self._channel, CodedReduce)
         message = self.packing.lay(tensors)
@@ -164,7 +165,7 @@ class SumWire:
 
 
 def gather_wires(channels: AnyChannels, ways: Sequence[tuple[Route, Packing]]) -> list[GatherWire]:
-    """Returns a wire for each route and packing; routes that are one object share their channels."""
+    """Returns a wire for each route and packing. Routes that are the same object share channels."""
     made: dict[int, GatherChannel] = {}
     for way, _ in ways:
         if id(way) not in made:
@@ -183,7 +184,7 @@ def _gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
 
 
 def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
-    """Returns the channel that sums along a route, up to the rows if it leads to rows. Collective the first time."""
+    """Returns the channel that sums along a route, up to rows if these are wanted. Collective the first time."""
     scatters = [hop for hop in way.hops if isinstance(hop, PsumScatter)]
     if not scatters:
         return channels.reduce(tuple(a for hop in way.hops if isinstance(hop, Psum) for a in hop.axes))
@@ -196,8 +197,8 @@ def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
 
 
 def _travels_as(way: Route) -> torch.dtype:
-    """Returns the dtype of a leaf as its first gather begins; without a gather, as it arrives."""
-    if isinstance(way.src.code, str):  # the bytes of its codes
+    """Returns the dtype of a leaf at the start of the first gather, or without a gather on arrival."""
+    if isinstance(way.src.code, str):  # the bytes of the codes
         return torch.uint8
     pairs = zip(way.hops, way.stops, strict=False)
     return next((before.dtype for hop, before in pairs if isinstance(hop, AllGather)), way.dst.dtype)

@@ -319,7 +319,7 @@ class Draw(MetadataTensor):
     Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
     """
 
-    _draw_block: Callable[[Slices], Tensor]
+    _draw: Callable[[Slices], Tensor]
 
     @staticmethod
     def __new__(

@@ -174,7 +174,7 @@ class Mesh:
         """This rank's index on each axis.
 
         Raises:
-            ValueError: this rank is not of the mesh.
+            ValueError: this rank is not in the mesh.
         """
         self.check_member()
         assert self._coords is not None

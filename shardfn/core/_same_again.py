@@ -89,5 +89,5 @@ def _(before: Tensor, x: Tensor, name: str) -> None:
     del before, x, name
 
 
-# Its result has no use, so that dead code would be removed.
+# The result has no use, so that dead code would be removed.
 has_side_effect(torch.ops.shardfn.same_again.default)

@@ -1,9 +1,9 @@
-"""Compares the calls of ranks that wait in different ones, where no message does.
+"""Compares the calls of ranks that wait in different calls, where no message does.
 
-A call that begins with an agreement is compared by that message. A bound call sends no such message: it may wait in a
-transfer for a rank that waits in the agreement of another call. So each rank keeps a list of its calls since ranks last
-agreed, and while a call lasts a thread compares it with that of rank 0, through the job's store. A short call pays a
-fraction of a microsecond.
+A call that begins with an agreement is compared by the agreement's message. A bound call sends no message of this kind:
+the call may wait in a transfer for a rank that waits in the agreement of another call, a deadlock. So each rank keeps a
+list of calls since ranks last agreed, and while a call lasts a thread compares the list with rank 0's list, through the
+job's store. A short call pays a fraction of a microsecond.
 """
 
 import collections
@@ -22,7 +22,7 @@ _KEPT = 64
 
 
 class Calls:
-    """The calls of this rank on one control plane, since all ranks last agreed on one.
+    """Calls of this rank on a control plane, since all ranks last agreed on a call.
 
     Attributes:
         last: the last call, in words.
@@ -32,7 +32,7 @@ class Calls:
     def __init__(self) -> None:
         self.last, self.inside = "the first agreement", 0
         self._names: collections.deque[str] = collections.deque(maxlen=_KEPT)
-        # Agreements so far, the same on all ranks of a control plane, and calls since the last one.
+        # Agreements so far, the same on all ranks of a control plane, and calls since the last agreement.
         self._at = (0, 0)
 
     def begin(self, call: str) -> None:
@@ -49,7 +49,7 @@ class Calls:
 
     @property
     def at(self) -> tuple[int, int] | None:
-        """Returns the place of the call under way; None between two calls."""
+        """Returns the place of the call under way, or None between two calls."""
         return self._at if self.inside else None
 
     def as_text(self) -> str:
@@ -57,7 +57,7 @@ class Calls:
         return json.dumps([*self._at, list(self._names)])
 
     def first_difference(self, theirs: str) -> tuple[str, str] | None:
-        """Returns the first call of another rank, and of this one, at the same place and with different names.
+        """Returns the first call of another rank, and of this rank, at the same place and with different names.
 
         Example:
             >>> mine, theirs = Calls(), Calls()
@@ -78,19 +78,19 @@ class Calls:
 
 
 class Watch:
-    """Compares this rank's calls with rank 0's while one lasts, until `stop`.
+    """Watch that compares this rank's calls with rank 0's while a call lasts, until `stop`.
 
     Args:
-        calls: this rank's.
+        calls: calls of this rank.
         board: board of the control plane.
         rank: this rank.
-        report: called with rank 0's call and this rank's, where they differ; ends the control plane.
+        report: function of rank 0's call and this rank's call, called if the two differ. It ends the control plane.
     """
 
     def __init__(self, calls: Calls, board: Board, rank: int, report: Callable[[str, str], None]) -> None:
         self._calls, self._board, self._rank, self._report = calls, board, rank, report
         self._stopped = threading.Event()
-        # The call that was seen last, the time of its next comparison, and the pause after that.
+        # The call that was seen last, the time of the call's next comparison, and the next pause.
         self._seen: tuple[int, int] | None = None
         self._due, self._pause = 0.0, _FIRST
         threading.Thread(
@@ -102,7 +102,7 @@ class Watch:
         self._stopped.set()
 
     def look(self) -> None:
-        """Compares the call under way if it has lasted for a while."""
+        """Compares the call under way if the call has lasted for a while."""
         at, now = self._calls.at, time.monotonic()
         if at is None or at != self._seen:
             self._seen, self._pause, self._due = at, _FIRST, now + _FIRST
@@ -117,12 +117,12 @@ class Watch:
                 if self._calls.at == at and not self._stopped.is_set():
                     self.stop()
                     self._report(*pair)
-        except RuntimeError:  # the list has changed meanwhile, so the call is over
+        except RuntimeError:  # the list has changed, so the call is over
             pass
 
 
 def _watch_calls(watch: "weakref.ref[Watch]", stopped: threading.Event) -> None:
-    """Without holding the watch, so that it ends with its control plane."""
+    """Looks again and again, without holding the watch, so that the watch ends with the control plane."""
     while not stopped.wait(_LOOK):
         this = watch()
         if this is None:

@@ -1,10 +1,10 @@
-"""A channel: a communicator along mesh axes for the step's own asynchronous traffic, ordered apart from all other.
+"""A channel: a communicator along mesh axes for the step's asynchronous traffic, in a separate order.
 
-`all_gather` fills the blocks of a destination in place. `reduce_scatter` sums in rank order, so its bits depend neither
-on bucketing nor on timing. Ranks of one host talk through memory where that is chosen (`_memory.py`). On gloo they are
-a broadcast a block, and an all_to_all with a sum at home (its own all_gather costs three times as much and its
-reduce_scatter is an all_reduce; sends from the calling thread block on the connection while another transfer runs).
-Elsewhere the backend's native operations run.
+`all_gather` fills the blocks of a destination in place. `reduce_scatter` sums in rank order, so the bits depend neither
+on bucketing nor on timing. Ranks of one host talk through memory if memory is chosen (`_memory.py`). On gloo
+`all_gather` is a broadcast for each block, and `reduce_scatter` an all_to_all with a local sum: gloo's all_gather costs
+three times as much and gloo's reduce_scatter is an all_reduce. Sends from the calling thread block on the connection
+while another transfer runs. Elsewhere the backend's native operations run.
 """
 
 import collections
@@ -28,7 +28,7 @@ from ._traffic import record
 from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
 _Made = TypeVar("_Made")
-# The dtypes that every backend sends; others travel as bytes.
+# The dtypes that every backend sends. Other dtypes travel as bytes.
 _KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KNOWN += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
@@ -36,7 +36,10 @@ _ASYNC_ALL_TO_ALL.asyncOp = True
 
 
 class _Transport:
-    """Marks errors inside as the wire's. Not a generator: steps enter it several times for each leaf."""
+    """Context that marks errors inside as the wire's.
+
+    Not a generator: steps enter the context several times for each leaf.
+    """
 
     def __enter__(self) -> None:
         pass
@@ -61,19 +64,19 @@ def _finish_when_done(works: Sequence[dist.Work | MemoryWork], finish: Callable[
     return Pending(wait_result, lambda: all(w.is_completed() for w in works))
 
 
-# All ranks of a channel start the same transfers on it, in the same order: gloo pairs them by nothing else. Waiting is
-# local, and in any order.
+# All ranks of a channel start the same transfers on the channel, in the same order: gloo pairs transfers only by order.
+# Waiting is local, and in any order.
 class Channel:
-    """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
+    """Separate communicator along `axes` of `mesh`. The constructor is collective over the mesh.
 
-    A loss's channel over an existing `group`, which outlives it, is made without the other ranks. Its ranks find out
-    whether they share memory at its first transfer, as it may never have one.
+    A loss's channel over an existing `group`, which outlives the channel, is made without the other ranks. The ranks
+    find out at the first transfer whether they share memory, as there may never be a transfer.
 
     Attributes:
         shape: axis -> size.
         size: number of ranks along the axes.
-        index: this rank's index among them.
-        device: the mesh's.
+        index: index of this rank among these ranks.
+        device: device of the mesh.
     """
 
     def __init__(
@@ -89,12 +92,13 @@ class Channel:
         self.device = mesh.device
         # Transfers of a relay that wait for their turn to use this channel.
         self.line: collections.deque[Any] = collections.deque()
-        # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
-        # `close`.
+        # Blocks of this rank that may not have left, the oldest first, each kept alive by an entry. Empty after `flush`
+        # and `close`.
         self._sends: collections.deque[tuple[dist.Work | MemoryWork, Tensor]] = collections.deque()
         self._made = mesh.made
         self._made.watch(self._sends)
-        # The tag of the last `_exchange_blocks`. It counts calls, so it is the same on all ranks as long as `idle` is.
+        # The tag of the last `_exchange_blocks`. The tag counts calls, so the tag is the same on all ranks as long as
+        # `idle` is.
         self._tag = 0
         self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
@@ -112,7 +116,7 @@ class Channel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of memory that this rank has set aside for others to read, or 0 where the channel goes another way."""
+        """Returns the bytes of memory that this rank has set aside for other ranks, or 0 without shared memory."""
         lanes: Lanes | None = vars(self).get("_lanes")
         return 0 if lanes is None else lanes.nbytes
 
@@ -125,20 +129,20 @@ class Channel:
         settled: bool = False,
         idle: bool = False,
     ) -> Pending[Tensor]:
-        """Every rank's block, one after another: `[A] [B] => [A, B]`.
+        """[A, B]`. => Gathers every rank's block, one after another: `[A] [B] => [A, B]`. => [A, B]`.
 
         Args:
-            own: this rank's block, contiguous; may be its place in `into` itself. It is sent without a copy and must
-                not be written before `flush()`; pass a tensor outside of `into` if the destination is to be freed with
-                its user.
+            own: this rank's block, contiguous, perhaps already in place in `into`. The block is sent without a copy and
+                must not be written before `flush()`. Pass a tensor outside of `into` if the destination is to be freed
+                with its user.
             sizes: number of elements of each rank's block; the same on all ranks.
-            into: the destination, 1-D and contiguous. Default: a new one.
-            settled: whether the result also waits until `own` has left, so that it may be written.
-            idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
-                faster, but stalls while they are busy. The same on all ranks.
+            into: the destination, 1-D and contiguous. Default: a new tensor.
+            settled: whether the result also waits until `own` has left, so that `own` may be written.
+            idle: whether this thread only waits for the result: on gloo the thread then feeds the connections itself,
+                which is faster, but stalls while the connections are busy. The same on all ranks.
 
         Returns:
-            Pending whose result is the destination.
+            Pending of the destination.
         """
         out = own.new_empty(sum(sizes)) if into is None else into
         blocks: Sequence[Tensor] = out.split_with_sizes(list(sizes))
@@ -159,17 +163,17 @@ class Channel:
         return _finish_when_done([native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
-        """Sums rank r's block over all ranks, in rank order, and keeps the own one.
+        """Sums each rank's block over all ranks, in rank order, and keeps this rank's block.
 
         Args:
             flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is
                 taken.
             sizes: number of elements of each rank's block; the same on all ranks.
-            reuse: whether the result may take the place of the own block in `flat`, if no other tensor shares that
+            reuse: whether the result may take the place of this rank's block in `flat`, if no other tensor shares the
                 memory.
 
         Returns:
-            Pending whose result is the own block of the sum.
+            Pending of this rank's block of the sum.
         """
         own, start = sizes[self.index], sum(sizes[: self.index])
         record("psum_scatter", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
@@ -179,14 +183,14 @@ class Channel:
         if self._lanes is not None and flat.dtype in SUMMED:
             out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
             return self._run_in_lanes(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
-        if flat.dtype.is_floating_point and flat.dtype.itemsize == 1:  # torch has no sums of these
+        if flat.dtype.is_floating_point and flat.dtype.itemsize == 1:  # torch has no sums of these dtypes
             raise TypeError(f"sums of {flat.dtype} are not known; cast it to {torch.float16} or a wider dtype first.")
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
             return _finish_when_done([work], lambda: out)
-        # The own block need not travel through the exchange where it is the first or the last of `flat`.
+        # This rank's block need not travel through the exchange if it is the first or last block of `flat`.
         aside = self.index in (0, self.size - 1)
         send, there, back = flat, list(sizes), [own] * self.size
         if aside:
@@ -209,7 +213,7 @@ class Channel:
         return _finish_when_done([work], take_block)
 
     def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Sends rank r the r-th block, and gives the blocks that all ranks have for this one, in rank order.
+        """Sends rank r the r-th block, and returns the blocks for this rank from all ranks, in rank order.
 
         Args:
             flat: 1-D, contiguous; the blocks for all ranks. Not to be written until the result is taken.
@@ -235,7 +239,7 @@ class Channel:
         return _finish_when_done([work], functools.partial(_last_value, flat, out))
 
     def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], *, name: str) -> Pending[None]:
-        """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this one.
+        """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this rank.
 
         Args:
             parts: contiguous, of one dtype. Not to be written until the result is taken.
@@ -269,13 +273,13 @@ class Channel:
     def sums_in_one(self) -> bool:
         """Returns whether `all_reduce` may replace `reduce_scatter` and `all_gather`.
 
-        A sum of two has but one order.
+        A sum of two has only a single order.
         """
         return self._direct and self.size == 2
 
     def all_reduce(self, flat: Tensor, *, name: str = "all_reduce") -> Pending[Tensor]:
-        """Sums a flat tensor over all ranks, in place; bit-identical to the sum in rank order where `sums_in_one`."""
-        # For several ranks only: without a group, torch would take that of the whole job.
+        """Sums a flat tensor over all ranks, in place. Bit-identical to the sum in rank order if `sums_in_one`."""
+        # Only for several ranks: without a group, torch would take the group of the whole job.
         nbytes = flat.numel() * flat.element_size()
         record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
         if self._lanes is not None and flat.dtype in SUMMED:
@@ -303,7 +307,7 @@ class Channel:
         return _finish_when_done([work], lambda: flat)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
-        """To one rank, on a gloo channel, through the host: a tensor, not to be written until the result is taken."""
+        """Sends a tensor to a rank, on gloo, through the host. Do not write to it until the result is taken."""
         x = x.cpu().contiguous()
         record("send", self.axes, x.nbytes, dtype=x.dtype)
         if self._lanes is not None:
@@ -312,26 +316,26 @@ class Channel:
             return _finish_when_done([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """Receives from one rank its message of the same tag, which no other transfer under way between the two has."""
+        """Receives a rank's message of the same tag, different from all other tags under way between the two."""
         if self._lanes is not None:
             return self._run_in_lanes(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport:
             return _finish_when_done([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """`receive`, into a new tensor that looks like `like`, on the mesh's device."""
+        """Receives into a new tensor like `like`, on the mesh's device."""
         into = torch.empty(like.shape, dtype=like.dtype)
         return self.receive(into, source, tag).then(lambda x: x.to(self.device))
 
     def flush(self) -> None:
-        """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
+        """Waits until every block sent by this rank has left, so that the buffers may be written again."""
         with _transport:
             for work, _ in self._sends:
                 work.wait()
         self._sends.clear()
 
     def close(self) -> None:
-        """Ends the channel; transfers under way fail, here and on the other ranks."""
+        """Ends the channel. Transfers under way fail, here and on the other ranks."""
         self.end_memory()
         if self.group is not None and not isinstance(self.group, EndedGroup):
             if self._owns_group:
@@ -341,7 +345,7 @@ class Channel:
         self._made.unwatch(self._sends)
 
     def end_memory(self) -> None:
-        """Ends the way through memory; transfers under way there fail, here and on the other ranks."""
+        """Ends the way through memory. Transfers under way there fail, here and on the other ranks."""
         lanes: Lanes | None = vars(self).get("_lanes")
         if lanes is not None:
             lanes.close()
@@ -360,7 +364,7 @@ class Channel:
         return _finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], finish)
 
     def _check_known(self, dtype: torch.dtype) -> None:
-        """Refuses a sum that gloo would only refuse when it is waited for, as a failure of the transport."""
+        """Refuses a sum that gloo would refuse only in the wait, as a failure of the transport."""
         if self._direct and dtype not in _KNOWN and not dtype.is_complex:
             raise TypeError(f"gloo sums no {dtype}; cast it to a dtype that it knows: {', '.join(map(str, _KNOWN))}.")
 
@@ -400,6 +404,6 @@ class Channel:
 
 
 def _last_value(kept: Tensor, value: Tensor) -> Tensor:
-    """Returns the value of a transfer that keeps the tensor that it sends alive."""
+    """Returns the value of a transfer. The argument keeps the sent tensor alive."""
     del kept
     return value

@@ -1,4 +1,4 @@
-"""The channels of a mesh, of each kind one for each set of axes."""
+"""The channels of a mesh: a channel of each kind for each set of axes."""
 
 from collections.abc import Callable
 
@@ -8,21 +8,22 @@ from ._channel import Channel
 
 
 class Channels:
-    """One channel of each kind for each set of axes, so that gathers and reductions have queues of their own.
+    """Channels of each kind for each set of axes, so that gathers and reductions have separate queues.
 
-    They are made on first request, which is collective: all ranks must ask in the same order.
+    Channels are made on first request. The request is collective: all ranks must ask in the same order.
 
     Args:
         mesh: the mesh.
-        meet: waits for all ranks before groups are made, for which all are needed.
-        apart: whether the loss's channels, too, have groups of their own, which may end with them after a failure.
-            Where the backend is not gloo they have the mesh's in any case: each would cost memory on the device.
+        meet: function that waits for all ranks before groups are made, as groups need all ranks.
+        apart: whether the loss's channels, too, have separate groups, which may end with the channels after a failure.
+            With another backend than gloo the channels have the mesh's groups in any case: each group would cost memory
+            on the device.
     """
 
     def __init__(self, mesh: Mesh, meet: Callable[[], None] = lambda: None, *, apart: bool = True) -> None:
         self._mesh, self._meet = mesh, meet
         self._apart = apart and mesh.backend == "gloo" and mesh.makes_groups
-        # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
+        # In the order of the first requests, the same on all ranks: `anew` makes channels in the same order.
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
 
     def gather(self, axes: tuple[str, ...]) -> Channel:
@@ -34,7 +35,7 @@ class Channels:
         return self._get_channel("reduce", axes)
 
     def relay(self, axes: tuple[str, ...]) -> Channel:
-        """Returns the channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
+        """Returns the channel of reductions' second hops along `axes`. These start when the first hops have arrived."""
         return self._get_channel("relay", axes)
 
     def between(self, axes: tuple[str, ...]) -> Channel:
@@ -46,7 +47,7 @@ class Channels:
         return self._get_channel("loss", axes)
 
     def loss_along_each(self) -> None:
-        """Makes the loss's channel along each axis, if they have groups of their own: later not all ranks may ask."""
+        """Makes the loss's channel along each axis, if groups are separate: later not all ranks may ask."""
         for axis in self._mesh.axes(self._mesh.axis_names) if self._apart else ():
             self.loss((axis,))
 
@@ -55,32 +56,32 @@ class Channels:
         return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
 
     def flush(self) -> None:
-        """Waits until every block sent by this rank has left it."""
+        """Waits until every block sent by this rank has left."""
         for channel in self._made.values():
             channel.flush()
 
     def close(self) -> None:
-        """Ends all channels; transfers under way fail, here and on the other ranks. They cannot be used any more."""
+        """Ends all channels for good. Transfers under way fail, here and on the other ranks."""
         for channel in self._made.values():
             channel.close()
 
     def end_memory_of_loss(self) -> None:
-        """Ends the way through memory of the loss's channels, whose transfers have all been waited for."""
+        """Ends the way through memory of the loss's channels, after all transfers have been waited for."""
         for (kind, _), channel in self._made.items():
             if kind == "loss":
                 channel.end_memory()
 
     @property
     def num_made(self) -> int:
-        """Returns how many have been made. Where ranks have failed, one of them may have more than another."""
+        """Returns how many channels have been made. After a failure a rank may have more channels than another."""
         return len(self._made)
 
     def anew(self, num: int, meet: Callable[[], None] = lambda: None) -> "Channels":
         """Returns the first `num` channels, made again. Collective.
 
         Args:
-            num: the same on all ranks.
-            meet: as above.
+            num: the number of channels, the same on all ranks.
+            meet: function as above.
         """
         fresh = Channels(self._mesh, meet)
         for kind, axes in list(self._made)[:num]:

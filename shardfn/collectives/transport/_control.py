@@ -1,6 +1,7 @@
 """The control plane: small CPU messages by which ranks agree on their next call, and learn which ranks failed.
 
-An exchange is one all_reduce of three integers when ranks agree. A failing peer becomes a `RankError` that names it.
+An exchange is one all_reduce of three integers when ranks agree. A failing peer becomes a `RankError` with the peer's
+rank.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from ._notice import notice_of
 from ._presence import Presence
 from ._rounds import Kind, Rounds
 
-# Seconds to wait for others to report a failure, and in which one that waited, too, is woken and reports it.
+# Seconds to wait until other ranks report a failure, and until a waiting rank is woken and reports the failure.
 GRACE, WAKING = 3.0, 1.0
 # The number of lines of a rank's text that an error shows.
 _SHOWN = 12
@@ -34,10 +35,10 @@ _SAME_CALLS = (
 
 
 class Constant(NamedTuple):
-    """A part of the ranks' agreement that stays the same from call to call.
+    """Part of the ranks' agreement that stays the same from call to call.
 
     Attributes:
-        text: one line a fact.
+        text: text with a line for each fact.
         code: hash.
     """
 
@@ -54,9 +55,9 @@ class Agreed(NamedTuple):
     """Results of the agreement on a call.
 
     Attributes:
-        even: whether all passed the same sizes.
-        known: whether all have the results of a first call already: for equal sizes, and for unequal ones.
-        sizes: sizes of each rank, where they differ.
+        even: whether all ranks passed the same sizes.
+        known: whether all ranks already have the results of a first call: for equal sizes, and for unequal sizes.
+        sizes: sizes of each rank, if sizes differ.
     """
 
     even: bool = True
@@ -65,19 +66,21 @@ class Agreed(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Returns whether all have the results that this call needs, for the sizes that ranks passed."""
+        """Returns whether all ranks have the results that this call needs, for the passed sizes."""
         return self.known[0 if self.even else 1]
 
 
 class Control:
-    """A gloo group over the whole mesh for agreement. Making one is collective; on one rank it does nothing.
+    """Gloo group over the whole mesh for agreement.
+
+    The constructor is collective. On a single rank agreement does nothing.
 
     Attributes:
         size: the number of ranks.
         rank: this rank.
-        lost: whether a peer was lost, so that nothing can be agreed on any more.
-        wake: closes everything else at which another rank may wait for this one.
-        closing: held by the thread that ends the communicators.
+        lost: whether a peer was lost, so that no agreement is possible any more.
+        wake: function that closes everything else at which another rank may wait for this rank.
+        closing: lock of the thread that ends the communicators.
         calls: calls of this rank.
     """
 
@@ -90,7 +93,7 @@ class Control:
         self._rounds = Rounds(self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
-        # Both the rank's own thread and that of `Watch` may end the communicators.
+        # Both the rank's thread and the thread of `Watch` may end the communicators.
         self.closing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
         # Whether all ranks came to the last call on which this rank wanted to agree.
@@ -104,15 +107,15 @@ class Control:
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (60 bits and a sign), in rank order. See `Rounds.exchange`."""
+        """Returns every rank's value (60 bits and a sign), in rank order. See `Rounds.exchange`."""
         return self._rounds.exchange(value)
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's picklable value, in rank order."""
+        """Returns every rank's picklable value, in rank order."""
         return self._rounds.gather(value)
 
     def along(self, axes: tuple[str, ...]) -> Rounds:
-        """Returns the rounds of the ranks along some axes alone. The others take no part.
+        """Returns the rounds of only the ranks along some axes. Other ranks take no part.
 
         Collective over the mesh the first time. Failures of a rank still go to the whole mesh.
         """
@@ -139,18 +142,18 @@ class Control:
         *,
         begins: bool = False,
     ) -> Agreed:
-        """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
+        """Raises the same error on all ranks unless all pass the same texts. Equal texts cost a single exchange.
 
-        Ranks that differ at the beginning of a call keep their communicators: no transfer of it has begun.
+        Ranks that differ at the beginning of a call keep their communicators: no transfer of the call has begun.
 
         Args:
             what: the subject of the agreement, for the error.
-            text: one line a fact. The first line is this rank's next call.
+            text: text with a line for each fact. The first line is this rank's next call.
             constant: further facts that must be the same.
             sizes: numbers that may differ.
-            known: the results that this rank has. See `Agreed`. It may differ.
+            known: the results that this rank has. See `Agreed`. Ranks may differ.
             remedy: function from the texts of all ranks to further lines of the error.
-            begins: whether it is the first message of a call, named by `begin`.
+            begins: whether this agreement is the first message of a call, named by `begin`.
 
         Returns:
             The permitted differences between ranks.
@@ -176,8 +179,8 @@ class Control:
     ) -> Agreed:
         code = constant.code if constant else 0
         kind, limit = (Kind.CALL, self._agreement_timeout) if begins else (Kind.INNER, None)
-        # Every rank gets the same list, here and from both gathers below, so all take the same branch and no rank waits
-        # alone. `known[1]` is exchanged only if sizes differ: then the codes differ, too.
+        # Every rank gets the same list, here and from both gathers below, so all ranks take the same branch and no rank
+        # waits without the rest. `known[1]` is exchanged only if sizes differ: then the codes differ, too.
         codes = self._rounds.exchange(text_hash(f"{text}\n{code}\n{sizes}\n{known[0]}"), kind, limit)
         self._met = True
         self.calls.agreed()
@@ -210,7 +213,7 @@ class Control:
         return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
 
     def meet(self) -> None:
-        """Waits for all ranks, before they make groups: making one is a wait from which no rank can be woken.
+        """Waits for all ranks, before groups are made: making a group is a wait from which no rank can be woken.
 
         Raises:
             RankError: a rank has left the call, or does not come within `agreement_timeout`.
@@ -231,7 +234,7 @@ class Control:
             here = self._board.count(0, name)
 
     def begin(self, call: str) -> None:
-        """Records this rank's next call, for the errors of ranks that wait for it in vain."""
+        """Records this rank's next call, for the errors of ranks that wait for this rank in vain."""
         self._met = False
         self.calls.begin(call)
 
@@ -241,7 +244,7 @@ class Control:
         Ends the control plane.
         """
         error = _make_disagreement(_WHAT, calls, "")
-        # For a call around this one, whose next message fails.
+        # For an outer call, which fails at the next message.
         self._board.put(_DIFFERENCES, str(error))
         self._board.leave()
         self._board.wait_for_all(COURTESY)
@@ -256,8 +259,8 @@ class Control:
         """
         self.lost = True
         self._board.leave()
-        # Noted as having left before any connection closes: ranks that wake must not take this one for missing.
-        self.close()  # wakes those that wait for this rank in turn
+        # Noted as having left before any connection closes: ranks that wake must not take this rank for missing.
+        self.close()  # wakes the ranks that wait for this rank in turn
         self.wake()
         if differences := self._board.get(_DIFFERENCES):
             return RankError(differences)
@@ -270,15 +273,15 @@ class Control:
         return RankError("\n".join([*lines, *(f"  - {text}" for text, _ in told)]))
 
     def is_theirs(self, error: BaseException) -> bool:
-        """Returns whether an error of this rank only reports that another one failed."""
+        """Returns whether an error of this rank only reports that another rank failed."""
         if self._group is None:
             return False
         in_torch = isinstance(error, dist.DistError)
         return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._presence.gone()))
 
     def tell(self, what: str) -> None:
-        """Posts an error of this rank alone. Then gives ranks with errors of their own a moment to leave."""
-        # Posted before this rank counts as having left, so that ranks that see it gone find the reason.
+        """Posts an error of only this rank. Then gives ranks with separate errors a moment to leave."""
+        # Posted before this rank counts as having left, so that other ranks find the reason.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()
         self._board.wait_for_all(COURTESY)
@@ -288,7 +291,7 @@ class Control:
         self._board.leave()
 
     def close(self) -> None:
-        """Ends the control plane: ranks that wait for this one wake, and read its message on the board."""
+        """Ends the control plane: ranks that wait for this rank wake, and read the message on the board."""
         if self._group is None:
             return
         with self.closing:
@@ -299,13 +302,13 @@ class Control:
             self._group = EndedGroup()
 
     def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
-        """Finds the missing ranks and posts them for the others, unless another rank was quicker.
+        """Finds the missing ranks and posts their numbers, unless another rank was quicker.
 
-        Ranks that waited wake and leave at once; a rank that does not, or comes later, is the one waited for.
+        Ranks that waited wake and leave at once. A rank that does not leave, or comes later, is the missing rank.
         """
         start, came = time.monotonic(), dict[int, float]()
         while True:
-            # Local: each rank looks for itself, and two may find out the same, which `Board.read` shows once.
+            # Local: each rank looks separately, and two may find out the same fact, shown once by `Board.read`.
             told, gone, absent = self._board.read(), self._presence.gone(), self._board.absent()
             if told:
                 return told
@@ -331,7 +334,7 @@ class Control:
         return [(text, late)]
 
     def _describe_missing(self, absent: list[int]) -> str:
-        """Returns the line on ranks whose process is there: the call in which the others wait for them."""
+        """Returns the line on ranks with a living process: the call in which other ranks wait."""
         here = _name_ranks([r for r in range(self.size) if r not in absent])
         name, limit = ("timeout", self._timeout) if self._met else ("agreement_timeout", self._agreement_timeout)
         seconds = "" if limit is None else f" for {limit.total_seconds():g} s"
@@ -344,7 +347,7 @@ class Control:
         )
 
     def _cut_off(self) -> str:
-        """Returns the line for a store out of reach: only this rank's own waiting is known."""
+        """Returns the line for a store out of reach: only this rank's wait is known."""
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
             f"{_name_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store,"
@@ -353,7 +356,7 @@ class Control:
         )
 
     def _new_name(self) -> str:
-        """Returns a name that all ranks share, and that no other control plane of the store has had."""
+        """Returns a name common to all ranks, and new among the control planes of the store."""
         if self._group is None:
             return ""
         now = torch.tensor([time.time_ns() if self.rank == 0 else 0])
@@ -369,7 +372,7 @@ def text_hash(text: str) -> int:
 def _errors_of(
     control: Control,
 ) -> tuple[Callable[[BaseException], RankError], Callable[[], str], Callable[[list[str]], RankError]]:
-    """`failure`, the call and `mismatch` of a control plane, without holding it: in a cycle, closed ones live on."""
+    """Returns `failure`, the call and `mismatch` of a control plane, without a reference cycle."""
     this, calls = weakref.ref(control), control.calls
 
     def make_failure(error: BaseException) -> RankError:
@@ -384,7 +387,7 @@ def _errors_of(
 
 
 def _report_failure(control: Control | None, first: str, own: str) -> None:
-    """Ends a control plane whose ranks wait in different calls; called by a thread."""
+    """Ends a control plane with ranks that wait in different calls. Called by a thread."""
     if control is not None and not control.lost:
         texts = f"  - rank 0: {first}\n  - rank {control.rank}: {own}"
         control._board.put(_DIFFERENCES, f"ranks disagree on {_WHAT}:\n{texts}{_SAME_CALLS}")
@@ -393,14 +396,14 @@ def _report_failure(control: Control | None, first: str, own: str) -> None:
 
 
 def _make_disagreement(what: str, texts: list[str], remedy: str) -> RankError:
-    """Returns the error of ranks that differ; at different calls it adds the remedy."""
+    """Returns the error of ranks that differ, at different calls with the remedy."""
     calls = {text.partition("\n")[0] for text in texts}
     apart = len(calls) > 1 and not any(call.startswith("raised ") for call in calls)
     return RankError(f"ranks disagree on {what}:\n" + _find_differences(texts) + remedy + _SAME_CALLS * apart)
 
 
 def _say_goodbye(control: Control | None, why: str) -> None:
-    """Leaves word that a rank goes for good, in case that another one waits for it."""
+    """Leaves word that a rank goes for good, in case another rank waits."""
     if control is not None:
         control._watch.stop()
     if control is not None and not control.lost and dist.is_initialized():  # the program may have ended it itself
@@ -412,7 +415,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def _find_differences(texts: list[str]) -> str:
-    """Returns the lines that each rank has and others lack; for ranks at different calls, the calls alone."""
+    """Returns the lines that only some ranks have, or for ranks at different calls only the calls."""
     lines = [t.splitlines() or [""] for t in texts]
     if len({mine[0] for mine in lines}) > 1:  # an error has several lines
         lines = [mine if mine[0].startswith("raised ") else mine[:1] for mine in lines]
@@ -421,7 +424,7 @@ def _find_differences(texts: list[str]) -> str:
     out = []
     for rank, mine in enumerate(lines):
         own = [line for line in mine if line not in same]
-        # An optimizer that is built otherwise has most facts of the other's, at other places.
+        # An optimizer that is built otherwise has mostly equal facts, at other places.
         apart = [line for line in own if not all(_strip_path(line) in theirs for theirs in facts)]
         once: dict[Any, str] = {}
         for line in apart or own:
@@ -433,6 +436,6 @@ def _find_differences(texts: list[str]) -> str:
 
 
 def _strip_path(line: str) -> tuple[str, str]:
-    """Returns a line without the path that leads to its name."""
+    """Returns a line's name, without the path, and the value."""
     path, equals, value = line.partition(" = ") if " = " in line else line.partition(": ")
     return (path.rpartition(".")[2], value) if equals else (line, "")

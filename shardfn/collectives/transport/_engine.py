@@ -15,10 +15,10 @@ _NUMBERS = ("segment_bytes", "op_state", "op_wait", "why")
 
 
 class Engine:
-    """The functions of `_memory.cpp`, and the thread that drives all lanes of this process. Never ended.
+    """Functions of `_memory.cpp`, and the thread that drives all lanes of this process. Never ended.
 
     Attributes:
-        bell: the number of the pipe into which others write to wake it.
+        bell: the number of the pipe that wakes the thread when another process writes.
 
     Raises:
         NotSharedError: the library cannot be built, no more files may be open, or no thread can be started.
@@ -30,7 +30,7 @@ class Engine:
             raise NotSharedError(f"its C++ part cannot be built: {built}")
         self._library = built
         try:
-            # The thread sleeps until another rank, or its own program, writes a byte.
+            # The thread sleeps until another rank, or this program, writes a byte.
             reading, self.bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise NotSharedError(f"this process cannot make the pipe that wakes it: {error.strerror}") from error
@@ -51,7 +51,7 @@ class Engine:
 
 
 class Address(int):
-    """A memory address, passed to the engine as a pointer."""
+    """Memory address, passed to the engine as a pointer."""
 
 
 def addresses(of: "list[int]") -> Any:
@@ -65,7 +65,7 @@ def numbers(of: "list[int]") -> Any:
 
 
 def engine() -> Engine:
-    """Returns the engine of this process. A fork makes another, as threads do not survive it.
+    """Returns the engine of this process. A fork makes another engine, as threads do not survive a fork.
 
     Raises:
         NotSharedError: as `Engine`.

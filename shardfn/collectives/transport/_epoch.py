@@ -1,8 +1,8 @@
-"""The beginning of an epoch: all ranks of a mesh meet at the job's store before they make communicators.
+"""The beginning of an epoch: all ranks of a mesh meet at the job's store before communicators are made.
 
-An epoch is the life of a mesh's communicators. It ends on every rank with the first error between ranks, and the next
-call of each rank begins the next one, whose number is one more. Groups are made only when all ranks have come: a rank
-that waits in vain has made none, and the ranks' counts of groups stay the same.
+An epoch is the life of a mesh's communicators. An epoch ends on every rank with the first error between ranks, and the
+next call of each rank begins the next epoch, with the next number. Groups are made only when all ranks have come: a
+rank that waits in vain has made no group, and the ranks' counts of groups stay the same.
 """
 
 import time
@@ -18,10 +18,10 @@ _FIRST, _LONGEST = 0.001, 0.05
 
 
 def absent_from(mesh: Mesh, epoch: int) -> list[int]:
-    """Waits for all ranks of a mesh to begin an epoch; gives the ranks that have not come within `agreement_timeout`.
+    """Waits for all ranks to begin an epoch. Returns the ranks that have not come within `agreement_timeout`.
 
-    Ranks meet in rounds. A rank that gives up ends its round for all, unless the last rank has come first. The others
-    go on to the next round.
+    Ranks meet in rounds. A rank that gives up ends the round for all ranks, unless the last rank has come first. The
+    other ranks go on to the next round.
     """
     if mesh.size == 1 or dist.get_backend() == "fake":
         return []
@@ -40,9 +40,9 @@ _OUTCOME, _GO, _VOID = "outcome", "go", "void"
 
 
 def _meet_round(board: Board, size: int, deadline: float) -> str:
-    """Returns the outcome of a round, which the last rank to come decides, or the first to give up.
+    """Returns the outcome of a round, decided by the last rank to come, or the first to give up.
 
-    All ranks have the same.
+    All ranks have the same outcome.
     """
     board.leave()
     try:

@@ -1,4 +1,4 @@
-"""The channels of the collectives that a loss calls: those of the mesh's steps, or ones on its own groups."""
+"""The channels of the collectives that a loss calls: channels of the mesh's steps, or on the mesh's groups."""
 
 from shardfn.core import Mesh, PerMesh
 
@@ -9,9 +9,9 @@ LOSS_CHANNELS: PerMesh[Channels] = PerMesh()
 
 
 def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
-    """Returns the channel of the collectives that a loss calls: that of the mesh's steps, if it has made any.
+    """Returns the channel of the collectives that a loss calls, from the mesh's steps, if there is a channel.
 
-    Else one on the mesh's group along `axes`, whose first transfer is collective over the ranks along them.
+    Else a channel on the mesh's group along `axes`: the first transfer is collective over the ranks along these axes.
     """
     channels = LOSS_CHANNELS.get(mesh)
     if channels is None:
@@ -21,7 +21,7 @@ def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
 
 
 def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
-    """Lets the collectives of a loss go by a step's channels, in place of those on the mesh's own groups."""
+    """Lets the collectives of a loss use a step's channels, in place of channels on the mesh's groups."""
     before = LOSS_CHANNELS.get(mesh)
     if before is not None and before is not channels:
         before.close()
@@ -30,6 +30,6 @@ def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
 
 
 def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
-    """Lets the collectives of a loss go by the mesh's own groups again, as these channels have ended."""
+    """Lets the collectives of a loss use the mesh's groups again, as these channels have ended."""
     if LOSS_CHANNELS.get(mesh) is channels:
         del mesh.resources[LOSS_CHANNELS]

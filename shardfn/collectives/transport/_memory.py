@@ -1,9 +1,9 @@
-"""Transfers through memory between ranks of one host: rings that each rank writes in its own segment and others read.
+"""Transfers through memory between ranks of one host: rings that each rank writes in a segment and other ranks read.
 
-A transfer is blocks in lanes (`_lanes.h`): each rank writes its blocks into lanes of its segment and counts the bytes.
-The others copy or sum from there, and count the bytes that they have read. A thread that starts or awaits a transfer
-moves all bytes that it can, and so does one thread a process, which sleeps until a peer rings a pipe. The proof that
-this cannot deadlock is in docs/design/0020-shared-memory.md.
+A transfer is blocks in lanes (`_lanes.h`): each rank writes blocks into lanes of a segment and counts the bytes. Other
+ranks copy or sum from there, and count the bytes read. A thread that starts or awaits a transfer moves as many bytes as
+possible. So does a single thread of each process, which sleeps until a peer rings a pipe. The proof that there is no
+deadlock is in docs/design/0020-shared-memory.md.
 """
 
 import collections
@@ -23,7 +23,7 @@ from ._engine import Address, Engine, addresses, engine, numbers
 from ._failure import TransportError
 from ._segment import NotSharedError, Offer, Reader, Segment
 
-# Bytes of a channel's rings on each rank, together. Each rank's are cut into one ring per rank.
+# Bytes of a channel's rings on each rank, together. Each rank's bytes are cut into a ring per rank.
 RINGS = 8 << 20
 _LEAST_RING = 1 << 19
 MOST_RANKS = 256
@@ -51,11 +51,11 @@ Blocks = Sequence[Tensor]
 
 
 class LanesOffer(NamedTuple):
-    """The data by which other ranks read a rank's lanes, and ring.
+    """Data by which other ranks read a rank's lanes, and ring.
 
     Attributes:
-        segment: where they are.
-        bell: the number, among its open files, of the pipe that wakes it.
+        segment: segment of the lanes.
+        bell: the number, among the rank's open files, of the pipe that wakes the rank.
     """
 
     segment: Offer
@@ -63,19 +63,19 @@ class LanesOffer(NamedTuple):
 
 
 class Lanes:
-    """One rank's end of a channel through memory. It is made in two steps, between which ranks exchange their offers.
+    """A rank's end of a channel through memory, made in two steps. Between these, ranks exchange offers.
 
     All ranks start the same transfers in the same order, but for messages with tags. Tensors are contiguous, and on the
     CPU.
 
     Args:
         size: the number of ranks.
-        index: this one's.
+        index: index of this rank.
         timeout: seconds that a wait may take. None means no limit.
         ring: bytes of a ring, a multiple of 4096. The default is for a step's transfers.
 
     Attributes:
-        offer: the data that the others need.
+        offer: the data for other ranks.
         nbytes: bytes of the segment.
 
     Raises:
@@ -93,15 +93,15 @@ class Lanes:
         self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
         self._ends = _Holdings(self._engine, self.nbytes)
         self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
-        # Not at exit: blocks that are not read yet still are, as long as the segment exists.
+        # Not at exit: blocks that are not read yet can be read as long as the segment exists.
         self._closing = weakref.finalize(self, self._ends.close)
         self._closing.atexit = False
 
     def open(self, offers: Sequence[LanesOffer]) -> None:
-        """Opens the lanes of the others.
+        """Opens the lanes of the other ranks.
 
         Raises:
-            NotSharedError: one of them cannot be read, or rung.
+            NotSharedError: the lanes of a rank cannot be read, or rung.
         """
         bases, bells, pidfds = ([0] * self.size for _ in range(3))
         for rank, offer in enumerate(offers):
@@ -116,37 +116,37 @@ class Lanes:
         self._ends.channel = Address(made)
 
     def close(self) -> None:
-        """Ends the channel; transfers under way fail, here and on the other ranks."""
+        """Ends the channel. Transfers under way fail, here and on the other ranks."""
         self._closing()
 
     def all_gather(self, own: Tensor, blocks: Blocks) -> "LaneOp":
-        """Sends a block to all, and takes theirs."""
+        """Sends a block to all ranks, and receives a block from each rank."""
         return self._start((own, *blocks), to_all=own, alls=blocks)
 
     def all_to_all(self, parts: Blocks, into: Blocks) -> "LaneOp":
-        """Sends each rank its part, and takes theirs. The own one is copied."""
+        """Sends each rank a part, and receives a part from each rank. This rank's part is copied."""
         into[self.index].copy_(parts[self.index])
         return self._start((*parts, *into), out=parts, come=into)
 
     def reduce_scatter(self, parts: Blocks, out: Tensor) -> "LaneOp":
-        """Sends each rank its part, and sums the own ones, of a dtype in `SUMMED`, in the order of ranks."""
+        """Sends each rank a part, and sums the parts for this rank, in the order of ranks. Dtypes: `SUMMED`."""
         return self._start((*parts, out), out=parts, sums=out)
 
     def all_reduce(self, parts: Blocks) -> "LaneOp":
-        """Sums parts, of a dtype in `SUMMED`, in place: each rank sums its own part, which goes to all meanwhile."""
+        """Sums parts, of a dtype in `SUMMED`, in place: each rank sums a part and sends the sum to all ranks."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
     def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
-        """Returns a message to or from one rank, where the other end has the same tag."""
+        """Returns a message to or from a rank, with the same tag at the other end."""
         self._check_open()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
     def wait(self, entry: "LaneOp", asked: int, timeout: float | None = None) -> None:
-        """Waits until a transfer has come (IN), or left (OUT), or both; `timeout`: seconds, None = the channel's.
+        """Waits until a transfer has come (IN), left (OUT), or both, for `timeout` seconds (None: the channel's).
 
         Raises:
-            TransportError: it failed, or took too long.
+            TransportError: the transfer failed, or took too long.
         """
         start, limit = time.monotonic(), self._timeout if timeout is None else timeout
         while (state := entry.wait(self._engine, asked)) == 0:
@@ -158,11 +158,11 @@ class Lanes:
             raise TransportError(self.why())
 
     def state(self, entry: "LaneOp", asked: int) -> int:
-        """1: the events asked for have happened, 0: not yet, -1: it failed."""
+        """Returns 1 if the events asked for have happened, 0 if not yet, -1 if the transfer failed."""
         return entry.state(self._engine, asked)
 
     def why(self) -> str:
-        """Returns the cause of a failure, or, while waiting, the ranks of the channel that are waited for."""
+        """Returns the cause of a failure, or, while waiting, the ranks that have not come."""
         if self._ends.channel is None:
             return "this communicator has ended"
         text = ctypes.create_string_buffer(4096)
@@ -191,12 +191,12 @@ class Lanes:
         entries = self._ends.entries
         while entries and entries[0].ended(self._engine):
             entries.popleft()
-        # Before it starts: an interrupt from the keyboard must not free memory that is written then.
+        # Before the start: an interrupt from the keyboard must not free memory that is being written.
         entry = LaneOp(kept)
         entries.append(entry)
         op: int | None = self._engine.call(name, self._ends.channel, *args)
         if op is None:
-            with contextlib.suppress(ValueError):  # the channel has been closed meanwhile
+            with contextlib.suppress(ValueError):  # the channel has been closed since
                 entries.remove(entry)
             raise TransportError(self.why())
         entry.op = Address(op)
@@ -208,10 +208,10 @@ class Lanes:
 
 
 class LaneOp:
-    """A transfer under way. It keeps its tensors alive until the engine no longer touches them.
+    """Transfer under way. Tensors are kept alive until the engine no longer touches their memory.
 
     Attributes:
-        op: the engine's, or None before it has started, and once its memory is no longer touched.
+        op: number in the engine, or None before the start, and once the memory is no longer touched.
     """
 
     def __init__(self, kept: Blocks) -> None:
@@ -220,11 +220,11 @@ class LaneOp:
         self._state, self._waiting = 0, 0
 
     def state(self, made: Engine, asked: int) -> int:
-        """1: the events asked for have happened, 0: not yet, -1: it failed."""
+        """Returns 1 if the events asked for have happened, 0 if not yet, -1 if the transfer failed."""
         return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
     def wait(self, made: Engine, asked: int) -> int:
-        """Returns the state, after a while at most."""
+        """Returns the state, after a short wait at most."""
         if self.op is None:
             return self._state
         self._waiting += 1
@@ -235,7 +235,7 @@ class LaneOp:
             self.ended(made)
 
     def ended(self, made: Engine) -> bool:
-        """Returns whether nothing touches its memory any more. Then lets go of it."""
+        """Returns whether nothing touches the memory any more. Then lets go of the memory."""
         state = self.state(made, IN | OUT)
         if state and self.op is not None and not self._waiting:
             self._state, op, self.op, self._kept = state, self.op, None, ()
@@ -244,7 +244,7 @@ class LaneOp:
 
 
 class _Holdings:
-    """System resources of a channel, in an object of their own, so that they can be freed when the channel is gone."""
+    """System resources of a channel, in a separate object, so that these can be freed when the channel is gone."""
 
     def __init__(self, made: Engine, nbytes: int) -> None:
         try:
@@ -252,8 +252,8 @@ class _Holdings:
         except (OSError, OverflowError, ValueError) as error:
             raise NotSharedError(f"this process cannot make {nbytes} bytes to share: {error}") from error
         self._engine, self._process = made, os.getpid()
-        # The thread reads mapped memory until it is stopped, which the end of the interpreter does not do: until
-        # `close` this must not be collected.
+        # The thread reads mapped memory until `close`, not only until the interpreter ends: until `close` the object
+        # must not be collected.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._views = [np.frombuffer(self.segment.view, np.uint8)]
         self._readers: list[Reader] = []
@@ -263,15 +263,15 @@ class _Holdings:
         self.entries: collections.deque[LaneOp] = collections.deque()
 
     def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
-        """Returns another rank's address of its segment, the pipe that wakes it, and the descriptor of its end."""
+        """Returns the address of another rank's segment, the pipe that wakes the rank, and the rank's descriptor."""
         pid = offer.segment.pid
         path = f"/proc/{pid}/fd/{offer.bell}"
         try:
-            # First the process: files that are then opened under its number are its own.
+            # First the process: files that are then opened under the number belong to this process.
             self._fds.append(os.pidfd_open(pid))
             reader = Reader(offer.segment)
             self._readers.append(reader)
-            # For both ends, so that writing is no signal when the other has gone.
+            # For both ends, so that writing is no signal when the other end has gone.
             self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
             raise NotSharedError(f"process {pid} cannot be watched or rung ({path}): {error.strerror}") from error
@@ -299,7 +299,7 @@ class _Holdings:
 
 
 def _address_arrays(blocks: Blocks | None) -> tuple[Any, Any]:
-    """Bytes and addresses of each block."""
+    """Returns the bytes and addresses of each block."""
     if blocks is None:
         return None, None
     return numbers([x.numel() * x.element_size() for x in blocks]), addresses([x.data_ptr() for x in blocks])

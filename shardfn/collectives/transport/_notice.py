@@ -1,4 +1,7 @@
-"""`Notice`: a number that any rank may raise, and that all come to know in the same round. It rides on agreements."""
+"""`Notice`: a number that any rank may raise, and that all ranks learn in the same round.
+
+A notice rides on agreements.
+"""
 
 import dataclasses
 
@@ -7,14 +10,15 @@ from shardfn.core import Mesh, PerMesh
 
 @dataclasses.dataclass
 class Notice:
-    """A number that the ranks of a mesh exchange without a message of its own.
+    """Number that the ranks of a mesh exchange without a separate message.
 
-    Each exchange of the mesh's control plane carries it, so all ranks that have come to the same call have the same
-    one.
+    Each exchange of the mesh's control plane carries the number, so all ranks that have come to the same call have the
+    same number.
 
     Attributes:
-        mine: this rank's number; may be set at any time, from a signal's handler too. The greatest counts.
-        told: the greatest of all ranks, as of the last exchange; it never falls.
+        mine: number of this rank. May be set at any time, for example from a signal's handler. The greatest number
+            counts.
+        told: the greatest number of all ranks, as of the last exchange, which never falls.
     """
 
     mine: int = 0
@@ -25,7 +29,7 @@ _NOTICE: PerMesh[Notice] = PerMesh()
 
 
 def notice_of(mesh: Mesh) -> Notice:
-    """Returns the notice of a mesh. It outlives communicators that are made anew after a failure.
+    """Returns the notice of a mesh. The notice outlives communicators, which are made again after a failure.
 
     Example:
         >>> from shardfn.core import make_mesh

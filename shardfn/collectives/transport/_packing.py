@@ -7,7 +7,7 @@
     the message        [ a[:2]  b[:, :2]  a[2:]  b[:, 2:] ]        rank by rank, and in it leaf by leaf
 
 A gather sends pieces and takes wholes out of the message. A reduction lays wholes out as a message, and each rank gets
-its pieces of it. Both layouts are defined only here; callers send the message.
+its pieces. Both layouts are defined only here; callers send the message.
 """
 
 import dataclasses
@@ -25,12 +25,13 @@ from shardfn.core import chunk_bounds
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """How a tensor is cut into a piece for each rank: along one dim, or not at all.
+    """Cut of a tensor into a piece for each rank: along one dim, or not at all.
 
     Attributes:
         whole: the shape of the tensor.
-        dim: the dim that is cut, or None if it is not.
-        bounds: along `dim`, start and stop of each rank's rows. They follow on each other.
+        dim: the dim that is cut, or None for an uncut tensor.
+        bounds: along `dim`, start and stop of each rank's rows, without gaps, for example (0, 3), (3, 6), (6, 7) for 7
+            rows.
     """
 
     whole: torch.Size
@@ -38,7 +39,7 @@ class Cuts:
     bounds: tuple[tuple[int, int], ...] = ()
 
     def of(self, x: Tensor, rank: int) -> Tensor:
-        """One rank's piece of the tensor, as a view. The tensor where it is not cut."""
+        """Returns a rank's piece of the tensor, as a view, or an uncut tensor itself."""
         if self.dim is None:
             return x
         lo, hi = self.bounds[rank]
@@ -46,7 +47,7 @@ class Cuts:
 
     @functools.cached_property
     def shapes(self) -> list[torch.Size]:
-        """Returns the shape of each rank's piece. That of the whole alone where it is not cut."""
+        """Returns the shape of each rank's piece, or only the shape of an uncut whole."""
         return [self.whole] if self.dim is None else _piece_shapes(self.whole, self.dim, self.bounds)
 
     @functools.cached_property
@@ -56,14 +57,14 @@ class Cuts:
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """Returns the number of rows, along `dim`, of each rank's piece, or 1 if it is not cut."""
+        """Returns the number of rows, along `dim`, of each rank's piece, or 1 for an uncut tensor."""
         return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
-        """Returns the part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
+        """Returns a run of ranks' part of the tensor, rank by rank: a view [ranks, *shape of a piece]."""
         grid, order, first, num = self._cached_grids.get(run[:2]) or self._make_grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
-        # Views of one dim as two: they need no copy, for any strides.
+        # Views of one dim as two: no copy is needed, for any strides.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     @functools.cached_property
@@ -72,7 +73,7 @@ class Cuts:
         return {}
 
     def _make_grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """For `by_rank`: the dims with the cut one as two, their order with ranks first, where rows begin, how many."""
+        """Returns, for `by_rank`, the dims with the cut dim as two, their order, and first and number of rows."""
         assert self.dim is not None
         lo, hi = self.bounds[first]
         whole, dim = self.whole, self.dim
@@ -88,7 +89,7 @@ class Cuts:
 
 
 class Stretch(NamedTuple):
-    """Neighbouring ranks whose pieces have the same shapes: there are few runs for any number of ranks.
+    """Neighbouring ranks with pieces of the same shapes: there are few runs for any number of ranks.
 
     Attributes:
         first: the first rank.
@@ -102,7 +103,7 @@ class Stretch(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where a piece lies in a rank's part of a message: its shape, its strides, where it begins."""
+    """Place of a piece in a rank's part of a message: shape, strides and first element."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -110,10 +111,10 @@ class Spot(NamedTuple):
 
 
 class Packing:
-    """Leaves that travel in one message. A value: it holds no tensor.
+    """Packing of leaves into one message. A value, without tensors.
 
     Args:
-        leaves: the cuts of each leaf; all among the same ranks, or all uncut.
+        leaves: the cuts of each leaf, all among the same ranks, or all uncut.
 
     Example:
         >>> a = Cuts(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
@@ -132,7 +133,7 @@ class Packing:
 
     @property
     def cut(self) -> bool:
-        """Returns whether each rank has pieces, not the wholes."""
+        """Returns whether each rank has pieces, not wholes."""
         return self.leaves[0].dim is not None
 
     @functools.cached_property
@@ -143,9 +144,9 @@ class Packing:
 
     @functools.cached_property
     def runs(self) -> list[Stretch]:
-        """Returns the ranks, as runs. Those that hold nothing are left out."""
+        """Returns the ranks, as runs, without ranks that hold nothing."""
         runs, first = [], 0
-        # Not by sizes: the pieces of a leaf without elements have equal ones, and may yet differ in shape.
+        # Not by sizes: the pieces of a leaf without elements have equal sizes, and may yet differ in shape.
         for _, same in itertools.groupby(zip(*(leaf.rows for leaf in self.leaves), strict=True)):
             count = len(list(same))
             sizes = tuple(leaf.sizes[first] for leaf in self.leaves)
@@ -155,17 +156,17 @@ class Packing:
         return runs
 
     def shapes(self, rank: int) -> list[torch.Size]:
-        """Returns the shapes of one rank's pieces."""
+        """Returns the shapes of a rank's pieces."""
         return [leaf.shapes[rank] if leaf.dim is not None else leaf.whole for leaf in self.leaves]
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the message, contiguous. A single piece keeps its shape, and is not copied."""
+        """Returns this rank's part of the message, contiguous. A single piece keeps the shape, without a copy."""
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Returns the wholes, made of the pieces of all ranks.
 
-        For a single leaf cut along dim 0, the message itself.
+        For a single leaf cut along dim 0 the result is the message itself.
         """
         first = self.leaves[0]
         if len(self.leaves) == 1 and first.dim in (None, 0):
@@ -181,13 +182,13 @@ class Packing:
         return wholes
 
     def unpack_into(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
-        """Writes the pieces of all ranks to their places."""
+        """Writes the pieces of all ranks to their places in the wholes."""
         for run, pieces in self._split_by_run(message):
             for leaf, whole, piece in zip(self.leaves, wholes, pieces, strict=True):
                 leaf.by_rank(whole, run).copy_(piece)
 
     def put(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
-        """`unpack_into`, in few ops: for tensors that neither autograd nor a capture sees."""
+        """Runs `unpack_into`, in few ops: for tensors that neither autograd nor a capture sees."""
         if not self._is_grid or not all([x.is_contiguous() for x in wholes]):
             self.unpack_into(message, wholes)
             return
@@ -196,7 +197,7 @@ class Packing:
         torch._foreach_copy_([x.view(num, -1) for x in wholes], list(columns))
 
     def split(self, own: Tensor, rank: int) -> list[Tensor]:
-        """One rank's pieces, as views of its part of a message, which is contiguous: by one op each."""
+        """Returns a rank's pieces, as views of the rank's contiguous part of a message: by one op each."""
         start = own.storage_offset()
         return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._find_places(rank)]
 
@@ -217,14 +218,14 @@ class Packing:
 
     @functools.cached_property
     def _is_grid(self) -> bool:
-        """Returns whether all leaves are cut along dim 0, into pieces of one size each."""
+        """Returns whether all leaves are cut along dim 0, into pieces of equal size."""
         alike = len(self.runs) == 1 and self.runs[0].num == len(self.sizes)
         return alike and all(leaf.dim == 0 and leaf.sizes[0] for leaf in self.leaves)
 
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Wholes as a message, 1-D. A single one that is contiguous, and cut along dim 0 or not at all, is not copied.
+        """Returns wholes as a message, 1-D. A single contiguous whole, cut along dim 0 or uncut, is not copied.
 
-        The result is a view of its own in any case, as `is_sole_owner` counts on.
+        The result is a separate view in any case, as `is_sole_owner` requires.
         """
         first = self.leaves[0]
         if len(wholes) == 1 and first.dim in (None, 0):
@@ -236,10 +237,10 @@ class Packing:
         return grids[0] if len(grids) == 1 else torch.cat(grids or [wholes[0].new_empty(0)])
 
     def laid(self, wholes: Sequence[Tensor]) -> Tensor:
-        """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
+        """Lays wholes out with one write an element: for tensors that neither autograd nor a capture sees."""
         if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
             return self.lay(wholes)
-        # By `cat`, which makes no view of a place. Tensors that it would have to copy first are copied to their places
+        # By `cat`, which makes no view of a place. Tensors that `cat` would copy first are copied to the places
         # instead.
         as_they_are = all([x.is_contiguous() for x in wholes])
         if not self.cut:
@@ -257,7 +258,7 @@ class Packing:
         return out
 
     def _split_by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
-        """For each run, each leaf's pieces [ranks, *shape of a piece]."""
+        """Yields, for each run, each leaf's pieces [ranks, *shape of a piece]."""
         begin = 0
         for run in self.runs:
             width = sum(run.sizes)
@@ -269,14 +270,14 @@ class Packing:
 
 
 class EvenPacking(Packing):
-    """The same, with the pieces of all ranks padded to those of the first, which has the most.
+    """Packing with the pieces of all ranks padded to the first rank's pieces, which are the largest.
 
-    Its messages have the shape that the differentiable collectives take, [ranks, elements of a rank]. It does not write
-    in place, and no size depends on the rank, so it passes through `vmap`.
+    Messages have the shape for the differentiable collectives, [ranks, elements of a rank]. Nothing is written in
+    place, and no size depends on the rank, so a packing passes through `vmap`.
     """
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the message, 1-D."""
+        """Returns this rank's part of the message, 1-D."""
         return torch.cat([_pad_piece(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
@@ -290,7 +291,7 @@ class EvenPacking(Packing):
         ]
 
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Wholes as a message, [ranks, elements of a rank]."""
+        """Returns wholes as a message, [ranks, elements of a rank]."""
 
         def rows(leaf: Cuts, whole: Tensor) -> Tensor:
             return torch.stack([_pad_piece(leaf, x).reshape(-1) for x in whole.split(leaf.rows, leaf.dim or 0)])
@@ -298,13 +299,13 @@ class EvenPacking(Packing):
         return torch.cat([rows(leaf, x) for leaf, x in zip(self.leaves, wholes, strict=True)], 1)
 
     def split(self, own: Tensor, rank: int) -> list[Tensor]:
-        """One rank's pieces of its part of a message."""
+        """Returns a rank's pieces from the rank's part of a message."""
         columns = own.reshape(-1).split([_padded_size(leaf) for leaf in self.leaves])
         return [_trim_piece(leaf, x, rank) for leaf, x in zip(self.leaves, columns, strict=True)]
 
 
 def dealt(total: int, size: int) -> list[int]:
-    """Returns the number of elements that each of `size` ranks sums up of a message that is wanted whole."""
+    """Returns how many elements each of `size` ranks sums of a message that is wanted whole."""
     return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]
 
 
@@ -313,7 +314,7 @@ def _piece_shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ..
     return [torch.Size((*whole[:dim], hi - lo, *whole[dim + 1 :])) for lo, hi in bounds]
 
 
-# Rows of a leaf with the dim first that is cut, padded to those of the first rank.
+# Rows of a leaf with the cut dim first, padded to the first rank's rows.
 
 
 def _row_shape(leaf: Cuts) -> tuple[int, ...]:

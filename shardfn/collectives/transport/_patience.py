@@ -1,4 +1,4 @@
-"""Warns while a rank waits for others that may never come, as when only one rank makes a call that all must make."""
+"""Warns while a rank waits for ranks that may never come, such as when a single rank makes a collective call."""
 
 import contextlib
 import logging
@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator
 
 _LOG = logging.getLogger("shardfn.collectives")
-# Seconds of waiting before the warning; calls that all ranks make at once take less.
+# Seconds of waiting before the warning. Calls that all ranks make at once take less.
 SECONDS = 30.0
 
 
 @contextlib.contextmanager
 def naming_the_wait(what: str) -> Iterator[None]:
-    """Logs a warning if the block takes long: `what` names the waiting rank and what it waits for."""
+    """Logs a warning if the block takes long: `what` names the waiting rank and the awaited event."""
     timer = threading.Timer(SECONDS, _LOG.warning, [f"{what}, and has waited for {SECONDS:g} s."])
     timer.daemon = True
     timer.start()

@@ -1,8 +1,8 @@
-"""Rounds: small CPU messages in which each rank of a group sends a value and receives those of all.
+"""Rounds: small CPU messages in which each rank of a group sends a value and receives all ranks' values.
 
-They go by gloo until the ranks have agreed on their channel (`share`); from then on exchanges among ranks of one host
-go through memory. Every round begins with the same message, in which each rank names its kind of round. So ranks at
-different places of a program all detect it in that message.
+Rounds go by gloo until the ranks have agreed on their channel (`share`). From then on exchanges among ranks of one host
+go through memory. Every round begins with the same message, in which each rank names the kind of round. So ranks at
+different places of a program all detect the difference in this message.
 """
 
 import datetime
@@ -24,16 +24,16 @@ from ._sharing import shared_lanes
 
 # Bytes of a ring of exchanges, each two cache lines.
 _RING = 4096
-# The bits of a value, which is sent as a number from 0 on. Those above them are the kind of the round.
+# The bits of a value, which is sent as a number from 0 on. The bits above are the kind of the round.
 _BITS = 61
 _MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
 
 
 class Kind(enum.IntEnum):
-    """The kinds of rounds.
+    """Kinds of rounds.
 
-    EXCHANGE: of a number, within a call. GATHER: of an object, within a call. INNER: an agreement within a call.
-    CALL: the agreement at the beginning of a call.
+    EXCHANGE: exchange of a number, within a call. GATHER: gather of an object, within a call. INNER: agreement within a
+    call. CALL: agreement at the beginning of a call.
     """
 
     EXCHANGE = 0
@@ -43,16 +43,15 @@ class Kind(enum.IntEnum):
 
 
 class Rounds:
-    """The rounds of the ranks of one gloo group. All of them take part in each, in the same order.
+    """Rounds of the ranks of a gloo group. All ranks take part in each round, in the same order.
 
     Args:
         group: the group, or None for one rank.
         rank: this rank's name in errors.
         failure: function from the error of a round to the error to raise.
         call: this rank's call, in words.
-        mismatch: function from the calls of all ranks to the error to raise where they are in rounds of different
-            kinds.
-        notice: travels with each exchange. None: no notice.
+        mismatch: function from the calls of all ranks to the error to raise if ranks are in rounds of different kinds.
+        notice: notice that travels with each exchange, or None.
 
     Attributes:
         rank: rank as above.
@@ -77,11 +76,11 @@ class Rounds:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of memory that this rank has set aside for others to read."""
+        """Returns the bytes of memory that this rank has set aside for other ranks."""
         return 0 if self._lanes is None else self._lanes.nbytes
 
     def share(self, timeout: datetime.timedelta | None) -> None:
-        """Lets exchanges go through memory, if the ranks share some; once. All must have chosen the same channel."""
+        """Lets exchanges go through shared memory, if there is any. All ranks must have chosen the same channel."""
         if self._shared or isinstance(self._group, EndedGroup):
             return
         self._shared = True
@@ -92,10 +91,10 @@ class Rounds:
             raise self._failure(error) from error
 
     def exchange(self, value: int, kind: Kind = Kind.EXCHANGE, timeout: datetime.timedelta | None = None) -> list[int]:
-        """Every rank's value (60 bits and a sign), in the group's order.
+        """Returns every rank's value (60 bits and a sign), in the group's order.
 
-        Through memory it is one message to each rank. By gloo it is one all_reduce of three integers if all are the
-        same.
+        Through memory the round is a message to each rank. By gloo the round is a single all_reduce of three integers
+        if all values are equal.
 
         Args:
             value: the value.
@@ -114,7 +113,7 @@ class Rounds:
         return values or [int(v) for v in self._gather_values(_pack_value(value))]  # type: ignore[arg-type]
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's picklable value, in the group's order."""
+        """Returns every rank's picklable value, in the group's order."""
         if self._group is None:
             return [value]
         data = _pack_value(value)
@@ -124,7 +123,7 @@ class Rounds:
     def _run_round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
         """Returns the greatest value and the least.
 
-        Through memory also all of them. The first message of every round.
+        Through memory also all values. The first message of every round.
         """
         sent = value + _ZERO | kind << _BITS
         if self._lanes is not None:
@@ -143,12 +142,12 @@ class Rounds:
         return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]
 
     def _gather_values(self, data: torch.Tensor, most: int | None = None) -> list[object]:
-        """Returns the values of all ranks, of which each has packed its own. `most` is the greatest number of bytes."""
+        """Returns the unpacked values of all ranks. `most` is the greatest number of bytes."""
         if most is None:
             size = torch.tensor([data.numel()])
             self._reduce_max(size)
             most = int(size)
-        # A pickle marks its own end, so the bytes behind it are ignored.
+        # A pickle marks the end, so the bytes behind are ignored.
         padded = torch.zeros(most + 8, dtype=torch.uint8)
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
@@ -159,7 +158,7 @@ class Rounds:
         return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
 
     def close(self) -> None:
-        """Ends them, which wakes the ranks that wait for this one."""
+        """Ends the rounds, and wakes the ranks that wait for this rank."""
         if self._lanes is not None:
             self._lanes.close()
         if self._group is not None and not isinstance(self._group, EndedGroup):

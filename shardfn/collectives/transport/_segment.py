@@ -1,8 +1,9 @@
-"""A segment: memory of one process that others on its host can read, without a name in any file system.
+"""A segment: memory of a process that other processes on the host can read, without a name in any file system.
 
-It is a memfd, opened by others through its owner's entry in /proc. It ends with the last process that holds it, however
-that ends, so there is nothing to clean up. Whether two ranks share memory is shown by reading: a host's name or a
-process's number may mean something else in another container, but a random word cannot be guessed.
+A segment is a memfd, opened by other processes through the owner's entry in /proc. The segment ends with the last
+process that holds the file, after any end of the process, so there is nothing to clean up. Whether two ranks share
+memory is shown by reading: a host's name or a process's number may mean something else in another container, but a
+random word cannot be guessed.
 """
 
 import mmap
@@ -20,13 +21,13 @@ class NotSharedError(Exception):
 
 
 class Offer(NamedTuple):
-    """The data by which other processes read a segment.
+    """Data by which other processes read a segment.
 
     Attributes:
         pid: the owner.
         descriptor: the segment's number among the owner's open files.
         size: bytes that can be used, after the first page.
-        word: the bytes at the start of the segment; drawn anew for each.
+        word: the bytes at the start of the segment, drawn for each segment.
     """
 
     pid: int
@@ -36,10 +37,10 @@ class Offer(NamedTuple):
 
 
 class Segment:
-    """Memory that this process writes and others read. It lives until `close`, or the end of the process.
+    """Memory that this process writes and other processes read, until `close`, or the end of the process.
 
     Attributes:
-        offer: the data that others need to read it.
+        offer: the data for reading by other processes.
         view: bytes.
     """
 
@@ -53,7 +54,7 @@ class Segment:
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, _HEAD + size)
-            os.posix_fallocate(fd, 0, _HEAD + size)  # where there is too little, an error now and not a signal later
+            os.posix_fallocate(fd, 0, _HEAD + size)  # with too little memory, an error now and not a signal later
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _size_seals())
             self._map = mmap.mmap(fd, _HEAD + size)
         except BaseException:
@@ -65,26 +66,27 @@ class Segment:
         self.view = memoryview(self._map)[_HEAD:]
 
     def close(self) -> None:
-        """Gives the memory back once its readers have closed theirs too. No view of it may be left."""
+        """Gives the memory back once the readers have closed, too. No view may be left."""
         self.view.release()
         self._map.close()
         os.close(self._fd)
 
 
 class Reader:
-    """Another process's segment, which cannot be written here.
+    """Segment of another process, which cannot be written here.
 
     Attributes:
-        view: bytes, as its owner writes them.
+        view: bytes, as the owner writes.
 
     Raises:
-        NotSharedError: the offer leads to no segment, to one of another size or with another word, or is refused.
+        NotSharedError: the offer leads to no segment, or to a segment of another size or with another word, or is
+            refused.
     """
 
     def __init__(self, offer: Offer) -> None:
         path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
         try:
-            # Should the number be that of another file here, such as a pipe, opening it must not wait.
+            # Should the number belong to another file here, such as a pipe, opening the file must not wait.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise NotSharedError(f"{path} cannot be opened: {error.strerror}") from error
@@ -95,7 +97,7 @@ class Reader:
         self.view = memoryview(self._map)[_HEAD:]
 
     def close(self) -> None:
-        """Ends the reading. No view of it may be left."""
+        """Ends the reading. No view may be left."""
         self.view.release()
         self._map.close()
 
@@ -103,7 +105,7 @@ class Reader:
 def _size_seals() -> int:
     """Returns the seals that fix a segment's size for good.
 
-    No reader can be killed by a page that its owner took away.
+    No reader can be killed by a page that the owner took away.
     """
     import fcntl
 

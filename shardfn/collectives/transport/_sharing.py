@@ -1,4 +1,7 @@
-"""Whether the ranks of a channel share memory: each tries the offers of all others, and they do only if all succeed."""
+"""Whether the ranks of a channel share memory.
+
+Each rank tries all other offers, and memory is used only if all succeed.
+"""
 
 import datetime
 import os
@@ -21,13 +24,13 @@ _SAID: set[str] = set()
 
 
 class MemoryWork:
-    """The counterpart of torch's `Work` for a transfer through memory."""
+    """Counterpart of torch's `Work` for a transfer through memory."""
 
     def __init__(self, lanes: Lanes, entry: LaneOp, asked: int) -> None:
         self._lanes, self._entry, self._asked = lanes, entry, asked
 
     def wait(self) -> None:
-        """Waits, and raises `TransportError` if it failed."""
+        """Waits, and raises `TransportError` if the transfer failed."""
         self._lanes.wait(self._entry, self._asked)
 
     def is_completed(self) -> bool:
@@ -36,10 +39,10 @@ class MemoryWork:
 
 
 def wished() -> str:
-    """Returns the user's choice: "memory", for ranks that share some, or "gloo" in any case.
+    """Returns the user's choice: "memory", for ranks with shared memory, or "gloo" in any case.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the choice is neither.
     """
     way = os.environ.get(VARIABLE) or DEFAULT
     if way not in _WAYS:
@@ -50,16 +53,16 @@ def wished() -> str:
 
 
 def chosen_channel() -> str:
-    """One line with the user's choice, for agreements of the ranks, empty for the default."""
+    """Returns a line with the user's choice, for agreements of the ranks, empty for the default."""
     way = wished()
     return "" if way == DEFAULT else f"{VARIABLE}={way}"
 
 
 def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
-    """Returns the lanes of a gloo group, or None, with a warning that has the reason if lanes were to be expected.
+    """Returns the lanes of a gloo group, or None, with a warning and the reason if lanes were to be expected.
 
-    If the user has chosen gloo, it returns None at once. Else it is collective over the group; either all ranks get
-    lanes or no rank does.
+    If the user has chosen gloo, the result is None at once. Else the call is collective over the group: either all
+    ranks get lanes or no rank does.
     """
     if wished() == "gloo":
         return None
@@ -82,7 +85,7 @@ def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | Non
             return lanes
     if lanes is not None:
         lanes.close()
-    if same and group.rank() == 0:  # the ranks of several machines are expected to share none
+    if same and group.rank() == 0:  # the ranks of several machines are expected to share no memory
         rank, reason = reasons[0]
         _warn_unshared(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
     return None
@@ -111,8 +114,8 @@ def _gather_values(value: object, group: Any) -> list[Any]:
 def _identify_machine() -> str:
     """Returns a text equal for processes of one kernel and network, such as containers on the host's network.
 
-    A host's name does not identify it: two machines may share it. Network namespaces that do not see one another's
-    loopback count as hosts of their own.
+    A host's name does not identify a host: two machines may share a name. Network namespaces without a common loopback
+    count as separate hosts.
     """
     try:
         kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()

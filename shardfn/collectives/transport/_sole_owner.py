@@ -1,4 +1,4 @@
-"""Whether a tensor shares its memory with no other, so that it may be written over."""
+"""Whether a tensor shares memory with no other tensor, so that the memory may be written over."""
 
 import sys
 
@@ -9,11 +9,11 @@ from shardfn._torch import storage_use_count
 
 
 def is_sole_owner(x: Tensor) -> bool:
-    """Returns whether only `x`, and the tensor that it is a view of, hold its memory.
+    """Returns whether only `x`, and the base of the view `x`, hold the memory.
 
-    The caller must have made both, for example by `x.detach()`, and must not have passed them on: references to a
-    tensor itself are not counted, only tensors that share its memory. Memory that is not torch's own (of numpy, of
-    another library, of several processes) always counts as shared.
+    The caller must have made both, for example by `x.detach()`, and must not have passed either on: references to a
+    tensor itself are not counted, only tensors that share the memory. Foreign memory (of numpy, of another library, of
+    several processes) always counts as shared.
 
     Example:
         >>> x = torch.ones(4)
@@ -21,7 +21,7 @@ def is_sole_owner(x: Tensor) -> bool:
         (True, False)
     """
     storage = x.untyped_storage()
-    if type(x) is not Tensor:  # of a capture, without memory: the tracer may have it too
+    if type(x) is not Tensor:  # a capture's storage without memory: the tracer may hold the storage, too
         return _count_holders(storage) <= _WITH_BASE
     most = _ALONE if x._base is None else _WITH_BASE
     return _count_holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
@@ -36,13 +36,13 @@ def may_be_added_to(x: Tensor) -> bool:
         >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
         (True, False)
     """
-    # A subclass may hold others' tensors, which its own memory does not show.
+    # A subclass may hold other tensors, which the subclass's memory does not show.
     plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return plain and (x.is_contiguous() or _is_dense(x)) and is_sole_owner(x)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Returns whether no two elements lie in one place, and none lies between them."""
+    """Returns whether elements lie without overlaps and without gaps."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1:
@@ -58,10 +58,10 @@ def _count_holders(storage: torch.UntypedStorage) -> int:
 
 def _count_references(x: Tensor) -> tuple[int, int]:
     storage = x.untyped_storage()
-    # Python has one object for a storage, which is one holder, however many have it.
+    # Python has a single object for a storage: a single holder, for any number of references.
     return _count_holders(storage), sys.getrefcount(storage)
 
 
-# How many holders these are, this question among them, depends on torch's build.
+# The number of holders, this question included, depends on torch's build.
 _ALONE, _REFERENCES = _count_references(torch.empty(4))
 _WITH_BASE, _ = _count_references(torch.empty(4).detach().view(-1))

@@ -1,8 +1,8 @@
 """How many bytes a rank sends: a counter that every collective reports to.
 
-The counts are those of ring algorithms: the bytes that one rank puts on the wire, independent of the backend. For a
-full tensor of M bytes over N ranks: `all_gather` and `psum_scatter` M (N - 1) / N, `psum` 2 M (N - 1) / N; for a local
-buffer of m bytes: `all_to_all` m less the own block; `ppermute` the bytes that this rank really sends.
+The counts are as in ring algorithms: the bytes that one rank puts on the wire, independent of the backend. For a full
+tensor of M bytes over N ranks: `all_gather` and `psum_scatter` M (N - 1) / N, `psum` 2 M (N - 1) / N; for a local
+buffer of m bytes: `all_to_all` m less this rank's block; `ppermute` the bytes that this rank really sends.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from shardfn.core import Ambient, as_html, columns
 
 @dataclasses.dataclass
 class Traffic:
-    """The bytes that one rank sent while `count_traffic` was open.
+    """Bytes that a rank sent while `count_traffic` was open.
 
     Attributes:
         by_op: (operation, axes in the mesh's order) -> [calls, bytes].
-        by_dtype: dtype of the elements that are sent -> bytes, or None for an unknown dtype.
+        by_dtype: dtype of the sent elements, or None if unknown -> bytes.
     """
 
     by_op: dict[tuple[str, tuple[str, ...]], list[int]] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class Traffic:
     def across(self, axis: str, shape: Mapping[str, int]) -> float:
         """Returns the bytes sent to ranks of another index along `axis`, if collectives send equal parts to all ranks.
 
-        So the bytes that one node sends to others are `across("node", mesh.shape)` times the ranks of a node.
+        So the bytes that a node sends to other nodes are `across("node", mesh.shape)` times the ranks of a node.
 
         Args:
             axis: a mesh axis.
@@ -91,7 +91,7 @@ _COUNTERS = Ambient[Traffic]("counters of traffic")
 
 
 def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | None = None) -> None:
-    """Reports one collective to every open counter; costs one test if no counter is open.
+    """Reports a collective to every open counter. Without an open counter the cost is a single test.
 
     Args:
         op: the collective's name.
@@ -118,12 +118,12 @@ def counting_nothing() -> AbstractContextManager[None]:
 def count_traffic() -> AbstractContextManager[Traffic]:
     """Counts the bytes that this rank sends while the context is open.
 
-    Counters nest. Each one sees everything below it.
+    Counters nest. Each counter sees everything below.
 
     A captured program is counted whenever it runs.
 
     Returns:
-        A context manager that yields a `Traffic`, which can still be read afterwards.
+        A context manager that yields a `Traffic`. The counts can still be read afterwards.
 
     Example:
         >>> with count_traffic() as traffic:

@@ -1,4 +1,4 @@
-"""Single steps of a channel's transfers as the backends take them, and the sum at home."""
+"""Single steps of a channel's transfers by backend, and the local sum."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def as_raw(x: Tensor) -> Tensor:
 
 
 def ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
-    """Returns the sum of rows from the first to the last, in `out` if given; 16-bit floats in 32 bits, rounded once."""
+    """Returns the sum of rows, in order, in `out` if given. 16-bit floats are summed in 32 bits, rounded once."""
     if rows[0].dtype in (torch.bfloat16, torch.float16):
         total = rows[0].float()
         for row in rows[1:]:
@@ -38,7 +38,7 @@ def broadcast_from(rank: int) -> dist.BroadcastOptions:
 
 
 def native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Every rank's block in its place, by the backend's own operation."""
+    """Gathers every rank's block into place, by the backend's native operation."""
     equal = len({b.numel() for b in blocks}) == 1
     adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in itertools.pairwise(blocks))
     if equal and adjacent:
