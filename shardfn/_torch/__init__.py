@@ -1,4 +1,4 @@
-"""torch: the check of its version, and its parts without a public name, which no other room imports from torch."""
+"""torch: the check of the version, and parts without a public name, which no other room imports from torch."""
 
 # First: an older torch lacks some of the names.
 from ._version import INDUCTOR_ROUNDS as INDUCTOR_ROUNDS, check_torch as check_torch

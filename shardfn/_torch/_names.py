@@ -1,7 +1,7 @@
 """Parts of torch without a public name, for all of the package: a new minor of torch is checked here.
 
-Every name exists in torch 2.11 to 2.14 unless its line says otherwise. Modules whose import takes seconds, inductor and
-dynamo, are imported when they are used.
+Every name exists in torch 2.11 to 2.14 unless the name's line says otherwise. Modules with an import of seconds, such
+as inductor and dynamo, are imported on use.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from torch._prims_common import (
     suggest_memory_format as suggest_memory_format,
 )
 
-# Tensors without data, and the errors of ops whose results depend on values.
+# Tensors without data, and the errors of ops with results that depend on values.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad, profiler
 
-# A graph as it is, without code that is compiled at its first call.
+# A graph without code that is compiled at the first call.
 from torch.fx._lazy_graph_module import (
     _make_graph_module as make_graph_module,
 )
@@ -99,7 +99,7 @@ from ._version import minor_of
 
 _C: Any = torch._C
 
-# The transforms of `torch.func` that run, and the values that they wrap.
+# The running transforms of `torch.func`, and the wrapped values.
 functorch: Any = _C._functorch
 is_functorch_wrapped_tensor: Any = functorch.is_functorch_wrapped_tensor
 maybe_get_level: Any = functorch.maybe_get_level
@@ -127,12 +127,12 @@ current_graph_task: Any = _C._current_graph_task_id
 
 
 def _stash_counted(name: str, value: Any) -> None:
-    """Torch 2.11 takes a reference without counting it, and releases it with the next value of the name."""
+    """Stashes a value with an added reference: torch 2.11 takes a reference without counting, and releases it later."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _C._stash_obj_in_tls(name, value)
 
 
-# Objects of a thread, by name, which the threads of autograd get from the one that calls a backward.
+# Objects of a thread, by name. The threads of autograd get the objects of the thread that calls a backward.
 stash: Any = _C._stash_obj_in_tls if minor_of(torch.__version__) >= (2, 12) else _stash_counted
 stashed: Any = _C._get_obj_in_tls
 is_stashed: Any = _C._is_key_in_tls
@@ -144,23 +144,23 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 storage_use_count: Any = _C._storage_Use_Count
 parse_to: Any = _C._nn._parse_to
 
-# Collectives of one tensor, which torch 2.11 and 2.12 call by other names.
+# Collectives of a single tensor, with other names in torch 2.11 and 2.12.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The names of modules that others may have imported.
+# The names of modules that other code may have imported.
 DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_activation"
-# The function that runs checkpoints; that of torch 2.14 takes the arguments apart, as a tuple and a dict.
+# The function that runs checkpoints. In torch 2.14 it takes the arguments separately, as a tuple and a dict.
 CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
 
-# A check of a tensor's values with a message of its own, which captures keep, not in torch's stubs.
+# A check of a tensor's values with a message, kept by captures, not in torch's stubs.
 grouped_mm: Any = getattr(torch, "_grouped_mm")  # noqa: B009
 check_tensor_all: Callable[[torch.Tensor, Callable[[], str]], None] = getattr(torch, "_check_tensor_all")  # noqa: B009
 
 
 def forward_level() -> int:
-    """Returns the level of forward-mode differentiation that is open; -1 outside of it."""
+    """Returns the open level of forward-mode differentiation, or -1."""
     return forward_ad._current_level
 
 
@@ -175,14 +175,14 @@ def caches_parametrizations() -> bool:
 
 
 def clear_interpreter_stack() -> Any:
-    """Returns a context without the transforms of `torch.func` that run."""
+    """Returns a context without the running transforms of `torch.func`."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
 
 
 def inductor(name: str) -> Any:
-    """Returns a module of inductor, which compiles graphs.
+    """Returns a module of inductor, which compiles graphs, such as `inductor("config")`.
 
     Example:
         >>> inductor("config").__name__
@@ -213,7 +213,7 @@ def derivatives_of_decompositions() -> ModuleType:
 def unbound(method: Any) -> Callable[..., Any]:
     """Returns the function of a class method, which takes the class first.
 
-    `autograd.Function.apply` is one of C in torch 2.14.
+    `autograd.Function.apply` is a C function in torch 2.14.
 
     Example:
         >>> unbound(vars(dict)["fromkeys"])(dict, "a")

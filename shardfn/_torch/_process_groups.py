@@ -30,10 +30,10 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 @contextlib.contextmanager
 def on_one_thread() -> Iterator[None]:
-    """A context whose new gloo groups have the device of the default group, if that is gloo: one thread reads them all.
+    """Makes new gloo groups share the device of the default group, if it is gloo: a single thread reads all groups.
 
-    torch gives each group a device of its own, whose thread wakes a hundred times a second, and takes no other. So its
-    constructor is replaced for as long as groups are made.
+    torch gives each group a separate device, with a thread that wakes a hundred times a second, and takes no other
+    device. So the constructor is replaced while groups are made.
     """
     if not dist.is_gloo_available():
         yield
@@ -49,18 +49,18 @@ def on_one_thread() -> Iterator[None]:
 if dist.is_gloo_available():
 
     class _SharingGloo(dist.ProcessGroupGloo):
-        """A gloo group on the device of the default group."""
+        """Gloo group on the device of the default group."""
 
         def __init__(
             self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **reconfigured: bool
         ) -> None:
             group, cpu = default_group(), torch.device("cpu")
             default = group._get_backend(cpu) if cpu in group._device_types else None
-            # Torch 2.14 can make groups that are reconfigured later. These take no options.
+            # Torch 2.14 can make groups that are reconfigured later. Such groups take no options.
             if any(reconfigured.values()) or not isinstance(default, dist.ProcessGroupGloo):
                 super().__init__(store, rank, size, timeout=timeout, **reconfigured)
                 return
-            shared: Any = default.options  # its stubs lack some fields
+            shared: Any = default.options  # torch's stubs lack some fields
             options = type(shared)()
             options._timeout, options._devices, options._threads = timeout, shared._devices, shared._threads
             super().__init__(store, rank, size, options)
@@ -69,13 +69,13 @@ if dist.is_gloo_available():
 def registered_group(
     line: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup:
-    """Returns a group of some ranks, made by these alone. This rank is one of them.
+    """Returns a group of some ranks, this rank among them, made only by these ranks.
 
     Args:
         line: the ranks.
-        name: of the group, the same on all of them, and new.
-        backend: backend. None: that of the default group.
-        timeout: timeout of its collectives. None: the default of the backend.
+        name: name of the group, the same on all ranks, and new.
+        backend: backend of the group. None means the default group's backend.
+        timeout: timeout of the group's collectives. None means the backend's default.
     """
     c10d = _load_c10d()
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 @contextlib.contextmanager
 def in_other_words(parts: Sequence[str], message: str) -> Iterator[None]:
-    """A RuntimeError that has one of some parts becomes a ValueError with a message.
+    """Turns a RuntimeError with one of some parts in the text into a ValueError with a message.
 
     Example:
         >>> with in_other_words(["saved tensor hooks"], "leave out the checkpoint."):

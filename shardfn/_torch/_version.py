@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-# The oldest and the newest minor of torch whose private parts `_names.py` was checked against.
+# The oldest and the newest minor of torch against which `_names.py` was checked.
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 
@@ -24,10 +24,10 @@ INDUCTOR_ROUNDS = minor_of(torch.__version__) >= (2, 13)
 
 
 def check_torch(version: str) -> None:
-    """Refuses an older torch, and warns of a newer minor than the newest that is known.
+    """Refuses an older torch, and warns of a newer minor than the newest known minor.
 
     Raises:
-        ImportError: torch is too old; with the remedy.
+        ImportError: torch is too old. The message has the remedy.
 
     Example:
         >>> check_torch("2.13.1+cpu")

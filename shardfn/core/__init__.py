@@ -1,6 +1,6 @@
 """Descriptions of values: trees, specs, the mesh, keys, errors. No tensor moves between ranks here."""
 
-# First, as the other imports may fail on another torch.
+# First, as the other imports may fail with another torch.
 from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError

@@ -1,8 +1,9 @@
-"""Code that runs after its forward, in a backward, and needs the ambient values of that forward.
+"""Code that runs after its forward, in a backward, and needs the forward's ambient values.
 
-A checkpointed function runs a second time in the backward, when the blocks around its first run may have ended. Each
-room registers how its ambient values are bound again; `as_now` collects them. `torch.utils.checkpoint` gets the same
-while `checkpoints_as_now` is active: it looks up two names of its file whenever it runs, and these are replaced.
+A function under activation checkpointing runs a second time in the backward, when the blocks around the first run may
+have ended. Each room registers how to bind its ambient values again. `as_now` collects these functions.
+`torch.utils.checkpoint` gets the same while `checkpoints_as_now` is active: torch looks up two names of a file in each
+run, and the two are replaced.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from shardfn._torch import CHECKPOINT, CHECKPOINT_APART, CHECKPOINT_GENERATOR
 
 from ._same_again import FirstRun
 
-# Binds a value again, each time that it is called.
+# Binds a value again, in each call.
 Again = Callable[[], AbstractContextManager[Any]]
 # Notes something on arguments.
 Note = Callable[[Sequence[Any]], None]
@@ -28,9 +29,9 @@ _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
 
 
 def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
-    """Registers a look at an ambient value that later code needs: it returns functions that bind it again.
+    """Registers a look at an ambient value that later code needs: a function that returns how to bind the value.
 
-    The block that binds such a value enters `checkpoints_as_now` too.
+    The block that binds a value of this kind enters `checkpoints_as_now`, too.
 
     Example:
         >>> @bound_again
@@ -46,7 +47,8 @@ def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Ag
 def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Sequence[Any]], Note | None]:
     """Registers a look at notes on the arguments of a checkpointed function, whose tensors are new objects later.
 
-    It returns a function that notes the same on the arguments of a later run, or None where there is nothing to note.
+    The look returns a function that notes the same on the arguments of a later run, or None if there is nothing to
+    note.
     """
     _ARGUMENTS.append(look)
     return look
@@ -67,10 +69,10 @@ def _enter_all(found: Sequence[Again]) -> Iterator[None]:
 
 
 class Replaced:
-    """Attributes that are replaced while blocks run, for all threads. Blocks, also of several of these, may overlap.
+    """Attributes that are replaced while blocks run, for all threads. Blocks may overlap, also of several objects.
 
     Args:
-        find: returns the attributes, as (owner, name, replacement of the current value).
+        find: function that returns the attributes, as (owner, name, replacement of the current value).
     """
 
     def __init__(self, find: Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]) -> None:
@@ -103,7 +105,7 @@ class Replaced:
 
 
 class _Attribute(NamedTuple):
-    """An attribute that is replaced: its own value, and the replacements, the outermost last."""
+    """Attribute that is replaced: the original value, and the replacements, the outermost last."""
 
     own: Any
     replacements: list[Callable[[Any], Any]]
@@ -120,18 +122,18 @@ _VALUES: dict[tuple[Any, str], _Attribute] = {}
 
 
 def checkpoints_as_now() -> AbstractContextManager[None]:
-    """While it is active, functions under `torch.utils.checkpoint` run again with the ambient values of their forward.
+    """Runs functions under `torch.utils.checkpoint` again with the ambient values of their forward.
 
-    Values of `same_again` must then be those of the forward.
+    Values of `same_again` must then equal the values of the forward.
 
-    The reentrant kind runs as the other, which means the same: it adds gradients to the `.grad` of leaves, past a step,
-    and drops those of the function's parameters where none of its arguments needs a gradient.
+    The reentrant kind runs as the other kind, which means the same. Itself it would add gradients to the `.grad` of
+    leaves, past a step, and drop the gradients of the function's parameters if no argument needs a gradient.
     """
     return _CHECKPOINTS
 
 
 def _patched_names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    # Another file of torch has a name of its own for the generator.
+    # Another file of torch has a separate name for the generator.
     other = sys.modules.get(CHECKPOINT)
     files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
     return [
@@ -159,7 +161,7 @@ def _wrap_driver(original: Callable[..., Any]) -> Callable[..., Any]:
                     note(args)
                 return f(*args, **kwargs)
 
-        with first.noted():  # torch runs the forward while the driver is at its one yield
+        with first.noted():  # torch runs the forward while the driver is at the only yield
             yield from original(run, *args, **kwargs)
 
     return generator
@@ -167,12 +169,12 @@ def _wrap_driver(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _wrap_reentrant(original: Any) -> Any:
-    """Runs calls of the reentrant kind by the other."""
+    """Returns a class that runs calls of the reentrant kind by the other kind."""
 
     class CheckpointFunction(original):
         @classmethod
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            # Another thread, which none of this concerns.
+            # Another thread, which is not concerned.
             if as_now() is contextlib.nullcontext:
                 return original.apply(f, preserve_rng_state, *args)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}

@@ -1,11 +1,11 @@
 """`Ambient`: values bound while a block of code runs, which code further down reads. No other ambient state exists.
 
-The arguments of a transformed function belong to its user. So a transform binds its information for primitives, layers
-and transfers here, for as long as it runs.
+The arguments of a transformed function belong to the user. So a transform binds information for primitives, layers and
+transfers here, for the time of the run.
 
-Ambient values belong to a program. Every thread has one of its own, except those that work for another thread: threads
-that shardfn starts (`adopting`), and autograd's, which run a backward for the thread that calls it. torch hands them
-the objects which that thread has stashed, and `_STASH` is one.
+Ambient values belong to a program. Every thread has a separate program, except threads that work for another thread:
+threads that shardfn starts (`adopting`), and autograd's threads, which run a backward for the calling thread. torch
+hands autograd's threads the objects that the caller has stashed, such as `_STASH`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _STASH = "shardfn program"
 
 
 class Program:
-    """The owner of ambient values: a thread, and the threads that work for it."""
+    """Owner of ambient values: a thread, and the threads that work for the thread."""
 
     __slots__ = ("_made",)
 
@@ -31,17 +31,17 @@ class Program:
         self._made: dict[str, Any] = {}
 
     def own(self, name: str, make: Callable[[], T]) -> T:
-        """Its value of a name, which is made at the first use."""
+        """Returns the program's value of a name, made at the first use."""
         value = self._made.get(name)
         return self._made.setdefault(name, make()) if value is None else value
 
     def put(self, name: str, value: Any) -> None:
-        """Replaces its value of a name."""
+        """Replaces the program's value of a name."""
         self._made[name] = value
 
 
 class _Here(threading.local):
-    """The program of this thread, or None before its first use, and on the threads of autograd."""
+    """Program of this thread, or None before the first use, and on the threads of autograd."""
 
     program: Program | None = None
 
@@ -63,7 +63,8 @@ def this_program() -> Program:
         program = _HERE.program = Program()
         stash(_STASH, program)
         return program
-    # In a backward: the program of the caller. If it has none, what is stashed here lasts until the backward ends.
+    # In a backward: the program of the caller. Without a program of the caller, an object stashed here lasts until the
+    # backward ends.
     if not is_stashed(_STASH):
         stash(_STASH, Program())
     return stashed(_STASH)
@@ -71,7 +72,7 @@ def this_program() -> Program:
 
 @contextlib.contextmanager
 def adopted(program: Program) -> Iterator[None]:
-    """This thread works for `program` while the context is open.
+    """Makes this thread work for `program` while the context is open.
 
     Example:
         >>> program = this_program()
@@ -99,7 +100,7 @@ def _move_lists(program: Program | None, handed_on: Program) -> None:
 
 
 def adopting(f: Callable[A, T]) -> Callable[A, T]:
-    """`f` for another thread to call: there it works for the program of the thread that calls `adopting`.
+    """Returns `f` for another thread, which then works for the program of the thread that calls `adopting`.
 
     Example:
         >>> mood = Ambient[str]("mood of another example")
@@ -120,11 +121,11 @@ def adopting(f: Callable[A, T]) -> Callable[A, T]:
 
 
 class OfProgram(Generic[T]):
-    """A value that every program has one of.
+    """Value that every program has separately.
 
     Args:
-        name: different from those of all others and of all ambient values.
-        make: makes it.
+        name: name, different from all other names and ambient values.
+        make: function that makes the value.
 
     Example:
         >>> numbers = OfProgram("numbers of an example", list)
@@ -142,10 +143,10 @@ class OfProgram(Generic[T]):
 
 
 class _StackOfProgram(threading.local):
-    """Keeps the list of this thread's program, since a look at the program takes longer than the rest of a read.
+    """Cache of the list of this thread's program, since a look at the program takes longer than the rest of a read.
 
-    Threads of autograd work for one program after the other, and keep none: there `values` is absent, and `find` has
-    the list.
+    Threads of autograd work for one program after the other, and cache no list: there `values` is absent, and `find`
+    has the list.
     """
 
     values: list[Any]
@@ -167,7 +168,7 @@ class _StackOfProgram(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Another list is this thread's from now on."""
+        """Forgets the list: this thread has another list from now on."""
         self.__dict__.pop("values", None)
 
 
@@ -188,7 +189,7 @@ _STACKS: list[_StackOfProgram] = []
 
 
 class _Bound(Generic[T]):
-    """No generator: steps enter several for each leaf."""
+    """Context of a bound value. Not a generator: steps enter several contexts for each leaf."""
 
     __slots__ = ("_stack", "_value", "_values")
 
@@ -209,7 +210,7 @@ class _Bound(Generic[T]):
         if values[-1] is value:
             del values[-1]
             return
-        # By identity, the last first: values may be equal, and blocks on other threads end when they like.
+        # By identity, the last first: values may be equal, and blocks on other threads end at any time.
         at = len(values) - 1
         while values[at] is not value:
             at -= 1
@@ -217,19 +218,19 @@ class _Bound(Generic[T]):
 
 
 class Ambient(Generic[T]):
-    """A value that may be bound while a block runs. Bindings nest.
+    """Value that may be bound while a block runs. Bindings nest.
 
-    By default all threads of a program see it, and no others: autograd runs backward functions on threads of its own,
-    and transfers report from theirs. A block on one thread may end while a later one on another is open: each takes its
-    own value away.
+    By default only the threads of a program see the value: autograd runs backward functions on separate threads, and
+    transfers report from separate threads. A block on one thread may end while a later block on another is open: each
+    block takes only its value away.
 
     Args:
         name: the value's name, different from all others (`ambient_names`).
-        by_thread: only the thread that binds it sees it, as is right for values that concern one call: other threads of
-            the program, which load data or update, make calls of their own meanwhile.
+        by_thread: whether only the binding thread sees the value, as is right for values of a single call: other
+            threads of the program, for example for loading data, make separate calls at the same time.
 
     Raises:
-        ValueError: there is one of that name.
+        ValueError: an ambient value of this name exists.
 
     Example:
         >>> mood = Ambient[str]("mood of an example")
@@ -269,7 +270,7 @@ class Ambient(Generic[T]):
         return values[-1] if values else None
 
     def bound(self, value: T) -> AbstractContextManager[T]:
-        """Binds `value` while the context is open, which one thread may enter more than once."""
+        """Binds `value` while the context is open. A thread may enter the context more than once."""
         return _Bound(self._stack, value)
 
     @contextlib.contextmanager

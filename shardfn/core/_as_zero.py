@@ -6,11 +6,11 @@ from ._zero import Zero
 
 
 def as_zero(zero: Any) -> Zero:
-    """Returns the rule: a stage alone is `Zero(stage)`, and None is stage 0.
+    """Returns the rule: a bare stage is `Zero(stage)`, and None is stage 0.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: there is no such stage.
+        TypeError: `zero` is neither.
+        ValueError: the stage does not exist.
 
     Example:
         >>> as_zero(3) == Zero(stage=3), as_zero(None).stage

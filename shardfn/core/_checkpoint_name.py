@@ -1,4 +1,4 @@
-"""Names for values, by which a policy chooses the ones that are kept for the backward."""
+"""Names for values, by which a policy chooses the values that are kept for the backward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,14 +16,14 @@ _HEARING = Ambient[Hears]("hears of named values", by_thread=True)
 
 
 def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."]:
-    """Returns the identity, which names `x` for the transforms around it.
+    """Returns `x`, named for the transforms around.
 
-    A policy of `remat` or `offload` can then decide by this name. The name belongs to the memory: views of `x` have it
-    too. Name a value where it is computed, before it is used.
+    A policy of `remat` or `offload` can then decide by the name, such as "attn_out". The name belongs to the memory:
+    views of `x` have the same name. Name a value where it is computed, before any use.
 
     Args:
         x: any tensor.
-        name: name in policies. Several values may share one.
+        name: name in policies. Several values may share a name.
 
     Returns:
         `x` itself.
@@ -42,7 +42,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
     """
     if not isinstance(x, Tensor) or not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
-    # The wrappers of torch.func have no memory of their own; neither `remat` nor `offload` acts there.
+    # The wrappers of torch.func have no separate memory. Neither `remat` nor `offload` acts there.
     if _HEARING and not is_functorch_wrapped_tensor(x):
         for hears in _HEARING.all:
             hears(x, name)

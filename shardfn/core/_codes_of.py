@@ -1,4 +1,4 @@
-"""Policies of codes: for each weight the codes in which it is kept."""
+"""Policies of codes: the codes in which each weight is kept."""
 
 import re
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from ._errors import did_you_mean
 from ._placement import GROUP_BYTES
 from ._spec import Codes
 
-# The codes of all weights of linear layers, or by regular expressions those of each. None keeps floats.
+# The codes of all weights of linear layers, or codes by regular expression. None keeps floats.
 CodePolicy = Codes | Mapping[str, Codes | None] | None
 
 
 def codes_of(policy: CodePolicy, name: str) -> Codes | None:
     """Returns the codes of a weight.
 
-    Those of the first regular expression that is found in its name, or None without one.
+    The first regular expression that is found in the name counts. None if no expression is found.
 
     Args:
         policy: codes for all weights, or codes by regular expressions.
@@ -35,7 +35,7 @@ def check_policy(policy: str | Mapping[str, Any] | None, names: list[str], who: 
     """Refuses a policy with unknown codes, or with a pattern that fits no weight.
 
     Raises:
-        ValueError: names each.
+        ValueError: names each problem.
     """
     if policy is None:
         return

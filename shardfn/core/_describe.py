@@ -1,7 +1,7 @@
-"""`describe`: the parts of a value, in lines that are the same in every process that has made it the same way.
+"""`describe`: the parts of a value, in lines that are the same in every process with an equal value.
 
-A function is described by the place of its definition and by its closure. So all compositions of functions, such as
-optimizers, can be described, and no wrapper has to pass anything on.
+A function is described by place of definition and closure. So all compositions of functions, such as optimizers, can be
+described, and no wrapper has to pass anything on.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from shardfn._torch import is_functorch_wrapped_tensor
 from ._spec import P, Sharding
 
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size, P, Sharding)
-# Each rank may have a disk of its own, and a rank that has used a rule for itself remembers more.
+# Each rank may have a separate disk, and a rank that has used a rule locally remembers more.
 _OWN = {"directory", "memo"}
 # A schedule of a number is described by its values at these steps.
 _RATES, _COUNTS = ("learning_rate", "schedule", "schedules", "rate"), (0, 1, 10, 100, 1000, 10000, 100000)
@@ -27,13 +27,13 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
-    """One line a fact, each with the path at which it is.
+    """Returns a line for each fact about a value, with the fact's path.
 
-    Numbers, dtypes and texts are described in full; tensors of a few elements by their values, larger ones by shape and
-    dtype; tuples, dicts, dataclasses and this package's functions part by part. A function from elsewhere is described
-    by its name and line, and of its closure only by values built from this package's functions, because other values
-    may legitimately differ between ranks; bound arguments of methods and partials are skipped for the same reason. A
-    schedule of the learning rate adds some of its values. Other objects are described by their types.
+    Numbers, dtypes and texts are described in full, tensors of a few elements by values, larger tensors by shape and
+    dtype. Tuples, dicts, dataclasses and this package's functions are described part by part. A function from elsewhere
+    is described by name and line, and from the closure only by values built from this package's functions, because
+    other values may legitimately differ between ranks. Bound arguments of methods and partials are skipped for the same
+    reason. A schedule of the learning rate adds some of its values. Other objects are described by their types.
 
     Args:
         value: any value.
@@ -48,7 +48,7 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
 
 
 class _Seen:
-    """The objects described so far, kept alive so that no other object gets their ids, and the option `strangers`."""
+    """Objects described so far, kept alive so that no other object gets their ids, and the option `strangers`."""
 
     def __init__(self, strangers: bool) -> None:
         self.strangers = strangers
@@ -66,7 +66,7 @@ def _describe_lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, _PLAIN):
         yield f"{path} = {x!r}"
     elif isinstance(x, torch.device):
-        yield f"{path} = {x.type}"  # the index is this rank's
+        yield f"{path} = {x.type}"  # the index belongs to this rank
     elif isinstance(x, Tensor):
         yield f"{path} = {_describe_tensor(x, seen.strangers)}"
     elif isinstance(x, set | frozenset):
@@ -84,7 +84,7 @@ def _describe_parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
         yield from _describe_function(x, path, seen)
     elif callable(x) and type(x).__module__.partition(".")[0] != _PACKAGE:
-        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # its fields may differ between ranks
+        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # fields may differ between ranks
         yield from _describe_rates(x, path) if seen.strangers else ()
     elif fields := _fields_of(x):
         functions = [f for f in fields.values() if isinstance(f, types.FunctionType)]
@@ -123,7 +123,7 @@ def _describe_function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
 
 
 def _describe_together(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
-    """Describes functions that were defined together by the function that has made them and by their variables."""
+    """Describes functions that were defined together by the defining function and by their variables."""
     names: dict[str, None] = {}
     found: dict[str, Any] = {}
     queue, known = [plain(f) for f in functions], list[Any]()
@@ -170,7 +170,7 @@ def _describe_rates(f: Callable[..., Any], path: str) -> Iterator[str]:
         return
     try:
         values = [float(f(torch.tensor(n, dtype=torch.int32))) for n in _COUNTS]
-    except Exception:  # not a schedule; if it should be one, the optimizer raises the error
+    except Exception:  # not a schedule. If a schedule is expected, the optimizer raises the error
         return
     yield f"{path} = {values} at {list(_COUNTS)}"
 
@@ -178,14 +178,14 @@ def _describe_rates(f: Callable[..., Any], path: str) -> Iterator[str]:
 def _describe_tensor(x: Tensor, values: bool) -> str:
     look = f"{x.dtype} {tuple(x.shape)}"
     if not values or type(x) is not Tensor or x.device.type == "meta" or is_functorch_wrapped_tensor(x):
-        return look  # it has no values here, or none that could be read
+        return look  # no values here, or no readable values
     return f"{x.tolist()} {look}" if x.numel() <= 16 else look
 
 
 def plain(f: types.FunctionType) -> types.FunctionType:
     """Returns a function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
     while not is_own(f) and (wrapped := getattr(f, "__wrapped__", None)) is not None:
-        # A decorator runs the function in its closure. Its `__wrapped__` may have been copied from that.
+        # A decorator runs the function in the closure. `__wrapped__` may have been copied from there.
         inside = [x for x in (*closed_over(f).values(), wrapped) if isinstance(x, types.FunctionType)]
         own = [x for x in inside if is_own(x)] or [x for x in inside if x is wrapped]
         if not own:
@@ -209,7 +209,7 @@ def closed_over(f: types.FunctionType) -> dict[str, Any]:
 
 
 def is_own(f: Any) -> bool:
-    """Returns whether a function is this package's. A copied name does not count."""
+    """Returns whether a function belongs to this package. A copied name does not count."""
     return isinstance(f, types.FunctionType) and f.__globals__.get("__name__", "").partition(".")[0] == _PACKAGE
 
 
@@ -226,7 +226,7 @@ def _function_name(f: types.FunctionType) -> str:
 
 
 def _maker_name(f: types.FunctionType) -> str:
-    """For this package's functions the name of the function that defines them, for others name, line and file."""
+    """Returns the name of the defining function for this package's functions, else name, line and file."""
     if is_own(f):
         return _function_name(f).partition(".<locals>")[0]
     return f"{_function_name(f)}, line {f.__code__.co_firstlineno} of {os.path.basename(f.__code__.co_filename)}"

@@ -5,15 +5,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """A directory for states whose memory is "disk", and how they are protected there.
+    """Directory for states with the memory "disk", and their protection there.
 
     Attributes:
-        directory: each rank makes a directory of its own in it. Ranks may have different ones.
-        checksum: whether bytes that are read are compared with a checksum of those written.
-        durable: whether commits also survive a loss of power: each step then waits until the disk has its bytes.
+        directory: parent directory. Each rank makes a separate directory inside. Ranks may have different parents.
+        checksum: whether bytes that are read are compared with a checksum of the written bytes.
+        durable: whether commits also survive a loss of power: each step then waits until the disk has all bytes.
 
     Raises:
-        ValueError: there is no directory.
+        ValueError: the directory does not exist.
 
     Example:
         >>> Disk("/path/to/a/fast/disk", checksum=True).durable

@@ -1,8 +1,8 @@
 """Draws: tensors as functions of (key, shape). Any block can be computed without the rest.
 
-Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`, so are the others. Inside
-`deferred()` the functions return a `Draw`, drawn when it is used or cut, so that one `init(config, key)` serves a
-laptop and a mesh on which no rank could hold the whole.
+Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`, and in the same way for the other
+draws. Inside `deferred()` the functions return a `Draw`, drawn when used or cut, so that the same `init(config, key)`
+serves a laptop and a mesh on which no rank could hold the whole.
 """
 
 import functools
@@ -25,10 +25,11 @@ from ._tree import tree_map
 
 Device = torch.device | str | None
 Slices = tuple[slice, ...]
-# Elements drawn at a time: the cipher's temporaries stay in a core's cache, and torch splits no kernel of so few over
-# threads, whose barriers (a hundred a chunk) cost far more than they save where ranks share cores.
+# Elements drawn at a time: the cipher's temporaries stay in a core's cache, and torch splits no kernel of so few
+# elements over threads. Barriers of threads (a hundred a chunk) cost far more than threads save where ranks share
+# cores.
 CHUNK = 1 << 15
-# Chunks are padded to whole vectors, because a kernel's scalar tail may round otherwise than its vector body.
+# Chunks are padded to whole vectors, because a kernel's scalar tail may round otherwise than the vector body.
 _VECTOR = 64
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -37,7 +38,7 @@ _SHAPES = Ambient[None]("draws are shapes", by_thread=True)
 
 
 def deferred() -> AbstractContextManager[None]:
-    """Inside, `normal`, `uniform`, `zeros`, `ones` and `full` return a `Draw` instead of drawing. Nests.
+    """Makes `normal`, `uniform`, `zeros`, `ones` and `full` return a `Draw` instead of drawing. Nests.
 
     Example:
         >>> with deferred():
@@ -49,9 +50,9 @@ def deferred() -> AbstractContextManager[None]:
 
 
 def drawn_as_shapes() -> AbstractContextManager[None]:
-    """Inside, numbers of a key are not computed: draws have shape and dtype, and arbitrary values. Nests.
+    """Leaves numbers of a key uncomputed: draws have shape and dtype, and arbitrary values. Nests.
 
-    For tensors without data alone, where the cipher's hundred operations a draw would compute nothing.
+    Only for tensors without data, where the cipher's hundred operations a draw would compute nothing.
 
     Example:
         >>> with drawn_as_shapes():
@@ -70,17 +71,17 @@ def uniform(
     maxval: float = 1.0,
     device: Device = None,
 ) -> Float[Tensor, "..."]:
-    """Uniform numbers in [minval, maxval): the upper 23 bits of a word (52 for float64) as a fraction, then scaled.
+    """Returns uniform numbers in [minval, maxval): the upper 23 bits of a word as a fraction, then scaled.
 
-    float16 and bfloat16 are drawn as float32 and rounded, which may round up to `maxval`.
+    float64 takes 52 bits. float16 and bfloat16 are drawn as float32 and rounded, perhaps up to `maxval`.
 
     Args:
-        key: the key; do not draw from it twice.
+        key: the key. Do not draw from the same key twice.
         shape: shape of the result.
         dtype: a floating dtype.
         minval: inclusive lower end.
         maxval: upper end.
-        device: default the key's.
+        device: device of the result. Default: the key's device.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -105,15 +106,15 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: Device = None,
 ) -> Float[Tensor, "..."]:
-    """Normal numbers: mean + stddev * sqrt(2) * erfinv(u), u uniform in (-1, 1).
+    """Returns normal numbers: mean + stddev * sqrt(2) * erfinv(u), u uniform in (-1, 1).
 
     Args:
-        key: the key; do not draw from it twice.
+        key: the key. Do not draw from the same key twice.
         shape: shape of the result.
         mean: mean.
-        stddev: standard deviation. Scale here and not afterwards, so that a deferred draw stays one.
-        dtype: a floating dtype. The 16-bit ones are drawn as float32 and rounded.
-        device: default the key's.
+        stddev: standard deviation. Scale here and not afterwards, so that a deferred draw stays deferred.
+        dtype: a floating dtype. 16-bit dtypes are drawn as float32 and rounded.
+        device: device of the result. Default: the key's device.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -130,10 +131,10 @@ def normal(
 
 
 def bernoulli(key: Int64[Tensor, "2"], p: float, shape: Sequence[int]) -> Bool[Tensor, "..."]:
-    """True with probability `p`: `uniform(key, shape) < p`.
+    """Returns bools, True with probability `p`: `uniform(key, shape) < p`.
 
     Args:
-        key: the key; do not draw from it twice.
+        key: the key. Do not draw from the same key twice.
         p: probability of True.
         shape: shape of the result.
 
@@ -159,7 +160,7 @@ def full(
         shape: shape of the result.
         value: the value.
         dtype: any dtype.
-        device: default torch's.
+        device: device of the result. Default: torch's default device.
 
     Example:
         >>> full((2,), 3.0).tolist()
@@ -205,7 +206,7 @@ def uniform_block(
     Args:
         key: the key.
         shape: shape of the full draw.
-        slices: one slice of step 1 a dim; missing ones are whole.
+        slices: slices of step 1, one a dim. Dims without a slice are whole.
         dtype: see `uniform`.
         minval: see `uniform`.
         maxval: see `uniform`.
@@ -245,7 +246,7 @@ def normal_block(
     Args:
         key: the key.
         shape: shape of the full draw.
-        slices: one slice of step 1 a dim; missing ones are whole.
+        slices: slices of step 1, one a dim. Dims without a slice are whole.
         mean: see `normal`.
         stddev: see `normal`.
         dtype: see `normal`.
@@ -273,11 +274,11 @@ def normal_block(
 
 
 def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, "..."]:
-    """Returns the block `leaf[slices]` as a tensor of its own: a `Draw` draws only that, an ordinary tensor is copied.
+    """Returns the block `leaf[slices]` as a separate tensor: a `Draw` draws only the block, a tensor is copied.
 
     Args:
         leaf: a `Draw` or a tensor.
-        slices: one slice of step 1 a dim; missing ones are whole.
+        slices: slices of step 1, one a dim. Dims without a slice are whole.
 
     Example:
         >>> draw_block(torch.arange(4), (slice(1, 3),)).tolist()
@@ -289,7 +290,7 @@ def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, ".
 
 
 def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]:
-    """`torch.stack(draws)`; deferred where they are, so that a block of the stack draws that block and no other.
+    """Returns `torch.stack(draws)`, deferred for deferred draws, so that a block of the stack draws only the block.
 
     Args:
         draws: tensors of one shape.
@@ -314,9 +315,9 @@ def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]
 
 
 class Draw(MetadataTensor):
-    """A tensor that is drawn when needed. Its shape, dtype and device cost nothing. Any other use draws the whole.
+    """Tensor that is drawn when needed. Shape, dtype and device cost nothing. Any other use draws the whole.
 
-    Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
+    Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of draws.
     """
 
     _draw: Callable[[Slices], Tensor]
@@ -375,7 +376,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _unit_floats(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
-    """[0, 1): the upper bits as a fraction. The same numbers as writing them under the exponent of 1.0 and taking 1."""
+    """Returns floats in [0, 1): the upper bits as a fraction, as if written under the exponent of 1.0, less 1."""
     if dtype == torch.float64:
         word = (hi.to(torch.int64) << 32) | (lo.to(torch.int64) & 0xFFFFFFFF)
         return ((word >> 12) & ((1 << 52) - 1)).to(dtype).mul_(2.0**-52)
@@ -396,7 +397,7 @@ def _draw_block(
     device: Device,
     sample: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`sample(words)` at every position of the block."""
+    """Returns `sample(words)` at every position of the block."""
     bounds = _slice_bounds(shape, slices)
     sizes = [b - a for a, b in bounds]
     count = math.prod(sizes)
@@ -421,7 +422,7 @@ def _sample_padded(key: Tensor, index: Tensor, sample: Callable[[Tensor, Tensor]
 
 
 def _slice_bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]:
-    """Start and stop in each dim."""
+    """Returns start and stop in each dim."""
     if len(slices) > len(shape):
         raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}, which has {len(shape)} dims.")
     if bad := [s for s in slices if s.step not in (None, 1)]:

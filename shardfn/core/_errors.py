@@ -44,7 +44,7 @@ def not_scalar(x: Any) -> str | None:
 
 
 def a_kind(x: Any) -> str:
-    """Returns the type of a value, with its article.
+    """Returns the type of a value, with an article, such as "an int".
 
     Example:
         >>> a_kind(1), a_kind("a")
@@ -55,14 +55,14 @@ def a_kind(x: Any) -> str:
 
 
 class DonatedError(RuntimeError):
-    """A leaf of a donated state was touched: its buffers were reused by the step that consumed it."""
+    """Error of a touched leaf of a donated state: the step that consumed the state has reused the buffers."""
 
 
 class RankError(RuntimeError):
-    """Another rank failed or disagreed. The message names the rank and gives its report.
+    """Error of another rank, which failed or disagreed. The message names the rank and gives the rank's report.
 
     Attributes:
-        before_transfers: whether it was raised where ranks compare their calls, before any transfer began.
+        before_transfers: whether the error was raised where ranks compare their calls, before any transfer began.
     """
 
     before_transfers = False

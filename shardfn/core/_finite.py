@@ -24,15 +24,15 @@ def count_nonfinite(x: Tensor) -> int:
 
 
 def raise_nonfinite(title: str, found: Mapping[str, tuple[int, int]], total: int) -> None:
-    """Raises an error that names leaves with elements that are not finite, and returns if there are none.
+    """Raises an error that names leaves with elements that are not finite, and returns if all are finite.
 
     Args:
         title: words for the leaves, for example "the weights for runs/model".
-        found: the number of elements that are not finite by path, and of all elements.
+        found: by path the number of elements that are not finite, and of all elements.
         total: number of all leaves.
 
     Raises:
-        ValueError: there are such leaves; names ten at most.
+        ValueError: leaves have such elements. The message names ten leaves at most.
     """
     lines = [f"{path}: {bad:,} of {size:,} elements" for path, (bad, size) in found.items()]
     raise_all(

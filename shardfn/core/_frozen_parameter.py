@@ -1,4 +1,4 @@
-"""The mark of a leaf that steps do not train: `requires_grad=False` of a parameter, which copies keep."""
+"""The mark of a leaf that steps do not train: `requires_grad=False` of a parameter, kept by copies."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shardfn._torch import DisableTorchFunctionSubclass
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter without gradient whose copies and conversions are frozen, too. Other results are plain tensors."""
+    """Parameter without gradient. Copies and conversions are frozen, too. Other results are plain tensors."""
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Frozen parameter containing:\n{self.as_subclass(Tensor)!r}"
@@ -30,7 +30,7 @@ COPIES = frozenset(
 
 
 def frozen(x: Tensor) -> Tensor:
-    """Returns the tensor, sharing memory, marked as one that steps do not train unless `trainable=` includes it.
+    """Returns the tensor, sharing memory, marked as not trained unless `trainable=` includes the leaf.
 
     Example:
         >>> is_frozen(frozen(torch.ones(2))), is_frozen(frozen(torch.ones(2)).clone()), is_frozen(torch.ones(2))
@@ -38,13 +38,13 @@ def frozen(x: Tensor) -> Tensor:
     """
     if type(x) in (Tensor, nn.Parameter):
         return FrozenParameter(x.detach(), requires_grad=False)
-    # torch counts a tensor of another class as a parameter by this attribute.
+    # torch counts a tensor of another class as a parameter by the attribute.
     x._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
     return x
 
 
 def is_frozen(x: Any) -> bool:
-    """Returns whether a leaf is a parameter without gradient, or a leaf of a state that began as one.
+    """Returns whether a leaf is a parameter without gradient, or began as such a parameter.
 
     Example:
         >>> is_frozen(nn.Parameter(torch.ones(2), requires_grad=False)), is_frozen(nn.Parameter(torch.ones(2)))

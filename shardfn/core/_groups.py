@@ -1,9 +1,9 @@
-"""The process groups that a mesh has made, and how they end: with the mesh, not with the process.
+"""The process groups that a mesh has made, and their end: with the mesh, not with the process.
 
-torch keeps every group, with its connections and threads, until a program destroys it. So a mesh records its groups,
-and destroys them when it is closed. The collector finds a lost mesh at another time on each rank, and perhaps on
-another thread, where waiting is not allowed, so its groups are only put on a list, and are destroyed when the next mesh
-is made, or at the end of the program.
+torch keeps every group, with connections and threads, until a program destroys the group. So a mesh records groups, and
+destroys the groups in `close`. The collector finds a lost mesh at another time on each rank, and perhaps on another
+thread, where waiting is not allowed. So a lost mesh's groups are only put on a list, and are destroyed when the next
+mesh is made, or at the end of the program.
 """
 
 import collections
@@ -20,18 +20,17 @@ import torch.distributed as dist
 
 from shardfn._torch import default_group, is_registered, registered_group
 
-# A queue of transfers that this rank has sent and not waited for: pairs of the work, which can be waited for, and its
-# tensors.
+# A queue of transfers that this rank has sent and not waited for: pairs of work and tensors.
 Sends = collections.deque[tuple[Any, Any]]
-# Some backends end a group together with the other ranks: groups end in the order in which they were made.
+# Some backends end a group together with the other ranks: groups end in the order of their creation.
 _NUMBERS = itertools.count()
 
 
 class MadeGroups:
-    """The groups that one mesh has made and may end. It does not know the mesh, so that it can outlive it.
+    """Groups that a mesh has made and may end. The object does not know the mesh, and so can outlive the mesh.
 
-    A peer may still be receiving this rank's last message from a group's own memory. So its end waits for `sends`
-    first; users of the groups have waited for all other transfers.
+    A peer may still be receiving this rank's last message from a group's memory. So the end waits for `sends` first.
+    Users of the groups have waited for all other transfers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class MadeGroups:
         self._groups = [*filter(is_known, self._groups)]
 
     def watch(self, sends: Sends) -> None:
-        """Has the end wait for the transfers that a queue holds then."""
+        """Makes the end wait for the transfers that a queue then holds."""
         self._sends.append(sends)
 
     def unwatch(self, sends: Sends) -> None:
@@ -56,7 +55,7 @@ class MadeGroups:
         self._sends = [x for x in self._sends if x is not sends]
 
     def end(self) -> None:
-        """Destroys the groups, when this rank's last transfers have left it, or failed."""
+        """Destroys the groups, when this rank's last transfers have left, or failed."""
         for sends in self._sends:
             while sends:
                 with contextlib.suppress(RuntimeError):  # the peer is gone
@@ -67,12 +66,12 @@ class MadeGroups:
 
 
 class NamedGroups:
-    """Makes groups of some of the program's ranks, with none but these: the names are theirs, and not torch's count.
+    """Maker of groups of some of the program's ranks, with only these ranks: names do not depend on torch's count.
 
-    Ranks that make groups of the same ranks do so in the same order, so each knows the others' name of a group.
+    Ranks make groups of the same ranks in the same order, so all ranks agree on a group's name.
 
     Args:
-        ranks: ranks of the program, in order; this one among them.
+        ranks: ranks of the program, in order, with this rank.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -82,13 +81,13 @@ class NamedGroups:
     def new(self, line: Sequence[int], backend: str | None, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
         """Returns a group of some of these ranks.
 
-        Collective over all of them: each makes that of the ranks in line with it.
+        Collective over all ranks: each rank makes the group of the ranks in line with it.
         """
         return registered_group(line, f"{self._name}:{next(self._numbers)}:{line[0]}", backend, timeout)
 
 
 def name_of(ranks: Sequence[int], kind: str) -> str:
-    """Returns a name for a new object of some ranks, which make their objects of one kind in the same order."""
+    """Returns a name for a new object of some ranks, which make objects of a kind in the same order."""
     counts = _COUNTS.setdefault(default_group(), collections.Counter[str]())
     key = f"{kind}.{'.'.join(map(str, ranks))}"
     counts[key] += 1
@@ -101,13 +100,13 @@ _LOST: list[MadeGroups] = []
 
 
 def end_with(owner: object, made: MadeGroups) -> None:
-    """Has groups end some time after `owner` is gone: see `end_lost`."""
+    """Makes groups end some time after `owner` is gone: see `end_lost`."""
     weakref.finalize(owner, _LOST.append, made).atexit = False
 
 
 def end_lost() -> None:
     """Ends the groups of meshes that are garbage."""
-    gc.collect()  # a mesh and its communicators know one another
+    gc.collect()  # mesh and communicators know one another
     while _LOST:
         _LOST.pop(min(range(len(_LOST)), key=lambda i: _LOST[i].number)).end()
 

@@ -1,7 +1,7 @@
 """Keys: explicit, stateless randomness by threefry2x32 in torch integer ops.
 
-Law: a random word is a function of (key, position) alone, so any block of a draw is the same bits on every rank, under
-every mesh, remat and microbatching. The words are those of `jax.random` with its partitionable threefry.
+Law: a random word is a function of only (key, position), so any block of a draw has the same bits on every rank, under
+every mesh, remat and microbatch size. The words equal `jax.random`'s with partitionable threefry.
 
 Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
 """
@@ -23,7 +23,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor, "2"]:
     """Returns a key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
 
-    It is an ordinary tensor, so that it lives in a state tree and is traced like any other leaf.
+    A key is an ordinary tensor, so a key lives in a state tree and is traced like any other leaf.
 
     Args:
         seed: any integer of 64 bits, signed or unsigned.
@@ -47,14 +47,14 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor,
 
 
 def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
-    """`num` independent keys: `split(key, n)[i] == fold_in(key, i)`.
+    """Returns `num` independent keys: `split(key, n)[i] == fold_in(key, i)`.
 
     Args:
-        key: the key to derive from; do not draw from it as well.
-        num: how many.
+        key: the parent key. Do not draw from the parent as well.
+        num: number of keys.
 
     Returns:
-        int64 of shape [num, 2]; unpack or index it.
+        int64 of shape [num, 2], to unpack or index.
 
     Raises:
         ValueError: `num` is negative.
@@ -74,7 +74,7 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: SupportsInt | Int[Tensor, "*n"]) -
     """Returns the key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
 
     Args:
-        key: one key, or keys whose leading dims broadcast with those of `data`.
+        key: a key, or keys with leading dims that broadcast with the dims of `data`.
         data: an integer such as a step, layer or sample number.
 
     Returns:
@@ -104,7 +104,7 @@ def check_key(who: str, key: Any) -> None:
     """Refuses anything but a key.
 
     Raises:
-        TypeError: `key` is not one. The message shows how to make one.
+        TypeError: `key` is not a key. The message shows how to make a key.
 
     Example:
         >>> check_key("sharded_step", key(0))
@@ -145,12 +145,12 @@ def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]
 def threefry2x32(
     key: Int64[Tensor, "*k 2"], index: Int64[Tensor, "*n"]
 ) -> tuple[Int32[Tensor, "*m"], Int32[Tensor, "*m"]]:
-    """Threefry-2x32 with 20 rounds of the counters (index >> 32, index & 0xffffffff).
+    """Returns Threefry-2x32 with 20 rounds of the counters (index >> 32, index & 0xffffffff).
 
     int32 arithmetic wraps around exactly as the cipher's uint32 does, and CPUs vectorise it best.
 
     Args:
-        key: keys; the leading dims broadcast with `index`.
+        key: keys. The leading dims broadcast with `index`.
         index: counters.
 
     Returns:

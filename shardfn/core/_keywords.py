@@ -13,11 +13,11 @@ C = TypeVar("C")
 
 
 def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
-    """Refuses keywords that a function does not have, by name and with a remedy, and too many positions.
+    """Refuses keywords that a function does not have, by name and with a remedy, and too many positional arguments.
 
     Args:
-        **meant: keyword that users try -> the remedy, which `str.format` fills with `name` and `value`. For other
-            keywords the error names the nearest of the function's own, or gives `otherwise`.
+        **meant: keyword that users try -> the remedy, with `name` and `value` for `str.format`. For other keywords the
+            error names the function's nearest keyword, or gives `otherwise`.
 
     Example:
         >>> @explains_keywords(lr="learning_rate={value!r}")
@@ -87,7 +87,7 @@ def _name_of(f: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
-    """Names the remedy where a user calls a method that such objects have in other libraries.
+    """Names the remedy where a user calls a method that exists in other libraries.
 
     Args:
         **meant: attribute that users try -> the remedy.
@@ -106,7 +106,7 @@ def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
         raise AttributeError(f"{text}. {meant[name]}" if name in meant else text, name=name, obj=self)
 
     def add_getattr(cls: type[C]) -> type[C]:
-        # By setattr: where a class has a `__getattr__`, a type checker takes any attribute for one of its own.
+        # By setattr: in a class with a `__getattr__`, a type checker accepts any attribute.
         setattr(cls, "__getattr__", explain_missing)  # noqa: B010
         return cls
 

@@ -1,4 +1,4 @@
-"""`make_mesh` and `as_mesh`: how a program comes by its mesh."""
+"""`make_mesh` and `as_mesh`: how a program gets its mesh."""
 
 import atexit
 import datetime
@@ -33,31 +33,32 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh over all ranks of the program, or some.
 
-    Under a launcher such as torchrun it starts torch.distributed, if nothing has: NCCL on CUDA, gloo on CPU. With one
-    process it starts nothing.
+    Under a launcher such as torchrun the function starts torch.distributed, if nothing has: NCCL on CUDA, gloo on CPU.
+    With a single process nothing is started.
 
     Args:
         axes: axis name -> size, major to minor. One size may be -1: the remaining ranks. Default: `{"dp": -1}`.
-        device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is one, else the CPU.
+        device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is a GPU, else the CPU.
         timeout: the seconds that a collective waits for other ranks; default torch's (30 minutes for gloo).
         agreement_timeout: the seconds that a rank waits at the beginning of a call (a step, `evaluate`, a checkpoint's
-            `save`, ...) for the other ranks to begin the same one. Default: 120, or `timeout` if that is less. Give it
-            more if one rank alone works for longer between two calls. Transfers, and waiting within a call, have
-            `timeout`.
-        abstract: whether the ranks do not exist. Such a mesh is for `step.lower`: it has any sizes and no process
-            group, and nothing runs on it. This process takes the place of the first rank, or of the rank at these
+            `save`, ...) for the other ranks to begin the same call. Default: 120, or `timeout` if less. Give more if a
+            single rank works for longer between two calls, for example on an evaluation. Transfers, and waiting within
+            a call, have `timeout`.
+        abstract: whether the ranks do not exist. Such a mesh is for `step.lower`, with any sizes and no process group.
+            Nothing runs on such a mesh. This process takes the place of the first rank, or of the rank at these
             coordinates, as in `abstract={"pp": 17}`.
-        alone: a mesh of this rank alone, although the program has others: for computations without the other ranks.
-        ranks: the ranks of the program that are in the mesh, in ascending order. Default: all. Other ranks make it too
-            if they have to name it, as in `reshard`. They are not members, and running something on it is an error
-            there. Communicators are made when they are needed, by the members alone.
+        alone: whether the mesh has only this rank, although the program has more: for computations without the other
+            ranks.
+        ranks: the ranks of the program that are in the mesh, in ascending order. Default: all. Other ranks make the
+            mesh too if the mesh has to be named there, as in `reshard`. Other ranks are not members, and running
+            something on the mesh is an error there. Communicators are made on demand, only by the members.
 
     Returns:
-        The mesh. If a program makes many, `close` each, or use it in a `with` block.
+        The mesh. If a program makes many meshes, `close` each mesh, or use a `with` block.
 
     Raises:
         TypeError: `axes` is not a dict of sizes.
-        ValueError: the sizes do not multiply to the number of ranks, or `ranks` are not the program's, in order.
+        ValueError: the sizes do not multiply to the number of ranks, or `ranks` are not ranks of the program, in order.
 
     Example:
         >>> make_mesh({"dp": -1}, device="cpu").shape
@@ -109,7 +110,7 @@ def _checked_axes(axes: Any) -> dict[str, int]:
     """Returns the axes as a dict of sizes.
 
     Raises:
-        TypeError: `axes` is not a dict of names and sizes. The message shows one.
+        TypeError: `axes` is not a dict of names and sizes. The message shows an example.
     """
     how = "axes are a dict of names and sizes; one size may be -1, for the rest of the ranks"
     if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
@@ -132,7 +133,7 @@ def _is_size(size: Any) -> bool:
 
 
 def num_launched() -> int:
-    """Returns the number of processes of the program, whether or not they are connected yet."""
+    """Returns the number of processes of the program, connected or not."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -155,11 +156,11 @@ def _abstract_mesh(shape: dict[str, int], device: torch.device, seen_from: Mappi
 
 
 def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
-    """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
+    """Returns `mesh` as a `Mesh`: a `DeviceMesh` is wrapped, None is the mesh of a single rank and no axes.
 
     Raises:
-        ValueError: the program has more ranks than one, and there is no mesh, or this rank is not of it, or a
-            DeviceMesh has no names, or is not of all ranks in order.
+        ValueError: the program has several ranks, and there is no mesh, or this rank is not in the mesh, or a
+            DeviceMesh has no names, or does not have all ranks in order.
     """
     if mesh is None:
         return _make_single_rank_mesh()
@@ -188,11 +189,11 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
 
 
 class _Wrapped:
-    """The attribute by which a DeviceMesh keeps its `Mesh` alive.
+    """Attribute by which a DeviceMesh keeps its `Mesh` alive.
 
-    Nothing weaker will do: the collector finds a mesh at another time on each rank, and then one would make
-    communicators, for which all ranks are needed, while another still has its own. A copy of the DeviceMesh has no
-    mesh.
+    Nothing weaker will do: the collector finds a mesh at another time on each rank. A rank would then make
+    communicators, which need all ranks, while another rank still has the old communicators: a deadlock. A copy of the
+    DeviceMesh has no mesh.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:

@@ -1,7 +1,7 @@
 """The mesh: ranks in a grid with named axes, and the process groups along them.
 
 House names: `dp` data, `tp` tensor, `sp` sequence, `ep` expert, `pp` pipeline. A missing axis, an axis of size 1 and a
-program without torch.distributed are the same thing: the identity.
+program without torch.distributed are equal: the identity.
 """
 
 import atexit
@@ -32,26 +32,26 @@ Axes = str | tuple[str, ...] | None
 
 
 class Mesh:
-    """Ranks in a grid with named axes. Build one with `make_mesh`.
+    """Ranks in a grid with named axes, for example {"dp": 2, "tp": 4}. Build a mesh with `make_mesh`.
 
-    A mesh has connections and threads once something was sent on it. They end with `close`, at the end of a block `with
-    make_mesh(...) as mesh:`, or, if nothing refers to the mesh any more, when the next one is made.
+    A mesh has connections and threads once something was sent. Both end with `close`, at the end of a block `with
+    make_mesh(...) as mesh:`, or, if nothing refers to the mesh any more, when the next mesh is made.
 
     Attributes:
         shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
-        ranks: the ranks of the program that are in the mesh, in its order.
-        rank: this rank's index among them, which errors print; -1 on a rank that is not a member.
+        ranks: the ranks of the program that are in the mesh, in the mesh's order.
+        rank: index of this rank in the mesh, which errors print, or -1 on a rank that is not a member.
         device: the device this rank computes on.
         device_mesh: `torch.distributed.DeviceMesh`, or None for one process, and for a mesh of some of the ranks.
         timeout: how long a collective waits for other ranks. Default: as long as in the default process group.
         agreement_timeout: how long a rank waits for the others to come to the same call. By default two minutes, or
-            `timeout` if that is shorter.
-        name: the same on all its ranks, and different for each mesh of them.
+            `timeout` if shorter.
+        name: name, the same on all ranks of the mesh, and different for each mesh of these ranks.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
             run.
-        resources: objects of other rooms that live as long as the mesh, each by its `PerMesh`.
-        made: the process groups that it has made.
-        closed: whether it was closed, after which nothing can be sent on it.
+        resources: objects of other rooms that live as long as the mesh, by `PerMesh`.
+        made: the process groups that the mesh has made.
+        closed: whether the mesh was closed. Nothing can be sent on a closed mesh.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Mesh:
         here = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = (here,) if self.size == 1 and ranks is None else tuple(ranks or range(self.size))
         told = device_mesh is not None or ranks is not None  # else it is seen from its first rank, or one that is named
-        # Not a tensor: groups are made while a step is captured, too, when tensors have no values.
+        # Not a tensor: groups are also made in captures, when tensors have no values.
         grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
         named = int(grid[tuple((seen_from or {}).get(axis, 0) for axis in self.shape) or (0,)])
         self.rank = named if not told else self.ranks.index(here) if here in self.ranks else -1
         where = np.argwhere(grid == self.rank).tolist()
         self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None
-        # Whether it makes groups by itself, for which only its own ranks are needed.
+        # Whether the mesh makes groups without other ranks: only the members are needed.
         apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
         self._apart = NamedGroups(self.ranks) if apart else None
         self.name = name_of(self.ranks, "mesh") if device_mesh is not None or apart else ""
         self.resources: dict[object, Any] = {}
         self.made, self.closed = MadeGroups(), False
-        # The groups of a `device_mesh` that was made with this mesh, and ends with it.
+        # The groups of a `device_mesh` that was made, and ends, with this mesh.
         self._made_by_grid: MadeGroups | None = None
         self._at_close: dict[str, Callable[[str], None]] = {}
         self._grid = grid
@@ -97,11 +97,11 @@ class Mesh:
             _ALIVE.add(self)
 
     def close(self) -> None:
-        """Ends the connections and threads of the mesh, and the disks of its steps. Every rank closes it.
+        """Ends the connections and threads of the mesh, and the disks of its steps. Every rank must call `close`.
 
-        Values on it stay readable where they are (`GlobalTensor.local`). Steps and collectives on it are errors from
-        then on. The program's own process groups stay, those of a `DeviceMesh` that was passed in included. Waits until
-        the other ranks have received this rank's messages. Closing it again does nothing.
+        Values on the mesh stay readable in place (`GlobalTensor.local`). Steps and collectives on the mesh are errors
+        from then on. The program's process groups stay, also the groups of a `DeviceMesh` that was passed in. Waits
+        until the other ranks have received this rank's messages. A second `close` does nothing.
 
         Example:
             >>> from shardfn.core import make_mesh
@@ -117,7 +117,7 @@ class Mesh:
         if self.closed:
             return
         self.closed = True
-        # First those that use the connections. These end last.
+        # First the users of the connections. The connections end last.
         for end in self._at_close.values():
             end(why)
         self._at_close.clear()
@@ -129,14 +129,17 @@ class Mesh:
             self.device_mesh = None
 
     def at_close(self, name: str, end: Callable[[str], None]) -> None:
-        """Has the end of the mesh call a function, with the reason as text; it replaces one of the same name."""
+        """Makes the end of the mesh call a function, with the reason as text.
+
+        A function of the same name is replaced.
+        """
         self._at_close[name] = end
 
     def check_open(self) -> None:
-        """Refuses to go on with a mesh that is closed, or not of this rank.
+        """Refuses to go on with a mesh that is closed, or without this rank.
 
         Raises:
-            ValueError: it is.
+            ValueError: the mesh is closed, or this rank is not a member.
         """
         self.check_member()
         if self.closed:
@@ -147,21 +150,21 @@ class Mesh:
 
     @property
     def is_member(self) -> bool:
-        """Returns whether this rank is one of the mesh."""
+        """Returns whether this rank is a member of the mesh."""
         return self.rank >= 0
 
     def is_like(self, other: "Mesh") -> bool:
-        """Returns whether the same ranks have the same places on the same axes; axes of one rank do not count."""
+        """Returns whether the same ranks have the same places on the same axes. Axes of a single rank do not count."""
         if other is self:
             return True
         mine, theirs = ([(a, n) for a, n in mesh.shape.items() if n > 1] for mesh in (self, other))
         return mine == theirs and self.ranks == other.ranks
 
     def check_member(self) -> None:
-        """Refuses to go on with a mesh that this rank is not of.
+        """Refuses to go on with a mesh without this rank.
 
         Raises:
-            ValueError: it is not.
+            ValueError: this rank is not a member.
         """
         if not self.is_member:
             raise ValueError(
@@ -171,7 +174,7 @@ class Mesh:
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's index on each axis.
+        """Returns this rank's index on each axis.
 
         Raises:
             ValueError: this rank is not in the mesh.
@@ -197,12 +200,12 @@ class Mesh:
         return math.prod(self.shape.values())
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
-        """Returns the named axes that exist here and are larger than 1, as a tuple.
+        """Returns the named axes that exist in the mesh and are larger than 1, as a tuple.
 
         Raises:
             ValueError: a name is neither an axis of this mesh nor a house name.
         """
-        # Asked of every leaf in every step, and always the same.
+        # Asked for every leaf in every step, and always the same.
         known = self._known_axes.get(axes) if type(axes) is tuple or type(axes) is str else None
         if known is not None:
             return known
@@ -222,7 +225,7 @@ class Mesh:
         return 1 if not names else self.shape[names[0]] if len(names) == 1 else math.prod(self.shape[n] for n in names)
 
     def axis_index(self, axes: Axes) -> int:
-        """This rank's index along `axes`, the first name being the major one."""
+        """Returns this rank's index along `axes`, with the first name as the major axis."""
         index = 0
         for name in self.axes(axes):
             index = index * self.shape[name] + self.coords[name]
@@ -242,11 +245,11 @@ class Mesh:
 
     @property
     def makes_groups(self) -> bool:
-        """Returns whether it has ranks that groups can be made of."""
+        """Returns whether the mesh has ranks of which groups can be made."""
         return self.device_mesh is not None or self._apart is not None
 
     def group(self, axes: Axes) -> dist.ProcessGroup | None:
-        """Returns the process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
+        """Returns the process group along `axes` (None for a single rank). Group rank == `axis_index(axes)`.
 
         The first call for a tuple of several axes is collective over the whole mesh.
 
@@ -258,7 +261,7 @@ class Mesh:
             return None
         self._check_real()
         if names not in self._groups:
-            # A single axis has its group already, so no collective is needed.
+            # A single axis already has a group, so no collective is needed.
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
             else:
@@ -271,7 +274,7 @@ class Mesh:
         self.check_open()
 
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
-        """Returns a fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
+        """Returns a fresh communicator along `axes`, with a separate order. Collective over the mesh.
 
         Raises:
             ValueError: the mesh is abstract.
@@ -291,7 +294,7 @@ class Mesh:
     def _new_group(self, row: list[int] | None, backend: str | None) -> dist.ProcessGroup | None:
         """Returns a group of some ranks of the program, or of all.
 
-        None on the others. Collective over the program.
+        None on the other ranks. Collective over the program.
         """
         with on_one_thread():
             group = dist.new_group(row, backend=backend, timeout=self.timeout)
@@ -305,20 +308,21 @@ class Mesh:
         rest = [d for d in range(len(self.shape)) if d not in dims]
         rows = self._grid.transpose(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
         mine = None
-        # Every rank makes every group, in this order: making one is collective over all of them.
+        # Every rank makes every group, in this order: making a group is collective over all ranks.
         for row in rows.tolist():
             made = None
             if self._apart is None:
                 made = self._new_group(row, backend)
-            # A mesh of some ranks only cannot call `new_group`, for which the whole program is needed.
+            # A mesh of only some ranks cannot call `new_group`, which needs the whole program.
             elif self.rank in row:
                 made = self._apart.new([self.ranks[i] for i in row], backend, self.timeout)
             if self.rank in row and made is not None:
                 mine = made
         assert mine is not None
         if dist.get_backend(mine) == "gloo" and mine.size() > 1:
-            # A rank has made its connections before the others have accepted them: if it failed now, and closed them,
-            # a slower rank would wait for them until the timeout. So it goes on when all ranks have theirs.
+            # A rank has made connections before other ranks have accepted these: if the rank failed now, and closed the
+            # connections, a slower rank would wait until the timeout. So the rank goes on when all ranks have
+            # connections.
             mine.barrier().wait()
         self.made.add(mine)
         return mine
@@ -330,7 +334,7 @@ class Mesh:
         return f"Mesh({axes}; {where} on {self.device})"
 
     def drawing(self) -> str:
-        """Returns the ranks in their grid, the last axis across, this one in brackets.
+        """Returns a drawing of the ranks in the grid, the last axis across, this rank in brackets.
 
         Example:
             >>> from shardfn.core import make_mesh
@@ -360,7 +364,7 @@ class Mesh:
 
 
 _AGREEMENT = datetime.timedelta(minutes=2)
-# Whose communicators must end before the interpreter does.
+# Meshes with communicators that must end before the interpreter does.
 _ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
 
 
@@ -377,7 +381,7 @@ def close_at_exit() -> None:
 
 
 def _close_all() -> None:
-    """At exit: communicators end before the interpreter does, whose end their threads would not survive."""
+    """Closes all meshes at exit: threads of communicators would not survive the interpreter's end."""
     error = getattr(sys, "last_value", None)  # the exception that ends the program, if any
     how = "its script came to an end" if error is None else f"{type(error).__name__}: {error}"
     own = [mesh for mesh in _ALIVE if mesh.made.process == os.getpid()]  # a fork of a rank is not the rank

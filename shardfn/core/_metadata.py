@@ -10,7 +10,7 @@ from shardfn._torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 _TENSOR: Any = Tensor
 T = TypeVar("T", bound="MetadataTensor")
-# The functions of torch that read no element. `is_leaf` and the like are those of the tensor without values.
+# The functions of torch that read no element. `is_leaf` and the like describe the tensor without values.
 METADATA = frozenset(
     {
         getattr(_TENSOR, name).__get__
@@ -31,7 +31,7 @@ METADATA = frozenset(
 
 
 class MetadataTensor(Tensor):
-    """A tensor without memory: functions of `METADATA` are answered, and all others go to `on_values`. Abstract.
+    """Tensor without memory: functions of `METADATA` are answered, all other functions go to `on_values`. Abstract.
 
     Attributes:
         computed: functions of `METADATA` that go to `on_values` all the same.
@@ -48,12 +48,12 @@ class MetadataTensor(Tensor):
         strides: Sequence[int] | None = None,
         offset: int | torch.SymInt | None = None,
     ) -> T:
-        """One of a shape, dtype and device; where no strides are given, those of a contiguous tensor."""
+        """Returns a tensor of a shape, dtype and device, contiguous where no strides are given."""
         return make_wrapper_subclass(cls, tuple(shape), strides, offset, dtype=dtype, device=device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a function of torch that is given such tensors, and may read their values."""
+        """Returns the result of a function of torch on such tensors. The function may read values."""
         raise NotImplementedError
 
     @classmethod
@@ -66,6 +66,6 @@ class MetadataTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns an op that bypassed `__torch_function__`."""
+        """Runs an op that bypassed `__torch_function__`."""
         del types
         return cls.on_values(func, args, kwargs or {})

@@ -1,4 +1,4 @@
-"""The names of a module's parts, without the prefix of those that went through `torch.compile`."""
+"""The names of a module's parts, without the prefix of `torch.compile`."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ _WRAPPED = "_orig_mod"  # the attribute by which a compiled module holds the ori
 def uncompiled(module: nn.Module) -> nn.Module:
     """Returns the original of a module in `torch.compile` or `DistributedDataParallel`, in any order.
 
-    Other modules unchanged.
+    Other modules are returned unchanged.
 
     Example:
         >>> import torch
@@ -22,7 +22,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether a module is the one that `torch.compile` returns."""
+    """Returns whether a module is a result of `torch.compile`."""
     return _WRAPPED in module._modules
 
 
@@ -32,7 +32,7 @@ def _inner_module(module: nn.Module) -> nn.Module | None:
 
 
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """`module.named_modules()`, with originals in the places of compiled modules.
+    """Returns `module.named_modules()`, with originals in the places of compiled modules.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Tensor]]:
-    """`module.named_parameters()`, under the names that they have without `torch.compile`.
+    """Returns `module.named_parameters()`, under the names without `torch.compile`.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
 
 
 def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """`module.named_buffers()`, under the names that they have without `torch.compile`.
+    """Returns `module.named_buffers()`, under the names without `torch.compile`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""`op_by_op`: ops whose results must have torch's own bits, on every back end."""
+"""`op_by_op`: ops with torch's bits on every back end."""
 
 from contextlib import AbstractContextManager
 
@@ -8,10 +8,11 @@ _OP_BY_OP = Ambient[None]("ops that run one by one", by_thread=True)
 
 
 def op_by_op() -> AbstractContextManager[None]:
-    """Ops that a capture records while it is open run one by one in its graph, with the bits of the eager call.
+    """Makes ops of a capture run one by one in the graph, with the bits of the eager call.
 
-    A compiler's functions round in another way: its cosine differs from torch's in the last bit, and only regions of
-    many elements are compiled, so that a row would depend on the number of rows beside it.
+    A compiler's functions round in another way, for example the cosine differs from torch's in the last bit. Only
+    regions of many elements are compiled, so a row would depend on the number of other rows, and would not be
+    batch-invariant.
 
     Example:
         >>> with op_by_op():

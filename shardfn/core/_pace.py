@@ -1,23 +1,24 @@
-"""`Pace`: when the leaves that ZeRO keeps in pieces move, and how much of them at a time."""
+"""`Pace`: when the leaves that ZeRO keeps in pieces move, and how much at a time."""
 
 import dataclasses
 
 from ._errors import did_you_mean
 
-# The most bytes of parameters that a step gathers before their use, and of whole gradients that it has under way.
+# The most bytes of parameters that a step gathers before use, and of whole gradients under way.
 PREFETCH_BYTES, IN_FLIGHT_BYTES = 32 << 20, 24 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How early leaves are gathered, when gradients are reduced, and how much optimizer state moves at once.
+    """Pace of transfers: when leaves are gathered and gradients reduced, and how much optimizer state moves at once.
 
-    These trade memory against waiting. Only `accumulate` changes results, as it changes the order of sums.
+    The fields trade memory against waiting. Only `accumulate` changes results, through the order of sums.
 
     Attributes:
         prefetch_bytes: at stage 3, the most bytes of parameters that may be gathered before their use.
-        accumulate: with `sf.accumulate`, "each" reduces the gradients of every microbatch, so that they stay sharded;
-            "once" reduces their local sum at the end, which sends fewer bytes and holds whole gradients.
+        accumulate: with gradient accumulation (`sf.accumulate`), "each" reduces the gradients of every microbatch, so
+            that gradients stay sharded. "once" reduces the local sum at the end: fewer bytes are sent, and whole
+            gradients are held.
         chunk_bytes: the size of the chunks in which an offloaded optimizer state passes through the memory of the
             update.
 

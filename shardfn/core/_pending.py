@@ -8,16 +8,16 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T_co]):
-    """A value on its way. Its source must not change until it has arrived.
+    """Value on its way. The source must not change until the value has arrived.
 
-    The function that starts a transfer returns one; its caller asks for the value once. Any thread may ask, but only
-    one at a time.
+    The function that starts a transfer returns a `Pending`. The caller asks for the value once. Any thread may ask, but
+    only a single thread at a time.
 
     Args:
-        result: waits, and returns the value or raises the transfer's error, or None in a subclass that overrides
-            `result` and `done`. (One that passed its own methods would hold itself, and so its sources.)
-        done: whether the value has arrived, without waiting; default: unknown, thus False.
-        left: waits until the source may be overwritten; default: when the value is there.
+        result: function that waits, and returns the value or raises the transfer's error. None in a subclass that
+            overrides `result` and `done`. (A subclass that passed methods would hold itself, and so the sources.)
+        done: function that returns whether the value has arrived, without waiting. Default: unknown, thus False.
+        left: function that waits until the source may be overwritten. Default: waits for the value.
 
     Example:
         >>> Pending(lambda: 3).then(lambda x: x + 1).result()
@@ -40,7 +40,7 @@ class Pending(Generic[T_co]):
         return Pending(lambda: value, _is_done)
 
     def done(self) -> bool:
-        """Returns whether `result` would return, or raise, at once, or False where this is unknown."""
+        """Returns whether `result` would return, or raise, at once. False if unknown."""
         return self._done is not None and self._done()
 
     def result(self) -> T_co:

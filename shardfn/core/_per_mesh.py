@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class PerMesh(Generic[T]):
-    """The objects of one kind, one a mesh. A mesh drops its own when it is closed.
+    """Objects of a kind, one a mesh. A closed mesh drops the mesh's object.
 
     Example:
         >>> from shardfn.core import make_mesh
@@ -24,7 +24,7 @@ class PerMesh(Generic[T]):
         return mesh.resources.get(self)
 
     def of(self, mesh: Mesh, make: Callable[[], T]) -> T:
-        """Returns the mesh's object; made by `make` at the first call."""
+        """Returns the mesh's object, made by `make` at the first call."""
         if self not in mesh.resources:
             mesh.resources[self] = make()
         return mesh.resources[self]

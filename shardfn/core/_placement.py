@@ -1,8 +1,8 @@
-"""`Placement`: where and how a leaf is.
+"""`Placement`: where and how a leaf is stored.
 
-One value holds how a leaf is cut over the mesh, over which axes it is a sum that is still to be taken, in which memory
-and dtype it is kept, and whether it is rounded to codes. A training step keeps, uses and sends leaves at placements,
-and a route leads from one placement to another (`shardfn.collectives.route`).
+A placement holds how a leaf is cut over the mesh, the axes of a sum that is still to be taken, memory and dtype, and
+whether elements are rounded to codes. A training step keeps, uses and sends leaves at placements, and a route leads
+from one placement to another (`shardfn.collectives.route`).
 
     parameter, ZeRO 3        A[I_dp, J]             P("dp")
     the same when used       A[I, J]                P()
@@ -23,28 +23,28 @@ from ._memory_kind import MemoryKind
 from ._mesh import Mesh, all_coords
 from ._spec import Codes, P, block_slices
 
-# A code that leaves travel in, (bits, elements that share a scale), or one that frozen leaves are kept in.
+# A code of leaves on the wire, (bits, elements that share a scale), or a code of frozen leaves.
 Code = tuple[int, int] | Codes
-# A group of the codes of frozen leaves: its elements, which are neighbours along the last dim, and its bytes.
+# A group of the codes of frozen leaves: elements, neighbours along the last dim, and bytes.
 GROUP = 32
 GROUP_BYTES: Mapping[Codes, int] = MappingProxyType({"int8": 34, "int4": 20})
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where and how a leaf is. A value: two leaves of one placement are held alike.
+    """Where and how a leaf is stored. A value: two leaves of one placement are held in the same way.
 
     Attributes:
-        spec: how it is cut; along an axis that is neither here nor in `unreduced` all ranks hold the same.
+        spec: cut of the leaf. Along an axis that is neither here nor in `unreduced` all ranks hold the same.
         unreduced: the axes along which each rank holds a summand: the leaf is the sum.
         memory_kind: "device", "host" or "disk".
-        dtype: of its elements; with a code, of the decoded elements.
-        code: (bits, elements that share a scale) where it is rounded to codes to travel; "int8" or "int4" where a
-            frozen leaf is kept so (`Sharding.codes`); None = not rounded.
-        stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts it, each
-            rank has some of the layers.
+        dtype: dtype of the elements, with a code of the decoded elements.
+        code: (bits, elements that share a scale) of a leaf rounded to codes on the wire, "int8" or "int4" of a frozen
+            leaf kept in codes (`Sharding.codes`), or None if not rounded.
+        stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts the leading
+            dim, each rank has some of the layers.
         brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a
-            gather in two. Each is its dim's own, and some axis of that dim is still to be gathered.
+            gather in two. Each axis belongs to a single dim, and some axis of the dim is still to be gathered.
 
     Example:
         >>> kept = Placement(P("dp"))
@@ -66,29 +66,29 @@ class Placement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it lies in the device's memory, without a code: it needs no opening, and can be written over."""
+        """Returns whether the leaf is in the device's memory, without a code, and can be written over."""
         return self.memory_kind == "device" and self.code is None
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is `Stored`: no tensor of its elements, and replaced by an update, never written over."""
+        """Returns whether the leaf is `Stored`: not a tensor, and replaced by an update, never written over."""
         return self.memory_kind == "disk" or self.code is not None
 
     def with_(self, **changes: object) -> "Placement":
-        """This placement with other values of some fields."""
+        """Returns this placement with other values of some fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def cotangent(self, varying: tuple[str, ...]) -> "Placement":
-        """The placement of the gradient of a leaf that is held so and used differently along the axes `varying`.
+        """Returns the placement of the gradient of a leaf that is used differently along the axes `varying`.
 
-        The gradient of a block is a block. A leaf that all ranks hold gets a summand from each rank that uses it
-        differently. The gradient of a summand is whole on every rank, since the summand counts once in the sum.
+        The gradient of a block is a block. A leaf that all ranks hold gets a summand from each rank with a different
+        use. The gradient of a summand is whole on every rank, since the summand counts once in the sum.
         """
         held = (*self.spec.axes, *self.unreduced)
         return self.with_(unreduced=tuple(a for a in varying if a not in held))
 
     def block_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> torch.Size:
-        """The shape of the block of a leaf of global `shape` that the rank at `coords` holds."""
+        """Returns the shape of the block of a leaf of global `shape` that the rank at `coords` holds."""
         if not self.brought:
             return torch.Size(s.stop - s.start for s in block_slices(shape, self.spec, sizes, coords))
         blocks = [
@@ -101,7 +101,7 @@ class Placement:
         return torch.Size(lengths)
 
     def nbytes(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-        """The bytes of that block: of its elements, or of its codes and scales (4 bytes each where it travels)."""
+        """Returns the bytes of the block: of elements, or of codes and scales (4 bytes each on the wire)."""
         block = self.block_shape(shape, sizes, coords)
         count = block.numel()
         if self.code is None:
@@ -112,7 +112,7 @@ class Placement:
         return 4 * -(-count // per_scale) + -(-count * bits // 8)
 
     def problems(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
-        """The reasons why a leaf of global `shape` cannot be placed so on `mesh`; empty where it can."""
+        """Yields the reasons why a leaf of global `shape` cannot be placed on `mesh`, if any."""
         if len(self.spec) > len(shape):
             yield f"{self.spec!r} has {len(self.spec)} entries, but the leaf has {len(shape)} dims"
         foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _has_axis(mesh, a)]
@@ -150,7 +150,7 @@ class Placement:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as people write it, and as files call it.
+    """Returns the name of a dtype as people write it, such as "bfloat16".
 
     Example:
         >>> dtype_name(torch.bfloat16)

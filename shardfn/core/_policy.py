@@ -1,10 +1,10 @@
-"""`Policy`: in which precision each thing of a training step is kept, computed, sent and added up.
+"""`Policy`: the precision in which each part of a training step is kept, computed, sent and added up.
 
     keep         compute        send           add up        update
     param -----> compute -----> reduce ------> accum ------> master (then cast to param)
 
-A step without a policy does all of it in each leaf's own dtype.
-Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+A step without a policy uses each leaf's dtype for everything. Micikevicius et al., Mixed Precision Training, 2017,
+https://arxiv.org/abs/1710.03740
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ _ALLOWED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one leaf.
+    """Dtypes of a leaf.
 
     Attributes:
-        param: in which it is kept between steps.
-        master: in which the optimizer updates it. If wider than `param`, a copy is in the optimizer's state.
-        compute: in which the loss sees it, and in which it is gathered.
-        reduce: in which its gradient travels.
-        accum: in which its gradient is added up and handed to the optimizer.
+        param: dtype of the leaf between steps.
+        master: dtype in the optimizer's update. If wider than `param`, a copy is in the optimizer's state.
+        compute: dtype in the loss, and in gathers.
+        reduce: dtype of the gradient on the wire.
+        accum: dtype in which the gradient is added up and handed to the optimizer.
     """
 
     param: torch.dtype
@@ -38,7 +38,7 @@ class Dtypes(NamedTuple):
 
     @staticmethod
     def plain(dtype: torch.dtype) -> "Dtypes":
-        """One dtype for everything.
+        """Returns a single dtype for everything.
 
         Example:
             >>> Dtypes.plain(torch.float32).reduce
@@ -49,21 +49,20 @@ class Dtypes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The precision of each part of a training step.
+    """Precision of each part of a training step.
 
-    It applies to floating-point leaves; integers, bools and complex numbers keep their dtype.
+    A policy applies to floating-point leaves. Integers, bools and complex numbers keep their dtype.
 
     Attributes:
         param: the dtype of parameters between steps.
-        compute: the dtype in which the loss sees parameters and batch. Stage-3 leaves are cast first and gathered in
-            it.
+        compute: the dtype in which the loss sees parameters and batch. Stage-3 leaves are cast first and then gathered.
         reduce: the dtype in which gradients are sent between ranks.
         accum: the dtype in which reduced gradients are summed over microbatches and passed to the optimizer.
         output: the dtype of the loss value.
-        master: the dtype of a copy of the parameters in the optimizer's state, which exists where `param` is narrower.
-            None means no copy; updates smaller than half a unit in the last place of `param` are then lost.
-        exceptions: pattern -> dtype. Leaves in whose path the pattern is found (by `re.search`) are stored and computed
-            in that dtype. The last match counts. A path looks like `params['blocks'][0]['norm_w']`.
+        master: the dtype of a copy of the parameters in the optimizer's state, if `param` is narrower. None means no
+            copy: updates smaller than half a unit in the last place of `param` are then lost.
+        exceptions: pattern -> dtype. Leaves with the pattern in the path (by `re.search`) are stored and computed in
+            the dtype. The last match counts. A path looks like `params['blocks'][0]['norm_w']`.
 
     Raises:
         TypeError: `exceptions` is not a dict.
@@ -110,7 +109,7 @@ class Policy:
 
     @staticmethod
     def bf16(**changes: Any) -> "Policy":
-        """Parameters and arithmetic in bfloat16. Gradients are sent, summed and applied in float32.
+        """Returns a policy of bfloat16 parameters and arithmetic. Gradients are sent, summed and applied in float32.
 
         Args:
             **changes: fields that shall differ.
@@ -123,7 +122,7 @@ class Policy:
 
     @staticmethod
     def fp16(**changes: Any) -> "Policy":
-        """As `bf16`, in float16: use it with a loss scale.
+        """Returns a policy as `bf16`, in float16. Use a loss scale.
 
         Args:
             **changes: fields that shall differ.
@@ -136,7 +135,7 @@ class Policy:
 
     @staticmethod
     def full(**changes: Any) -> "Policy":
-        """Everything in float32.
+        """Returns a policy of float32 for everything.
 
         Args:
             **changes: fields that shall differ.
@@ -152,7 +151,7 @@ class Policy:
 
         Args:
             path: path, as errors print it.
-            dtype: its own dtype, which counts only where it is not of floating point.
+            dtype: dtype of the leaf, which counts only if it is not of floating point.
         """
         if not dtype.is_floating_point:
             return Dtypes.plain(dtype)
@@ -182,7 +181,7 @@ class Policy:
             >>> Policy.bf16(exceptions={"norm": torch.float32}).check(["params['norm_w']"])
         """
         unused = [p for p in self.exceptions if not any(re.search(p, path) for path in paths)]
-        # The names within the quotes of a path: a whole path, with its brackets, is not a pattern that matches itself.
+        # The names within the quotes of a path: a whole path, with brackets, is not a pattern that matches the path.
         names = dict.fromkeys(name for path in paths for name in re.findall(r"'([^']*)'", path))
         shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
         raise_all(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ._mesh import Mesh
 
-# Work that is done sooner shows no bar, if it is a part of other work.
+# Work that is done sooner, as a part of other work, shows no bar.
 _SOON = 1.0
 
 
@@ -22,23 +22,24 @@ def progress(
     mesh: Mesh | None = None,
     part: bool = False,
 ) -> Any:
-    """Returns a bar of tqdm on stderr: on the first rank alone, and only where stderr is a terminal.
+    """Returns a bar of tqdm on stderr: only on the first rank, and only if stderr is a terminal.
 
-    Saving, restoring, captures and `shardfn plan --search` show such bars by themselves when they take longer than a
+    Saving, restoring, captures and `shardfn plan --search` show bars without a call when the work takes longer than a
     second. The environment variable `TQDM_DISABLE=1`, which tqdm reads, hides all of them.
 
     Args:
-        iterable: items are passed on and counted, or None for a bar whose `update(n)` counts.
-        total: the number of items. Default: the length of `iterable`, where it has one.
+        iterable: items to pass on and count, or None for a bar that counts by `update(n)`.
+        total: the number of items. Default: the length of `iterable`, if known.
         initial: the number of items that an earlier run has done.
         desc: words before the bar.
         unit: unit of an item; "B" counts bytes.
-        mesh: the first rank of this mesh shows the bar. Default: the first of all.
-        part: whether it belongs to other work: it is shown after a second, and removed at its end.
+        mesh: the first rank of this mesh shows the bar. Default: the first rank of all.
+        part: whether the bar belongs to other work. Such a bar is shown after a second, and removed at the end.
 
     Returns:
         A `tqdm`: an iterator and a context manager with `update(n)`, `set_postfix(loss=...)`, `write(text)`, `close()`.
-        Where no bar is shown, an object with these whose `disable` is True. Its `write` prints on the first rank.
+        Without a visible bar, an object with the same methods and `disable` True. The `write` method prints on the
+        first rank.
 
     Example:
         >>> for step in progress(range(3), desc="training", unit="step"):
@@ -75,13 +76,13 @@ class _Hidden:
         pass
 
     def update(self, n: float = 1) -> None:
-        """Counts nothing."""
+        """Does nothing, as there is no bar."""
 
     def set_postfix(self, *args: Any, **values: Any) -> None:
-        """Shows nothing."""
+        """Does nothing, as there is no bar to show values."""
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Does nothing, as there is no bar to end."""
 
     def write(self, text: str, file: Any = None) -> None:
         """Prints a line on the first rank, as `tqdm.write` does above the bar."""

@@ -1,13 +1,13 @@
-"""How ranks that torchrun has started again meet, in a store that remembers those before them.
+"""How ranks that torchrun has started again meet, in a store that remembers earlier ranks.
 
 torchrun's agent keeps one store for all rounds of a job. Entries of ranks that have ended (addresses, for example)
-would be taken for those of their successors: https://github.com/pytorch/pytorch/issues/135712. So the ranks of each
-round find a name that no other round has, below which they keep everything.
+would be taken for entries of their successors: https://github.com/pytorch/pytorch/issues/135712. So the ranks of each
+round find a name that no other round has, and keep everything below the name.
 
     rank r: here/r = a random word      rank 0: answers each word that it finds with its own, which is the name
             waits for the answer                until all ranks confirm that they have it
 
-A word of an earlier round may be answered, too. That answer is not read.
+A word of an earlier round may be answered, too. Such an answer is not read.
 """
 
 import datetime
@@ -24,7 +24,7 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
     """Starts torch.distributed from the launcher's environment variables, in any round of the job.
 
     Raises:
-        RuntimeError: ranks did not come in time. The message names them.
+        RuntimeError: ranks did not come in time. The message names the ranks.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
@@ -38,16 +38,16 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
 
 
 def round_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
-    """Returns a name that the living ranks of a store have in common, and that no earlier round has used.
+    """Returns a name that the living ranks of a store have in common, and no earlier round has used.
 
     Args:
-        store: store that may have been used by ranks that have ended.
+        store: store, perhaps already used by ranks that have ended.
         rank: rank of this process.
         world: the number of ranks.
-        seconds: seconds to wait for the others.
+        seconds: seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: they did not all come.
+        RuntimeError: some ranks did not come.
     """
     word, at = secrets.token_hex(8), "shardfn/round"
     if rank:

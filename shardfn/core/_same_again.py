@@ -16,7 +16,7 @@ _SEEING = Ambient[Sees]("sees values that a recomputation must repeat", by_threa
 
 
 class FirstRun:
-    """The values of a function's first run that later runs must repeat.
+    """Values of a function's first run that later runs must repeat.
 
     Example:
         >>> run = FirstRun()
@@ -40,13 +40,14 @@ class FirstRun:
 
 
 def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
-    """A recomputation of the functions around must have the same `x` here, without a gradient.
+    """Requires that a recomputation of the functions around has the same `x` here, without a gradient.
 
-    Functions are those under `remat`, and under `torch.utils.checkpoint` on a mesh or in a step.
+    The functions are under `remat`, or under `torch.utils.checkpoint` on a mesh or in a step (activation
+    checkpointing).
 
     Args:
-        x: values are compared; in a capture by an operation of the graph.
-        name: begins the error of a difference.
+        x: values to compare, in a capture by an operation of the graph.
+        name: beginning of the error of a difference.
 
     Example:
         >>> same_again(torch.ones(2), "mask")  # no function around is recomputed
@@ -68,13 +69,13 @@ def _difference_text(name: str, places: str) -> str:
     )
 
 
-# One operation without a result: a policy that goes by the operations of a forward does not count it.
+# One operation without a result: a policy by the operations of a forward does not count the comparison.
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
 
 
 def _check_same_again(before: Tensor, x: Tensor, name: str) -> None:
-    """Raises RuntimeError if values differ. On a GPU the program ends later, without a wait for it."""
+    """Raises RuntimeError if values differ. On a GPU the program ends later, without a wait."""
     if x.is_cuda:
         torch._assert_async((before == x).all(), _difference_text(name, ""))
     elif not torch.equal(before, x):

@@ -9,10 +9,10 @@ from shardfn._torch import top_saved_hooks
 def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Returns the innermost hooks on tensors that autograd saves for the backward, as (pack, unpack).
 
-    None without any.
+    None without hooks.
 
     Args:
-        while_tracing: whether those count that torch leaves unused while a graph is captured.
+        while_tracing: whether hooks count that torch leaves unused while a graph is captured.
 
     Example:
         >>> import torch

@@ -7,7 +7,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_html(text: str) -> str:
-    """Text as a notebook shows it: line by line, with equal widths.
+    """Returns text as HTML for a notebook: line by line, with equal widths.
 
     Example:
         >>> as_html("a < b")
@@ -17,7 +17,7 @@ def as_html(text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines, each column as wide as its widest cell; columns of numbers are right-aligned.
+    """Returns rows of cells as lines of equal columns. Columns of numbers are right-aligned.
 
     Example:
         >>> print(columns([("path", "bytes"), ("w", "1,024"), ("bias", "16")]))
@@ -34,7 +34,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that gives at most four digits.
+    """Returns bytes as text, in the unit that gives at most four digits.
 
     Example:
         >>> size(512), size(1536), size(3 << 30)

@@ -2,7 +2,7 @@
 
 `P("dp", None, ("tp", "sp"))` has one entry a tensor dim: `None` (whole), an axis name, or a tuple of names from major
 to minor. Trailing `None`s may be left out. Blocks are cut as `torch.chunk` cuts them: ceil(size / n) rows each, the
-last ones short or empty, so no size must divide anything.
+last blocks short or empty, so any size will do, for example 7 rows on 3 ranks as 3, 3, 1.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from typing import Any, Literal
 from ._memory_kind import MemoryKind
 
 Entry = None | str | tuple[str, ...]
-# Codes of groups of 32 elements of the last dim, in which frozen weights are kept: 34 and 20 bytes a group.
+# Codes of frozen weights, in groups of 32 elements of the last dim: 34 and 20 bytes a group.
 Codes = Literal["int8", "int4"]
 
 
 class P:
-    """PartitionSpec: one entry per tensor dim. Immutable and hashable; `P()` replicates.
+    """PartitionSpec: an entry per tensor dim. Immutable and hashable. `P()` replicates.
 
     Raises:
         TypeError: an entry is neither `None`, a name, nor a tuple of names.
@@ -48,15 +48,15 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis name in the spec, in order of dims."""
+        """Returns every axis name in the spec, in order of dims."""
         return tuple(n for e in self.entries for n in _entry_names(e))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that shard tensor dim `dim`, major to minor."""
+        """Returns the axes that shard tensor dim `dim`, major to minor."""
         return _entry_names(self.entries[dim]) if dim < len(self.entries) else ()
 
     def with_axes(self, dim: int, axes: tuple[str, ...]) -> "P":
-        """This spec with `axes` added as the minor-most axes of `dim`."""
+        """Returns this spec with `axes` added as the minor-most axes of `dim`."""
         entries = list(self.entries) + [None] * (dim + 1 - len(self.entries))
         both = _entry_names(entries[dim]) + axes
         entries[dim] = both[0] if len(both) == 1 else both
@@ -89,10 +89,10 @@ class Sharding:
         spec: the layout.
         memory_kind: the memory in which the leaf is stored: "device", "host" or "disk".
         stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
-            then cuts each layer, and gathers each when it is used. See `shardfn.scan`. An axis that cuts the leading
-            dim itself gives each rank some of the layers, as the stages of a pipeline have them.
-        codes: "int8" or "int4" keeps a leaf that is not trained in these codes, see `kernels.code_blocks`; each use
-            decodes it. None keeps its elements.
+            then cuts each layer, and gathers each layer for use. See `shardfn.scan`. An axis that cuts the leading dim
+            itself gives each rank some of the layers, as in the stages of a pipeline.
+        codes: "int8" or "int4" for a leaf that is not trained and kept in codes, see `kernels.code_blocks`. Each use
+            decodes the leaf. None keeps the elements.
 
     Example:
         >>> Sharding(P("dp")).memory_kind
@@ -110,7 +110,7 @@ class Sharding:
 
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
-    """Start and stop of block `index` when `size` rows are cut in `n`, as `torch.chunk` cuts them.
+    """Returns start and stop of block `index` when `size` rows are cut in `n`, as by `torch.chunk`.
 
     Example:
         >>> [chunk_bounds(7, 4, i) for i in range(4)]
@@ -125,12 +125,12 @@ def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
 def block_slices(
     shape: tuple[int, ...], spec: P, sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> tuple[slice, ...]:
-    """The block of a leaf of global `shape` that the rank at `coords` holds.
+    """Returns the block of a leaf of global `shape` that the rank at `coords` holds, as slices.
 
     Args:
         shape: global shape.
         spec: layout.
-        sizes: axis sizes; a missing axis has size 1.
+        sizes: axis sizes. A missing axis has size 1.
         coords: the rank's index on each axis.
 
     Example:

@@ -1,4 +1,4 @@
-"""`one_tracing`: torch traces and compiles functions for one thread at a time."""
+"""`one_tracing`: torch traces and compiles functions for a single thread at a time."""
 
 import threading
 from contextlib import AbstractContextManager
@@ -7,9 +7,9 @@ _LOCK = threading.RLock()
 
 
 def one_tracing() -> AbstractContextManager[object]:
-    """Other threads that trace or compile wait while the context is open: torch replaces its own functions meanwhile.
+    """Makes other threads wait with traces and compiles while the context is open: torch replaces functions then.
 
-    Nothing inside may wait for other ranks, whose threads may trace in another order.
+    Nothing inside may wait for other ranks: their threads may trace in another order, which would deadlock.
 
     Example:
         >>> with one_tracing(), one_tracing():

@@ -1,4 +1,4 @@
-"""`Travel`: how the leaves that ZeRO keeps in pieces cross the mesh."""
+"""`Travel`: how leaves that ZeRO keeps in pieces cross the mesh."""
 
 import dataclasses
 
@@ -11,21 +11,22 @@ BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-    """In how many bits, along which axes and in which messages leaves and gradients are sent.
+    """Bits, axes and messages in which leaves and gradients are sent.
 
     `gather` and `reduce` round messages. `secondary_axis` and `bucket_bytes` never change a bit of the result.
 
     Attributes:
         gather: at stage 3, the format in which sharded leaves are gathered: "int8" or "int4" with a scale for each
-            block (ZeRO++'s qwZ). None means the dtype in which the loss sees them.
+            block (ZeRO++'s qwZ). None means the loss's dtype.
         reduce: the format in which gradients of leaves with more than `Zero.persist_elements` elements are sent: "int8"
-            or "int4" (ZeRO++'s qgZ); with `secondary_axis` they are summed along it first. None means the `reduce`
-            dtype of the precision policy.
+            or "int4" (ZeRO++'s qgZ). With `secondary_axis` gradients are summed along this axis first. None means the
+            `reduce` dtype of the precision policy.
         block_elements: with `gather` or `reduce`, the number of elements that share a scale.
-        secondary_axis: at stage 3, those of the axes in `Zero.axis` that are within a node. A leaf is sent along the
-            other axes once per step. The result is stored until the end of the step, cut along the secondary axes, and
-            later gathers of the step run along these alone (ZeRO++'s hpZ).
-        bucket_bytes: the size up to which smaller leaves are sent in one message; larger leaves are sent alone.
+        secondary_axis: at stage 3, the axes in `Zero.axis` that are within a node, such as "gpu" of ("node", "gpu"). A
+            leaf is sent along the other axes once per step. The result is stored until the end of the step, cut along
+            the secondary axes, and later gathers of the step run only along these axes (ZeRO++'s hpZ).
+        bucket_bytes: the size up to which smaller leaves are sent together in a message. Larger leaves are sent
+            separately.
 
     Raises:
         ValueError: a field is out of range, or has no effect.

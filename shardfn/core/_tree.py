@@ -10,13 +10,13 @@ import optree
 
 from ._errors import did_you_mean, raise_all
 
-# jaxtyping has a PyTree too, but it needs JAX.
+# jaxtyping has a PyTree too, but requires JAX.
 PyTree = Any
 
-# optree's signatures are generic in its own PyTree type; ours use Any.
+# optree's signatures are generic in optree's PyTree type. Signatures here use Any.
 _optree: Any = optree
 IsLeaf = Callable[[Any], bool] | None
-# A named tuple, as a TrainState is one: mapping over it keeps its fields.
+# A named tuple, such as a TrainState: mapping keeps the fields.
 N = TypeVar("N", bound=tuple[Any, ...])
 
 
@@ -29,17 +29,17 @@ def tree_map(
 def tree_map(
     f: Callable[..., Any], tree: Any, *rest: PyTree, is_leaf: IsLeaf = None, none_is_leaf: bool = False
 ) -> Any:
-    """Returns the tree of `f(leaf, *leaves of rest)`: of a `TrainState` a `TrainState`, of a dict a dict.
+    """Returns the tree of `f(leaf, *leaves of rest)`: for example of a `TrainState` a `TrainState`.
 
     Args:
-        f: called with a leaf of each tree.
+        f: function of a leaf of each tree.
         tree: dicts, lists, tuples and named tuples of leaves. None is a subtree without leaves.
-        *rest: trees with the structure of `tree`; may have subtrees at leaves of `tree`.
-        is_leaf: nodes for which it returns True are treated as leaves.
+        *rest: trees with the structure of `tree`, perhaps with subtrees at leaves of `tree`.
+        is_leaf: predicate of nodes that are treated as leaves.
         none_is_leaf: whether None is a leaf.
 
     Raises:
-        ValueError: the trees have other structures.
+        ValueError: the trees have different structures.
 
     Example:
         >>> tree_map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
@@ -49,7 +49,7 @@ def tree_map(
 
 
 def tree_flatten(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
-    """Returns the leaves of a tree and its structure, from which `tree_unflatten` makes such a tree again.
+    """Returns the leaves of a tree and the structure, for `tree_unflatten`.
 
     Example:
         >>> leaves, structure = tree_flatten({"b": 2, "a": [1]})
@@ -83,7 +83,7 @@ def tree_leaves(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = Fa
 
 
 def tree_structure(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> Any:
-    """Returns the structure of a tree without its leaves; equal for trees of the same shape.
+    """Returns the structure of a tree without leaves, equal for trees of the same shape.
 
     Example:
         >>> tree_structure({"a": 1}) == tree_structure({"a": "x"})
@@ -100,14 +100,14 @@ def register_pytree_node(
     Args:
         cls: the class itself, no subclass of it.
         flatten: (children, the rest of the object, the children's names).
-        unflatten: `unflatten(rest, children)`; children may be anything.
+        unflatten: `unflatten(rest, children)`. Children may be anything.
     """
     # optree has no public name for "in every namespace".
     _optree.register_pytree_node(cls, flatten, unflatten, namespace=_optree.registry.__GLOBAL_NAMESPACE)
 
 
 def tree_paths(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[str]:
-    """Returns the path of each leaf, in flattening order, as Python that reaches it from `root`.
+    """Returns the path of each leaf, in flattening order, as Python from `root`, such as `params['w'][0]`.
 
     Example:
         >>> tree_paths({"w": [1, 2]}, "params")
@@ -127,7 +127,7 @@ def named_leaves(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[t
 
 
 def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:
-    """Returns the path of each leaf, entry by entry, as Python; joined they are the result of `tree_paths`.
+    """Returns the path of each leaf, entry by entry, as Python. Joined parts are the result of `tree_paths`.
 
     Example:
         >>> tree_path_parts({"w": [1, 2]})
@@ -144,10 +144,10 @@ def tree_entries(tree: PyTree) -> list[tuple[Any, ...]]:
 def broadcast_prefix(
     prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool], *, names: tuple[str, str]
 ) -> list[Any]:
-    """Returns the leaf of `prefix` for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
+    """Returns the leaf of `prefix` for each leaf of `tree`. A leaf of `prefix` covers the whole subtree below.
 
     Args:
-        prefix: a tree whose leaves (by `is_leaf`) are at or above those of `tree`.
+        prefix: a tree with leaves (by `is_leaf`) at or above the leaves of `tree`.
         tree: the full tree.
         is_leaf: whether a node of `prefix` is a leaf.
         names: the names of `prefix` and `tree` in messages.
@@ -198,7 +198,7 @@ def broadcast_prefix(
 
 
 def _show_leaf(x: Any) -> str:
-    """Returns a leaf that should not be there: its value where that is short, and its type."""
+    """Returns a leaf that should not be there as text: the value if short, and the type."""
     text = repr(x)
     return f"{text}, a {type(x).__name__}" if len(text) <= 40 else f"a {type(x).__name__}"
 

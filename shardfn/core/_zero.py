@@ -22,10 +22,10 @@ from ._zero_flat import check_names, explains_parts, flattened, nested
 @explains_parts
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are sharded, over which axis and in which memory; how and when they are sent.
+    """Rule of sharding: which states are sharded, over which axis and in which memory, and how states are sent.
 
     Results depend on `stage`, `axis`, `reduction` and `pace.accumulate` through the order of sums, and on
-    `travel.gather` and `travel.reduce`, which round messages. No other field changes a bit of them.
+    `travel.gather` and `travel.reduce`, which round messages. No other field changes a bit.
 
     Attributes:
         stage: the states that are sharded: 0 none, 1 the optimizer's state, 2 also gradients, 3 also parameters.
@@ -35,9 +35,9 @@ class Zero:
         optimizer: the memory of the optimizer's state. Unless it is "device", the update runs on the host.
         persist_elements: stage 3: leaves of at most this many elements stay gathered.
         optimizer_fraction: the fraction of the optimizer's state, by elements, that is in the memory `optimizer`. The
-            rest, the states of the first leaves, stays on the device: their gradients are produced last.
+            rest, the states of the first leaves, stays on the device: the first leaves' gradients are produced last.
         travel: how leaves and gradients are sent: in how many bits, along which axes, and in how large messages.
-        pace: when they are sent, and how much at a time.
+        pace: when leaves and gradients are sent, and how much at a time.
         disk: the directory for "disk"; None if no field is "disk".
         reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
             one and are summed by a fixed tree, so that a step is bitwise identical on any number of ranks (on one kind
@@ -46,7 +46,7 @@ class Zero:
 
     Raises:
         ValueError: a field is out of range, or has no effect.
-        TypeError: there is no such field.
+        TypeError: a field does not exist.
 
     Example:
         >>> Zero(stage=3).axis
@@ -81,10 +81,10 @@ class Zero:
 
     @classmethod
     def flat(cls, **fields: Any) -> "Zero":
-        """The rule with these fields, its own and those of its parts, by name: for a command line or a file of options.
+        """Returns the rule with these fields of the rule and its parts, by name: for a command line or a file.
 
         Raises:
-            TypeError: there is no such field.
+            TypeError: a field does not exist.
 
         Example:
             >>> Zero.flat(stage=3, gather="int8", prefetch_bytes=0) == Zero(
@@ -96,7 +96,7 @@ class Zero:
         return cls(**nested(fields))
 
     def as_flat(self) -> dict[str, Any]:
-        """The fields, its own and those of its parts, by name: `Zero.flat(**zero.as_flat()) == zero`.
+        """Returns the fields of the rule and its parts, by name: `Zero.flat(**zero.as_flat()) == zero`.
 
         Example:
             >>> Zero(stage=3, axis="gpu").as_flat()["bucket_bytes"]
@@ -106,17 +106,17 @@ class Zero:
 
     @property
     def directory(self) -> str | None:
-        """The directory of states on disk; None without one."""
+        """Returns the directory of states on disk, or None."""
         return None if self.disk is None else self.disk.directory
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The secondary axes."""
+        """Returns the secondary axes."""
         return () if self.travel.secondary_axis is None else _axes_tuple(self.travel.secondary_axis)
 
     @property
     def kinds(self) -> set[MemoryKind]:
-        """The memories that the rule uses."""
+        """Returns the memories that the rule uses."""
         return {self.params, self.grads, self.optimizer}
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class Zero:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether sums do not depend on the number of ranks."""
+        """Returns whether sums do not depend on the number of ranks."""
         return self.reduction == "canonical"
 
     def _check_travel(self) -> None:
@@ -208,10 +208,10 @@ def _axes_tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 def zero_spec(
     shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh, *, dims: int | None = None
 ) -> P:
-    """The compute spec, with the ZeRO axes added to the dim that they cut best.
+    """Returns the compute spec, with the ZeRO axes added to the dim with the best cut.
 
-    Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with
-    the least waste. A leaf without a dim of 2 or more is not cut. `dims`: only the first ones are cut.
+    Dim 0 is taken if padding wastes at most an eighth, since blocks along dim 0 are contiguous. Else the dim with the
+    least waste is taken. A leaf without a dim of 2 or more is not cut. `dims`: only the first `dims` dims are cut.
 
     Example:
         >>> import torch

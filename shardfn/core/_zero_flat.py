@@ -1,4 +1,4 @@
-"""`Zero`'s fields and those of its parts by name."""
+"""Fields of `Zero` and of its parts, by name."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ PART_OF = {field.name: part for part, kind in PARTS.items() for field in datacla
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `Zero` for these fields; fields of a part change the given part, if there is one.
+    """Returns the keywords of `Zero` for these fields. Fields of a part change the given part, if any.
 
     Raises:
         ValueError: fields of a disk are set, but no directory.
@@ -66,7 +66,7 @@ def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
 
 
 def explains_parts(cls: type[T]) -> type[T]:
-    """Refuses a field of a part, and an unknown one, with the right spelling."""
+    """Refuses a field of a part, and an unknown field, with the right spelling."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -82,7 +82,7 @@ def explains_parts(cls: type[T]) -> type[T]:
 
 
 def _spell_fields(fields: Mapping[str, Any]) -> str:
-    """These fields as the text of arguments of `Zero`."""
+    """Returns these fields as the text of arguments of `Zero`."""
     out = [f"{name}={value!r}" for name, value in fields.items() if name not in PART_OF]
     for part, kind in PARTS.items():
         given = [f"{name}={value!r}" for name, value in fields.items() if PART_OF.get(name) == part]

@@ -1,4 +1,4 @@
-"""Ranks agree on a call before its first transfer; replicas are compared; times are measured."""
+"""Ranks agree on a call before the first transfer. Replicas are compared, and times are measured."""
 
 from ._agreement import (
     Agreement as Agreement,

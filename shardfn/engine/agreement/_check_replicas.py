@@ -15,10 +15,10 @@ from ._same_rows import SeenBatch, warn_of_same_rows
 
 
 def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
-    """Refuses first values that differ between ranks (such as values drawn without a common seed). Collective.
+    """Refuses first values that differ between ranks, such as values drawn without a common seed. Collective.
 
     Raises:
-        RankError: lists every such leaf, with its sum on rank 0 and on the first rank that has another one.
+        RankError: lists every such leaf, with the sum on rank 0 and on the first rank with another sum.
     """
     if control.size == 1 or not paths:
         return
@@ -42,35 +42,35 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
 
 
 def _sum_elements(x: Tensor) -> float | complex:
-    """Returns the sum of all elements in double precision, or of a corner of a leaf that is not drawn yet."""
+    """Returns the sum of all elements in double precision, or of a corner of a leaf that is not yet drawn."""
     x = corner(x) if isinstance(x, Draw) else x
     dtype = torch.complex128 if x.is_complex() else torch.float64
     return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
 
 
 def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tensor], control: AnyControl) -> None:
-    """Refuses a loss or a model state that differs between ranks which should have the same. Collective.
+    """Refuses a loss or a model state that differs between ranks, but should be equal. Collective.
 
-    Called after each step, or after its gradients, by all ranks; those after the first that was not skipped cost
-    nothing.
+    Called by all ranks after each step, or after the step's gradients. Calls after the first step that was not skipped
+    cost nothing.
 
     Raises:
-        RankError: they differ. The message lists each rank's.
+        RankError: the values differ. The message lists each rank's value.
     """
     if plan.learnt.compared:
         return
     if plan.mesh.size > plan.mesh.axis_size(plan.batch_axes):
         check_same_loss(metrics["loss"], plan, control)
     check_same_state(model_state, plan.mesh, control)
-    # A skipped step has kept the model state, which then shows nothing of the loss.
+    # A skipped step has kept the model state, which then proves nothing about the loss.
     plan.learnt.take_compared(not tree_leaves(model_state) or not bool(metrics.get("skipped", False)))
 
 
 def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> None:
-    """Refuses a model state that differs between ranks after the first `update` that has finished it. Collective.
+    """Refuses a model state that differs between ranks after the first finishing `update`. Collective.
 
     Raises:
-        RankError: it differs. The message lists each rank's.
+        RankError: the state differs. The message lists each rank's state.
     """
     if not plan.learnt.compared_end:
         check_same_state(model_state, plan.mesh, control)
@@ -78,11 +78,11 @@ def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> N
 
 
 def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
-    """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
+    """Refuses rows that differ along axes that do not cut the batch. Collective, before the first step.
 
-    These are the axes of the model: each rank computes a part of one result of the same rows. Where rows differ, the
-    parts belong to different results, though every rank may get the same loss. Rows that are the same along an axis
-    that the batch is cut along are a warning.
+    Such axes belong to the model, for example "tp": each rank computes a part of a result of the same rows. Where rows
+    differ, the parts belong to different results, though every rank may get the same loss. Equal rows along an axis
+    that cuts the batch are a warning.
 
     Raises:
         RankError: names the leaves, and the ranks whose rows differ.

@@ -1,7 +1,7 @@
-"""Keeps Python's garbage collector out of steps, in which it would run at any time, at times over the whole heap.
+"""Keeps Python's garbage collector out of steps, where a collection could run at any time, even over the whole heap.
 
 While a step runs the collector is off, but allocations are counted. So the collector runs once at the first allocation
-after the step, with the generation that is due, and garbage does not grow from step to step. Within a step it is
+after the step, with the generation that is due, and garbage does not grow from step to step. Within a step garbage is
 bounded: between two actions of the schedule `catch_up` collects young objects if there are many.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shardfn.core import Ambient
 
-# Objects that may wait to be looked at within a step.
+# Objects that may wait for a collection within a step.
 MOST = 50_000
 
 
@@ -20,7 +20,7 @@ _PAUSED = Ambient[None]("the garbage collector is paused", by_thread=True)
 
 
 class _Steps:
-    """The number of threads whose steps have paused the collector. The user may have stopped it before the first."""
+    """Number of threads with steps that have paused the collector. The user may have stopped the collector before."""
 
     lock = threading.Lock()
     count = 0
@@ -28,9 +28,9 @@ class _Steps:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """The collector does not run while the context is open. If the program has stopped it itself, nothing changes.
+    """Pauses the collector while the context is open. If the program has stopped the collector, nothing changes.
 
-    It is the process's: other threads' garbage waits, too, and it runs again when the last thread's step is over.
+    The collector belongs to the process: other threads' garbage waits, too, until the last thread's step is over.
 
     Example:
         >>> with uncollected():
@@ -50,7 +50,7 @@ def uncollected() -> Iterator[None]:
 
 
 def _pause_collector() -> bool:
-    """Pauses it for this thread, unless this thread has or the user has stopped it; whether it did so."""
+    """Pauses the collector for this thread, if it runs, and returns whether the call has paused it."""
     if _PAUSED:
         return False
     with _Steps.lock:
@@ -72,7 +72,7 @@ def _resume_collector() -> None:
 def collected() -> Iterator[None]:
     """Lets the collector run inside a step: for long work that makes many objects, such as a capture.
 
-    It stays paused while a step of another thread runs.
+    The collector stays paused while a step of another thread runs.
     """
     if not _PAUSED:
         yield

@@ -25,17 +25,17 @@ from shardfn.memory import record_owner
 
 
 class Comms:
-    """Channels and control plane, and whether they can still be trusted.
+    """Channels and control plane, and whether both can still be trusted.
 
     Attributes:
         mesh: the mesh.
         channels: asynchronous traffic.
         control: agreement between ranks.
-        mark: called with the part of the step that begins: "forward", "backward", "update". Only captures use it.
-        name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
-        epoch: the number of these communicators among those of the mesh, the same on all ranks.
+        mark: function of the part of the step that begins: "forward", "backward", "update". Used only by captures.
+        name: function of the pipeline's action that begins, in words, "" after the last action. Used only by captures.
+        epoch: the number of these communicators in the life of the mesh, the same on all ranks.
         broken: set when a call has failed: transfers may be left over, so the next call begins another epoch.
-        meets: whether a rank whose loss raises sends the error to the others in their next round, because the backend
+        meets: whether a rank sends an error of the loss to the other ranks in the next round, because the backend
             cannot close a connection.
     """
 
@@ -56,10 +56,11 @@ COMMS: PerMesh[Comms] = PerMesh()
 
 
 def comms_of(mesh: Mesh) -> Comms:
-    """Returns the communicators of a mesh, made on first use and again after a failure, which is collective.
+    """Returns the communicators of a mesh, made on first use and again after a failure. Collective then.
 
-    All steps on a mesh share them, as they run one after another, in the same order on all ranks. No rank makes them
-    anew alone: an error that ends them closes the connections of its rank, which ends them on the others, too.
+    All steps on a mesh share the communicators, as steps run one after another, in the same order on all ranks. No rank
+    makes communicators again without the other ranks: an error that ends the communicators closes the rank's
+    connections, and so ends the communicators of all ranks.
     """
     mesh.check_open()
     comms = COMMS.get(mesh)
@@ -89,12 +90,12 @@ def comms_of(mesh: Mesh) -> Comms:
 
 
 def _rebuild_channels(before: Channels, control: Control, meet: Callable[[], None]) -> Channels:
-    """Returns the channels that all ranks had made: a failure may have left one rank with more than another."""
+    """Returns the channels that all ranks had made. After a failure a rank may have more channels than another."""
     return before.anew(min(control.exchange(before.num_made)), meet)
 
 
 def _meet_others(control: "weakref.ref[Control]") -> None:
-    """`Control.meet`, without holding the control plane: plans remember channels."""
+    """Waits in `Control.meet`, without holding the control plane: plans remember channels."""
     live = control()
     if live is not None:
         live.meet()
@@ -111,20 +112,20 @@ def _not_all(mesh: Mesh, what: str, absent: Sequence[int] = ()) -> RankError:
 
 
 def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> None:
-    """Makes all channels that a step will use. That is collective, so it is done before a rank can fail.
+    """Makes all channels that a step will use. Collective, and so done before a rank can fail.
 
     Args:
         comms: the communicators.
         plan: the layout.
-        late_axes: axes along which ranks send one another activations.
+        late_axes: axes along which ranks exchange activations.
     """
     rounds_of(comms, plan)
     if late_axes:
         comms.channels.between(late_axes)
-    # In the order of the layout: making a group is collective, and all ranks are to make the same.
+    # In the order of the layout: making a group is collective, and all ranks must make the same groups.
     gather_wires(comms.channels, [(plan.layers[x.leaves[0]].ways.use, x.packing) for x in plan.gather_units])
     gather_wires(comms.channels, [(plan.layers[x.leaves[0]].ways.refresh, x.packing) for x in plan.refresh_units])
-    if isinstance(comms.channels, Channels):  # others are of captures
+    if isinstance(comms.channels, Channels):  # other channels are of captures
         for axes in filter(None, plan.psum_axes):
             comms.channels.loss(axes)
         for owner, nbytes in [*comms.channels.shared(), *_live_comms(comms)[1].shared()]:
@@ -148,11 +149,11 @@ def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
-    """Sends an error to the other ranks at once, and turns an error that another rank has sent into a `RankError`.
+    """Sends an error to the other ranks at once, and turns another rank's error into a `RankError`.
 
-    After any error, communicators are made anew. The error is written to the store. Then all connections that another
-    rank may wait at are closed, which wakes it: see `Control.failure`. Only ranks that differ at the beginning of a
-    call, which all of them have found in the same message, keep their communicators.
+    After any error, communicators are made again. The error is written to the store. Then all connections where another
+    rank may wait are closed, which wakes the rank: see `Control.failure`. Only ranks that differ at the beginning of a
+    call, as found by all ranks in the same message, keep their communicators.
     """
     calls = comms.control.calls
     calls.inside += 1
@@ -167,11 +168,11 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
 
 @contextlib.contextmanager
 def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
-    """The same around a function that torch may transform, or record; nothing where no peer waits.
+    """Does the same around a function that torch may transform, or record. Does nothing where no peer waits.
 
     Args:
         mesh: the mesh.
-        call: the call in words, or "" if not all ranks need to make it.
+        call: the call in words, or "" if not all ranks need to make the call.
     """
     if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
         yield
@@ -194,14 +195,14 @@ def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untransformed() -> Iterator[None]:
-    """For messages between ranks, which torch's transforms must not see."""
+    """Hides messages between ranks from torch's transforms."""
     with DisableFuncTorch(), disable_current_modes():
         yield
 
 
 def _tell_error(comms: Comms, error: BaseException) -> None:
-    """Sends an error to the other ranks, unless an inner call has."""
-    # Ranks that differ in their calls raise the same, whichever blocks they are in, and keep their communicators.
+    """Sends an error to the other ranks, unless an inner call has sent the error."""
+    # Ranks that differ in their calls raise the same error, in any blocks, and keep their communicators.
     if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
         return
     comms.broken = True
@@ -209,31 +210,31 @@ def _tell_error(comms: Comms, error: BaseException) -> None:
     try:
         if not isinstance(error, RankError) and control.is_theirs(error):
             raise control.failure(error) from error
-        # A `RankError`, too: most are raised by all ranks alike, but a rank at another place waits to be woken.
+        # A `RankError`, too: most are raised by all ranks, but a rank at another place waits to be woken.
         if not control.lost:
             control.tell(f"raised {described(error)}")
-            # As the others name it, for whoever reads this rank's error alone.
+            # The same name as in other ranks' errors, for a reader of only this rank's error.
             error.add_note(f"on rank {control.rank} of {control.size}")
     finally:
         _close_comms(comms)
 
 
 def described(error: BaseException) -> str:
-    """Returns the text of an error, and the line where it was raised."""
+    """Returns the text of an error, and the line of the raise."""
     where = traceback.extract_tb(error.__traceback__)
     line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
     return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
 def _live_comms(comms: Comms) -> tuple[Channels, Control]:
-    """Returns the communicators of running steps. A capture has others."""
+    """Returns the communicators of running steps. A capture has other communicators."""
     channels, control = comms.channels, comms.control
     assert isinstance(channels, Channels) and isinstance(control, Control)
     return channels, control
 
 
 def _close_comms(comms: Comms) -> None:
-    """Closes everything at which a rank may wait in a step, but not the program's own groups."""
+    """Closes everything at which a rank may wait in a step, but not the program's groups."""
     channels, control = _live_comms(comms)
     with control.closing:
         control.close()

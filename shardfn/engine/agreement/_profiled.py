@@ -1,4 +1,4 @@
-"""Names the parts of an eager step in torch's profiler, and measures them for `step.profile`."""
+"""Names the parts of an eager step in torch's profiler, and measures the parts for `step.profile`."""
 
 import contextlib
 import dataclasses
@@ -21,10 +21,10 @@ _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 @dataclasses.dataclass
 class Spent:
-    """Time and bytes of one part of a step, without those of the parts inside it.
+    """Time and bytes of a part of a step, without the parts inside.
 
     Attributes:
-        calls: how often it was entered.
+        calls: number of entries.
         seconds: seconds on this rank's clock.
         sent: bytes that this rank sent.
     """
@@ -35,13 +35,13 @@ class Spent:
 
 
 class Spans:
-    """Adds up time and bytes of each part of a step. Parts nest, and end in the reverse order.
+    """Sums of time and bytes of each part of a step. Parts nest, and end in the reverse order.
 
     Args:
         traffic: an open counter.
 
     Attributes:
-        spent: (part, paths of leaves that travel together) -> its time and bytes.
+        spent: (part, paths of leaves that travel together) -> time and bytes.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -52,7 +52,7 @@ class Spans:
 
     @contextlib.contextmanager
     def span(self, what: str, paths: tuple[str, ...]) -> Iterator[None]:
-        """Measures one part while the context is open."""
+        """Measures a part while the context is open."""
         self._inside.append(Spent())
         start, sent = time.perf_counter(), self._traffic.bytes
         try:
@@ -82,13 +82,13 @@ def named_range(
 ) -> AbstractContextManager[Any]:
     """Opens a range of torch's profiler ("shardfn.gather params['w']"), a span, and a section of a ledger's timeline.
 
-    Captures get none of them.
+    Captures get no ranges.
 
     Args:
         what: the part of the step.
         leaves: the layout.
         members: the leaves that travel together.
-        asked: the one of them that is needed, which then gives the range its name.
+        asked: the needed leaf, which then gives the range its name.
     """
     spans = _SPANS.innermost()
     watched, recorded = is_profiled(), is_recorded()

@@ -1,4 +1,4 @@
-"""Notices ranks that all pass the whole batch where each should pass rows of its own."""
+"""Notices ranks that all pass the whole batch where each rank should pass separate rows."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from shardfn.engine.plan import Plan
 
 
 class SeenBatch(NamedTuple):
-    """The facts of a rank's batch that ranks compare.
+    """Facts of a rank's batch that ranks compare.
 
     Attributes:
         coords: coordinates of the rank on the mesh.
         sums: checksums of the leaves.
-        varied: whether its rows differ among themselves for each leaf: equal ones are likely to be equal on all ranks.
+        varied: whether rows of the rank differ, for each leaf: equal rows are likely to be equal on all ranks.
     """
 
     coords: dict[str, int]
@@ -28,19 +28,19 @@ class SeenBatch(NamedTuple):
 
     @staticmethod
     def of(plan: Plan, batch: PyTree) -> "SeenBatch":
-        """Those of this rank."""
+        """Returns the facts of this rank."""
         leaves, specs = tree_leaves(batch), broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
         varied = [_is_varying(x, spec, plan) for x, spec in zip(leaves, specs, strict=True)]
         return SeenBatch(dict(plan.mesh.coords), [checksum(x) for x in leaves], varied)
 
 
 def warn_of_same_rows(plan: Plan, batch: PyTree, seen: Sequence[SeenBatch], control: AnyControl) -> None:
-    """Warns, on the first rank, if all ranks along an axis pass equal rows of every leaf that it cuts. Collective.
+    """Warns, on the first rank, if all ranks along an axis pass equal rows of every leaf it cuts. Collective.
 
     Leaves whose rows are all the same on each rank, such as constants of a test, prove nothing.
 
     Raises:
-        RankError: the program turns warnings into errors; on all ranks, with nothing consumed.
+        RankError: the program turns warnings into errors. Raised on all ranks, with nothing consumed.
     """
     paths, specs = (
         tree_paths(batch, "batch"),

@@ -1,4 +1,4 @@
-"""A loss and the transforms around it: order, microbatches, precision, model state, checks."""
+"""A loss and the transforms around: order, microbatches, precision, model state, checks."""
 
 from ._abstract import (
     abstract_leaves as abstract_leaves,

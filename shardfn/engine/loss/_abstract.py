@@ -18,7 +18,7 @@ def is_abstract(leaves: list[Any]) -> bool:
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
     """Returns the tree, with its tensors replaced by tensors without data.
 
-    Those on "meta" count as being on `device`.
+    Tensors on "meta" count as being on `device`.
     """
     leaves, treedef = tree_flatten(tree)
     return tree_unflatten(treedef, fakes(leaves, device))

@@ -1,4 +1,4 @@
-"""The loss that `accumulate` returns, a mean over microbatches, and the fold over these."""
+"""The loss that `accumulate` returns, a mean over microbatches (gradient accumulation), and the fold."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -24,25 +24,26 @@ from ._loss import Loss, WeightedMean
 from ._transform_order import Transform, taken_over
 
 Sum = TypeVar("Sum")
-# From a batch and a number to that number of microbatches.
+# From a batch and a number to as many microbatches.
 Split = Callable[[PyTree, int], Sequence[PyTree]]
 
 
 class Microbatches(NamedTuple):
-    """A batch that is cut already: `split` may read values, which a captured step does not have."""
+    """Batch that is already cut: `split` may read values, which a captured step does not have."""
 
     parts: tuple[PyTree, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated(Transform):
-    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time.
+    """Mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time.
 
     Attributes:
         inner: the loss.
-        num_microbatches: how many there are.
-        has_state: whether it is called with a model state before the batch, and returns it; a step carries its own.
-        split: cuts the batch. None: every leaf is cut along dim 0.
+        num_microbatches: number of microbatches.
+        has_state: whether the loss takes a model state before the batch, and returns the state. A step carries a
+            separate state.
+        split: function that cuts the batch. None cuts every leaf along dim 0.
     """
 
     transform: ClassVar[str] = "accumulate"
@@ -53,7 +54,7 @@ class Accumulated(Transform):
     split: Split | None = None
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
-        """Returns the loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
+        """Returns the loss of the whole batch. The graphs of all microbatches then exist at once."""
         if self.has_state:
             return self._carry_state(params, *args)
         batch, *rest = args
@@ -65,14 +66,14 @@ class Accumulated(Transform):
         """Returns the microbatches of a batch.
 
         Raises:
-            TypeError, ValueError: it cannot be cut. The message gives the reason and the remedy.
+            TypeError, ValueError: the batch cannot be cut. The message gives the reason and the remedy.
         """
         if self.split is None:
             return split_batch(batch, self.num_microbatches)
         return _check_parts(self.split(batch, self.num_microbatches), batch, self.num_microbatches)
 
     def _carry_state(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
-        """With a model state, that goes from microbatch to microbatch as a constant."""
+        """Returns the loss with a model state, which goes from microbatch to microbatch as a constant."""
         outs: list[Any] = []
         batches = self.cut(batch)
         loss = _weigh_parts(self.inner, batches)
@@ -85,10 +86,10 @@ class Accumulated(Transform):
 
 
 def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
-    """Returns the loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
+    """Returns the loss of a microbatch, and the list of microbatches. Nested `accumulate`s are a single list.
 
     Raises:
-        ValueError: it takes a model state before the batch.
+        ValueError: the loss takes a model state before the batch.
     """
     parts = batch.parts if isinstance(batch, Microbatches) else None
     batches = [batch]
@@ -104,7 +105,7 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
 
 
 def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
-    """Returns the batch as a step is to be given it: cut already, if a function of the user's cuts it."""
+    """Returns the batch for a step: already cut, if the user's function cuts the batch."""
     around = loss
     while isinstance(around, Accumulated):
         if around.split is not None:
@@ -114,9 +115,9 @@ def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
 
 
 def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
-    """Adds up `one(inner, microbatch)` over the microbatches, one after another; at most two results exist at a time.
+    """Adds up `one(inner, microbatch)` over the microbatches, with at most two results at a time.
 
-    For functions that run forward and backward in one call. A step runs these separately, by its schedule.
+    For functions that run forward and backward in one call. A step runs the two separately, by the schedule.
     """
     inner, batches = microbatches(loss, batch)
     total = one(inner, batches[0])
@@ -141,10 +142,10 @@ def num_microbatches(loss: Loss) -> int:
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:
-    """Cuts every leaf of a batch in `n` pieces along dim 0, whose rows differ by at most one.
+    """Cuts every leaf of a batch in `n` pieces along dim 0, for example 7 rows in 3 as 3, 2, 2.
 
     Raises:
-        ValueError: leaves have different numbers of rows. The message lists them.
+        ValueError: leaves have different numbers of rows. The message lists the leaves.
     """
     if n == 1:
         return [batch]
@@ -165,8 +166,8 @@ def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
 
     Args:
         batch: a tree of tensors.
-        n: how many parts.
-        cut: by leaf, in flattening order.
+        n: number of parts.
+        cut: whether a leaf is cut, in flattening order.
     """
     leaves, treedef = tree_flatten(batch)
     columns = [_split_rows(x, n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
@@ -183,8 +184,8 @@ def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
     """Returns the result of the user's `split`, as a list.
 
     Raises:
-        TypeError: it is not a sequence of batches.
-        ValueError: there are not `n`, or they have other leaves than the batch.
+        TypeError: the result is not a sequence of batches.
+        ValueError: there are not `n` batches, or their leaves differ from the whole batch's.
     """
     name = f"accumulate(loss, {n}, split=f): f(batch, {n})"
     if not isinstance(parts, Sequence):
@@ -203,10 +204,10 @@ def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
 
 
 def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
-    """Returns the loss for these microbatches: unless they have the same shapes, it must return a `WeightedMean`.
+    """Returns the loss for these microbatches. With unequal shapes the loss must return a `WeightedMean`.
 
     Raises:
-        ValueError: they differ, and the loss is a pipeline, whose ranks exchange tensors of one shape.
+        ValueError: shapes differ, and the loss is a pipeline with ranks that exchange tensors of one shape.
     """
     num = len(batches)
     if num == 1 or len({tuple(getattr(x, "shape", ()) for x in tree_leaves(b)) for b in batches}) == 1:
@@ -264,7 +265,7 @@ def _check_aux(out: tuple[Any, ...]) -> None:
     """Refuses results other than `(loss, aux)` with values that can be averaged over microbatches.
 
     Raises:
-        ValueError: lists the values that cannot.
+        ValueError: lists the values that cannot be averaged.
     """
     _, *rest = out
     if len(rest) != 1 or not isinstance(rest[0], Mapping):

@@ -1,4 +1,4 @@
-"""`BoundedCache`: a limited number of values by key. The least recently used one leaves first."""
+"""`BoundedCache`: a limited number of values by key. The least recently used value leaves first."""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -7,7 +7,7 @@ _Kept = TypeVar("_Kept")
 
 
 class BoundedCache(Generic[_Kept]):
-    """At most `size` values, in the order of their last use. `in` is not a use.
+    """Cache of at most `size` values, in the order of last use. `in` is not a use.
 
     Args:
         size: the number, at least 1.
@@ -33,17 +33,17 @@ class BoundedCache(Generic[_Kept]):
         return len(self._kept)
 
     def find(self, key: object) -> _Kept | None:
-        """Returns the value of a key, which counts as its use, or None if it is not kept."""
+        """Returns the value of a key, and counts a use, or None if the value is not kept."""
         if key not in self._kept:
             return None
         self._kept[key] = made = self._kept.pop(key)
         return made
 
     def keep(self, key: object, made: _Kept) -> _Kept | None:
-        """Keeps a value as the most recently used one.
+        """Keeps a value as the most recently used value.
 
         Returns:
-            The value that has left to make room, or None if there was room.
+            The evicted value, or None if there was room.
         """
         self._kept.pop(key, None)
         self._kept[key] = made

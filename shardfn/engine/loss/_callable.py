@@ -15,7 +15,7 @@ def check_function(who: str, f: Any) -> None:
     """Refuses a value that is not a function of parameters.
 
     Args:
-        who: the function that it was passed to, such as "jit".
+        who: the function that received the value, such as "jit".
         f: the value that was passed.
 
     Raises:
@@ -35,7 +35,7 @@ def check_function(who: str, f: Any) -> None:
 
 
 def function_name(f: Any) -> str:
-    """Returns the name of a function, also of one whose first arguments are bound.
+    """Returns the name of a function, also of a function with bound arguments.
 
     Example:
         >>> import functools
@@ -59,11 +59,11 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
 
     Args:
         loss: the loss, perhaps in transforms.
-        key: whether the step has a key, which the loss then takes.
-        has_state: whether it takes a model state.
+        key: whether the step has a key. The loss then takes the key.
+        has_state: whether the loss takes a model state.
 
     Raises:
-        TypeError: lists the arguments that it takes, those that the step passes, and the remedy.
+        TypeError: lists the loss's arguments, the arguments that the step passes, and the remedy.
     """
     check_function("sharded_step", loss)
     if name := module_name(loss):
@@ -83,14 +83,14 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
 
 
 def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses metrics that cannot be called as `step.evaluate` calls them.
+    """Refuses metrics that `step.evaluate` cannot call.
 
     Args:
         metrics: the function.
-        has_state: whether the step has a model state, which metrics then take.
+        has_state: whether the step has a model state. Metrics then take the state.
 
     Raises:
-        TypeError: lists the arguments that it takes, those that `step.evaluate` passes, and the remedy.
+        TypeError: lists the function's arguments, the arguments that `step.evaluate` passes, and the remedy.
     """
     given = ["params", *(["model_state"] if has_state else []), "batch"]
     takes = _signature_of(metrics)
@@ -122,7 +122,7 @@ def _signature_remedy(takes: inspect.Signature, num: int, *, key: bool, has_stat
 
 
 def _innermost_function(f: Any) -> Any:
-    """Returns the function inside this package's transforms. Other decorators stay, as they may change arguments."""
+    """Returns the function inside this package's transforms. Other decorators may change arguments, and stay."""
     while True:
         if hasattr(type(f), "transform") and hasattr(f, "inner"):
             f = f.inner

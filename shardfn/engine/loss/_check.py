@@ -33,18 +33,18 @@ from ._unequal import remedy_of_absent
 
 
 def is_spec(x: Any) -> bool:
-    """Whether `x` is a leaf of a tree of specs."""
+    """Returns whether `x` is a leaf of a tree of specs."""
     return isinstance(x, P | Sharding)
 
 
 def _is_entry(x: Any) -> bool:
-    """Whether `x` is a spec, or a bare sequence of axis names that is meant as one."""
+    """Returns whether `x` is a spec, or a bare sequence of axis names that is meant as a spec."""
     bare = type(x) in (tuple, list) and all(e is None or isinstance(e, str) for e in x)
     return is_spec(x) or (bare and any(x))
 
 
 def _spec_remedy(x: Any) -> str:
-    """The remedy for a value that is not a spec: the spec to write instead."""
+    """Returns the remedy for a value that is not a spec: the spec to write instead."""
     if type(x).__name__ in ("Shard", "Replicate", "Partial"):
         return "A P has an entry for each dim, the mesh axis that cuts it: Shard(0) on the axis 'dp' is P('dp')."
     return f"Did you mean P({', '.join(map(repr, x)) if isinstance(x, tuple | list) else repr(x)})?"
@@ -114,7 +114,7 @@ def check_cuts(batch: PyTree, zero: Zero) -> None:
 
 
 def _axis_for_zero(specs: PyTree, mesh: Mesh) -> str:
-    """The remedy where ZeRO's axis is not in the mesh: the largest axis that no leaf's spec names, if there is one."""
+    """Returns the remedy if ZeRO's axis is not in the mesh: the largest axis that no leaf's spec names, if any."""
     leaves = [s.spec if isinstance(s, Sharding) else s for s in tree_leaves(specs, is_leaf=is_spec) if is_spec(s)]
     free = {a: num for a, num in mesh.shape.items() if not any(a in spec.axes for spec in leaves)}
     if not free:
@@ -123,7 +123,7 @@ def _axis_for_zero(specs: PyTree, mesh: Mesh) -> str:
 
 
 def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
-    """Refuses options for how or when leaves are sent that apply to no leaf, unless there is only one rank.
+    """Refuses options of travel or pace that apply to no leaf, unless there is only one rank.
 
     Raises:
         ValueError: names each such option.
@@ -161,7 +161,7 @@ def check_params(params: PyTree) -> None:
 
 
 def default_batch(specs: PyTree, mesh: Mesh) -> P:
-    """How a batch is cut by default: along "dp", and along all axes that no spec uses.
+    """Returns the default spec of a batch: along "dp", and along all axes that no spec uses.
 
     Example:
         >>> default_batch(P(None, "tp"), Mesh({"data": 2, "tp": 2}, torch.device("cpu")))
@@ -174,13 +174,13 @@ def default_batch(specs: PyTree, mesh: Mesh) -> P:
 
 
 def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
-    """Refuses ranks that do not see the same rows along axes that the batch is not cut along. Collective.
+    """Refuses ranks with different rows along axes that do not cut the batch. Collective.
 
-    Their parameters would drift apart, each rank's by the gradients of its own rows. The losses of the first step are
-    compared to three digits, as ranks may round differently.
+    Parameters of such ranks would drift, by the gradients of different rows. The losses of the first step are compared
+    to three digits, as ranks may round differently.
 
     Raises:
-        RankError: the losses differ; lists each rank's.
+        RankError: the losses differ. The message lists each rank's loss.
     """
     rows: list[Any] = control.gather(float(loss))
     finite = [x for x in rows if math.isfinite(x)]
@@ -233,20 +233,20 @@ def agree_on_step(
         control: the control plane.
         what: the call, in words.
         batch: the result of `describe_batch`.
-        constant: the parts of the call that are the same for all calls.
-        known: whether this rank already has the results of a first call; see `Agreed`.
+        constant: the facts that are the same for all calls.
+        known: whether this rank already has the results of a first call. See `Agreed`.
 
     Returns:
-        Whether all ranks pass batches of the same shapes, and whether all have the results of a first call.
+        The agreement: whether all ranks pass batches of the same shapes, and have the results of a first call.
 
     Raises:
-        RankError: they differ in the call, the step's number, the batch's structure, or in how the step was built; or a
-            rank has failed already.
+        RankError: ranks differ in the call, the step's number, the batch's structure, or in how the step was built, or
+            a rank has already failed.
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
     agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent, begins=True)
-    # All have chosen the same channel, as the lines name it.
+    # All ranks have chosen the same channel, as the lines name the channel.
     control.share()
     return agreed
 
@@ -291,12 +291,12 @@ def _describe_short(x: Tensor) -> str:
 
 
 def corner(x: Draw) -> Tensor:
-    """The first elements along each dim of a leaf that is not drawn yet."""
+    """Returns the first elements along each dim of a leaf that is not yet drawn."""
     return draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
 
 
 def checksum(x: Tensor) -> int:
-    """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
+    """Returns a sum over the bits of a tensor, or of the corner of an undrawn leaf, equal for equal bits."""
     if isinstance(x, Draw):
         x = corner(x)
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Describes a step, or a sharded function, in lines: the constant facts that determine the messages of ranks.
 
-Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
-the error shows the lines in which they differ.
+Ranks compare the hash of the lines in the exchange at the beginning of a call. So different steps never meet in a
+transfer, and the error shows the different lines.
 """
 
 import torch
@@ -15,15 +15,15 @@ from ._unwrap import Unwrapped
 
 
 def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
-    """One line per fact: the loss's transforms, how the step is captured, the optimizer's rules and numbers."""
+    """Returns a line per fact: the loss's transforms, the capture, the optimizer's rules and numbers."""
     return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
 
 
 def describe_function(loss: Unwrapped, name: str) -> list[str]:
-    """One line per fact: a function's transforms, and how it is captured.
+    """Returns a line per fact: a function's transforms, and the capture.
 
-    The wrapped function is described no further than values built from this package's functions: each rank may have its
-    own, and its leaves and gradients are agreed on as it runs.
+    The wrapped function is described no further than values built from this package's functions: each rank may have
+    another function, and ranks agree on leaves and gradients during the run.
     """
     lines = [f"torch {torch.__version__}", *_describe_captured(loss.jitted)]
     around, inner = taken_over(loss.loss)
@@ -40,6 +40,6 @@ def _describe_captured(jitted: Jitted | None) -> list[str]:
     if jitted is None:
         return ["eager, without jit"]
     how = f"jit {jitted.chooses_by()}, backend {jitted.backend!r}, max_graphs {jitted.max_graphs}"
-    if jitted.cluster is not None:  # each rank may have measured its own, and bounded its memory; rank 0 chooses
+    if jitted.cluster is not None:  # each rank may have separate measurements and limits of memory. Rank 0 chooses
         return [how]
     return [how, *describe(jitted.schedule, "jit.schedule")]

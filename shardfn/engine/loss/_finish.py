@@ -1,9 +1,10 @@
-"""The end of a step for the model state: a pure function of it, called once, after the last microbatch.
+"""The end of a step for the model state: a pure function of the state, called once, after the last microbatch.
 
     finish(model_state) -> model_state
 
-It sees this rank's blocks, and may call collectives over the axes of the mesh. Every executor calls it before an update
-writes anything, so that an error in it leaves the state unchanged, and a step that is skipped never calls it.
+The function sees this rank's blocks, and may call collectives over the axes of the mesh. Every executor calls the
+function before an update writes anything. So an error inside leaves the state unchanged, and a skipped step never calls
+the function.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ def check_finish(finish: Any, *, has_state: bool) -> None:
     """Refuses a value that cannot be the end of a step.
 
     Raises:
-        TypeError: it is not a function.
+        TypeError: the value is not a function.
         ValueError: the step has no model state.
     """
     if finish is None:
@@ -42,7 +43,7 @@ def check_finish(finish: Any, *, has_state: bool) -> None:
 
 
 def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
-    """Returns the model state after the end of a step; the same without a function. The mesh must be bound.
+    """Returns the model state after the end of a step, or the same without a function. The mesh must be bound.
 
     Args:
         finish: the function.
@@ -50,12 +51,12 @@ def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
 
     Raises:
         TypeError: a leaf of the result is not a tensor.
-        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to its argument.
+        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to the argument.
             Every such leaf is listed by path.
     """
     if finish is None:
         return model_state
-    if transforming():  # a derivative may pass through it, and tensors of a transform count no writes
+    if transforming():  # a derivative may pass through the end, and tensors of a transform count no writes
         new = finish(model_state)
         check_returned(model_state, new, "finish")
         return new

@@ -1,4 +1,4 @@
-"""Warnings for a loss that draws from torch's generator, whose numbers depend neither on ranks nor on rows."""
+"""Warnings for a loss that draws from torch's generator: such numbers depend neither on ranks nor on rows."""
 
 import contextlib
 import warnings
@@ -12,10 +12,10 @@ from shardfn.capture import draws
 
 @contextlib.contextmanager
 def warning_of_draws(device: torch.device) -> Iterator[None]:
-    """Around a loss: warns if it has drawn from the generator of the CPU or of the device.
+    """Warns if the loss inside has drawn from the generator of the CPU or of the device.
 
-    Ranks with equal seeds then draw the same numbers for different rows; with other seeds the result is not that of one
-    device. And recomputation draws new numbers.
+    Ranks with equal seeds then draw the same numbers for different rows. With different seeds the result is not equal
+    to the result on one device. And recomputation draws new numbers.
     """
     before = _generator_states(device)
     yield
@@ -24,7 +24,7 @@ def warning_of_draws(device: torch.device) -> Iterator[None]:
 
 
 def warn_of_draws_in(gm: GraphModule) -> None:
-    """Warns if a captured step draws from torch's generator, and names the first line that does."""
+    """Warns if a captured step draws from torch's generator, and names the first such line."""
     drawing = [node for node in gm.graph.nodes if draws(node)]
     if drawing:
         where = drawing[0].meta.get("where")

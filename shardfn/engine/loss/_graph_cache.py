@@ -1,4 +1,7 @@
-"""The graphs that a captured function keeps, by signature: a limited number. The least recently used leaves first."""
+"""The graphs that a captured function keeps, by signature.
+
+A limited number. The least recently used graph leaves first.
+"""
 
 import dataclasses
 import logging
@@ -14,7 +17,7 @@ from ._bounded_cache import BoundedCache
 
 log = logging.getLogger("shardfn.jit")
 
-# The default: a limit for shapes that never repeat, beyond the number of lengths that a program pads to.
+# The default: a limit for shapes that never repeat, above the number of padded lengths of usual programs.
 MAX_GRAPHS = 64
 
 _Kept = TypeVar("_Kept")
@@ -22,11 +25,11 @@ _Kept = TypeVar("_Kept")
 
 @dataclasses.dataclass
 class Counts:
-    """The counts of a cache of graphs since it was made.
+    """Counts of a cache of graphs, from the beginning.
 
     Attributes:
-        hits: calls that found their graph.
-        misses: calls that captured one.
+        hits: calls that found a graph.
+        misses: calls that captured a graph.
         evictions: graphs that were dropped to make room.
         capture_seconds: time spent capturing and scheduling.
         compile_seconds: time spent compiling.
@@ -46,16 +49,16 @@ class _Entry(NamedTuple, Generic[_Kept]):
 
 
 class GraphCache(Generic[_Kept]):
-    """At most `max_graphs` graphs, in the order of their last use.
+    """Cache of at most `max_graphs` graphs, in the order of last use.
 
-    An evicted graph and the function that runs it are freed: the cache has the only lasting reference, but for
-    functions that are bound to one graph. Kernels that inductor has loaded stay in the process, as torch keeps them;
-    graphs share them.
+    An evicted graph and the graph's function are freed: the cache has the only lasting reference, but for functions
+    that are bound to a single graph. Kernels that inductor has loaded stay in the process, as torch keeps kernels, and
+    are shared by graphs.
 
-    Invariant: a graph is used by a call, and by nothing else. All ranks make the same calls in the same order, and
-    compare `max_graphs` before the first one, so they evict at the same calls. `in` is no use: ranks ask it before they
-    agree on a call, which may be refused. Where signatures differ between ranks, as with uneven rows, one rank may have
-    evicted a graph that another still has; they exchange that before each call, and all capture.
+    Invariant: a graph is used only by a call. All ranks make the same calls in the same order, and compare `max_graphs`
+    before the first call, so all ranks evict at the same calls. `in` is no use: ranks look before they agree on a call,
+    and the call may be refused. Where signatures differ between ranks, for example with uneven rows, a rank may have
+    evicted a graph that another rank still has. Ranks exchange this fact before each call, and all ranks capture.
 
     Args:
         max_graphs: the size, at least 1.
@@ -80,7 +83,7 @@ class GraphCache(Generic[_Kept]):
         return len(self._entries)
 
     def find(self, key: object) -> _Kept | None:
-        """Returns the graph of a signature, which counts as a hit and as its use, or None if it is not kept."""
+        """Returns the graph of a signature, and counts a hit and a use, or None if the graph is not kept."""
         entry = self._entries.find(key)
         if entry is None:
             return None
@@ -88,11 +91,11 @@ class GraphCache(Generic[_Kept]):
         return entry.made
 
     def keep(self, key: object, made: _Kept, name: str, shown: Mapping[str, str]) -> None:
-        """Keeps a graph as the most recently used one, and evicts another if there are too many.
+        """Keeps a graph as the most recently used, and evicts another graph if there are too many.
 
         Args:
             key: signature.
-            made: the graph, with all that belongs to it.
+            made: the graph, with everything that belongs to the graph.
             name: the captured function, for the warning.
             shown: arguments by path, for the warning. See `argument_shapes`.
         """
@@ -107,7 +110,7 @@ class GraphCache(Generic[_Kept]):
             return
         self._warned = True
         entries = [evicted, *self._entries.values()]
-        # In the log: a warning that a program turns into an error could be raised on one rank alone, in the middle of a
+        # In the log: a warning that a program turns into an error could be raised on a single rank, in the middle of a
         # call.
         log.warning(
             "%d graphs were evicted, more than max_graphs=%d keeps; one that is needed again is captured again, which"

@@ -1,4 +1,4 @@
-"""The function that `jit` returns: it is captured, scheduled and compiled for each signature."""
+"""The function that `jit` returns, captured, scheduled and compiled for each signature."""
 
 import contextlib
 import dataclasses
@@ -43,13 +43,13 @@ class CacheInfo(NamedTuple):
     """Counters of a captured function's cache.
 
     Attributes:
-        hits: calls that found their graph.
-        misses: calls that captured one.
+        hits: calls that found a graph.
+        misses: calls that captured a graph.
         currsize: graphs kept.
         capture_seconds: time spent capturing and scheduling.
         compile_seconds: time spent compiling.
         evictions: graphs that were dropped, since more than `maxsize` signatures were in use.
-        maxsize: graphs that may be kept, `jit(max_graphs=)`; for a step of several losses, of all of them together.
+        maxsize: graphs that may be kept, `jit(max_graphs=)`. For a step of several losses, of all losses together.
     """
 
     hits: int = 0
@@ -63,18 +63,18 @@ class CacheInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Jitted(Transform):
-    """A function that runs as a graph; `sharded_step` takes the whole step around it into that graph.
+    """Function that runs as a graph. `sharded_step` takes the whole step into the graph.
 
     Attributes:
         inner: the function.
         backend: "inductor", "graph", or None for the best there is.
-        schedule: options of the passes over the graph; with a cluster, the fields that are given.
-        cluster: the machines for which the cost model chooses the schedule; None: `schedule` is used.
-        memory: bytes that the device may hold; default the cluster's.
+        schedule: options of the passes over the graph, with a cluster only the given fields.
+        cluster: the machines for which the cost model chooses the schedule. None means `schedule`.
+        memory: bytes that the device may hold. Default: the cluster's memory.
         given: the fields of the schedule that are not chosen.
-        check_types: whether a step in which a collective is missing, or occurs twice, is refused.
-        max_graphs: how many graphs are kept.
-        graphs: these graphs. A step around the function keeps its own, in a copy of this value.
+        check_types: whether a step with a missing, or doubled, collective is refused.
+        max_graphs: number of graphs that are kept.
+        graphs: these graphs. A step around the function keeps separate graphs, in a copy of this value.
     """
 
     transform: ClassVar[str] = "jit"
@@ -94,13 +94,14 @@ class Jitted(Transform):
         object.__setattr__(self, "graphs", GraphCache(self.max_graphs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's value."""
+        """Returns the function's value."""
         leaves, treedef = tree_flatten((args, kwargs))
-        # Part of a larger graph, of a torch.func transform, or of an eager step that gathers as it goes.
+        # Part of a larger graph, of a torch.func transform, or of an eager step that gathers during the run.
         if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
             return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
-        # A graph takes this rank's blocks; their global tensors are in the signature, and results are wrapped likewise.
+        # A graph takes this rank's blocks; the global tensors are in the signature, and results are wrapped in the same
+        # way.
         inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
         _refuse_gradients(inputs, leaves, treedef, at)
         key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
@@ -126,11 +127,11 @@ class Jitted(Transform):
         return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, ResultSlot) else s for s in statics])
 
     def cache_info(self) -> CacheInfo:
-        """The counts of the cache, and its size."""
+        """Returns the counts of the cache, and the size."""
         return CacheInfo(**vars(self.graphs.counts), currsize=len(self.graphs), maxsize=self.max_graphs)
 
     def choose(self, gm: GraphModule) -> Choice | None:
-        """The schedule that the cost model takes for a graph; None without a cluster."""
+        """Returns the schedule that the cost model chooses for a graph, or None without a cluster."""
         if self.cluster is None:
             return None
         start = time.perf_counter()
@@ -140,12 +141,12 @@ class Jitted(Transform):
         return choice
 
     def chooses_by(self) -> str:
-        """The facts that ranks must agree on to run one choice: whether there is one, and which fields are given."""
+        """Returns the facts that ranks must agree on for a common choice: whether to choose, and the given fields."""
         given = {k: v for k, v in sorted(self.given.items()) if k != "passes"}
         return "by the schedule given" if self.cluster is None else f"by cluster=, with {given or 'nothing'} given"
 
     def scheduled(self, gm: GraphModule, schedule: Schedule | None = None) -> GraphModule:
-        """The graph after the passes, for the back end that will run it; by `schedule` if one was chosen."""
+        """Returns the graph after the passes, for the graph's back end, by `schedule` if one was chosen."""
         with quiet():
             out = (schedule or self.schedule)(gm, fuses=self.backend != "graph")
         if self.cluster is not None:
@@ -160,7 +161,7 @@ class Jitted(Transform):
         return compiled
 
     def count_capture(self, seconds: float) -> None:
-        """Counts a capture that the step around the function has made."""
+        """Counts a capture by the step around the function."""
         self.graphs.counts.misses += 1
         self.graphs.counts.capture_seconds += seconds
 
@@ -193,7 +194,7 @@ class Jitted(Transform):
             gm.meta["coords"] |= bound.coords
         earlier = len(self.graphs) + self.graphs.counts.evictions
         report(self._function_name, "args", tree_unflatten(treedef, leaves)[0], earlier)
-        # Each rank chooses for itself: the passes keep the order of a function's own collectives under any choice.
+        # Each rank chooses separately: the passes keep the order of a function's collectives under any choice.
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
         self.graphs.counts.capture_seconds += time.perf_counter() - start
@@ -201,31 +202,31 @@ class Jitted(Transform):
 
 
 class ResultSlot(NamedTuple):
-    """Where a tensor of the graph goes in the result; as a `GlobalTensor` like `like`, if there is one."""
+    """Place of a tensor of the graph in the result, as a `GlobalTensor` like `like`, if given."""
 
     like: GlobalTensor | None
 
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
-        """The leaf."""
+        """Returns the leaf of the result."""
         like = self.like
         return x if like is None else _with_block(like, x)
 
 
 def _with_block(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """A leaf with another block; a block on disk has been read."""
+    """Returns a leaf with another block. A block on disk has been read."""
     kind = "host" if is_disk(leaf.memory_kind) else leaf.memory_kind
     return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
 
 
 def slot_of(x: Any) -> Any:
-    """A placeholder for a leaf of a result: a `ResultSlot` for a tensor, else the leaf itself."""
+    """Returns a placeholder for a leaf of a result: a `ResultSlot` for a tensor, else the leaf itself."""
     if isinstance(x, GlobalTensor):
         return ResultSlot(x)
     return ResultSlot(None) if isinstance(x, Tensor) else x
 
 
 def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
-    """The mesh whose axes the ops of this package name; None where none of them sends.
+    """Returns the mesh of the axes that this package's ops name, or None if no op sends.
 
     Raises:
         CaptureError: the function has bound several meshes.
@@ -242,7 +243,7 @@ def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
 
 
 def ambient() -> Any:
-    """Returns the settings besides arguments that a function's result depends on: autocast, and eval mode."""
+    """Returns the settings besides arguments on which a function's result depends: autocast, and eval mode."""
     return is_evaluating(), tuple((k, torch.get_autocast_dtype(k)) for k in _autocast_kinds())
 
 
@@ -253,7 +254,7 @@ def _autocast_kinds() -> list[str]:
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """Turns autocast off: around graphs, which have its casts, and around the optimizer, which a policy determines."""
+    """Turns autocast off: for graphs, which already have casts, and for the optimizer, which a policy determines."""
     with contextlib.ExitStack() as stack:
         for kind in _autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -261,13 +262,13 @@ def plain_arithmetic() -> Iterator[None]:
 
 
 def report(name: str, root: str, tree: PyTree, earlier: int) -> None:
-    """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings.
+    """Logs a capture: the first capture at level INFO, later captures, caused by a change of shapes, as warnings.
 
     Args:
         name: the captured function.
-        root: the name of its arguments.
+        root: the name of the function's arguments.
         tree: the arguments.
-        earlier: how many captures there were before, evicted graphs included.
+        earlier: number of earlier captures, evicted graphs included.
     """
     pairs = named_leaves(tree, root)
     shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in pairs if isinstance(x, Tensor))
@@ -278,7 +279,7 @@ def report(name: str, root: str, tree: PyTree, earlier: int) -> None:
 
 
 def leaf_signature(x: Any) -> Any:
-    """The properties of a leaf of an argument that a graph relies on."""
+    """Returns the properties of an argument's leaf on which a graph relies, such as shape and dtype."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):

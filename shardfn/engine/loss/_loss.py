@@ -22,10 +22,10 @@ Loss = Callable[..., Any]
 
 
 class WeightedMean(NamedTuple):
-    """A mean whose terms are spread unevenly: `sum(total) / sum(weight)` over microbatches and ranks.
+    """Mean of unevenly spread terms: `sum(total) / sum(weight)` over microbatches and ranks.
 
-    In the result of a loss its weight is a constant: a weight that requires a gradient is refused, since that gradient
-    needs the sums of all ranks. `step.loss` differentiates it.
+    In the result of a loss the weight, for example a number of tokens, is a constant: a weight that requires a gradient
+    is refused, since such a gradient needs the sums of all ranks. `step.loss` differentiates weights.
 
     Example:
         >>> WeightedMean(torch.tensor(6.0), torch.tensor(3)).mean()
@@ -36,12 +36,12 @@ class WeightedMean(NamedTuple):
     weight: Any
 
     def mean(self) -> Tensor:
-        """Total / weight on this rank alone."""
+        """Returns total / weight on only this rank."""
         return self.total / self.weight
 
 
 class Value(NamedTuple):
-    """One evaluation: the tensor to differentiate, its weight (None: equal weights), and the aux values."""
+    """Result of an evaluation: the tensor to differentiate, the weight (None: equal weights), and the aux values."""
 
     total: Tensor
     weight: Tensor | None
@@ -49,14 +49,14 @@ class Value(NamedTuple):
 
 
 def totals(values: Sequence[Value]) -> tuple[Tensor, Tensor | None]:
-    """Returns the sums of microbatches' losses and, where they have some, of their weights."""
+    """Returns the sums of microbatches' losses and, if there are any, of their weights."""
     total = torch.stack([v.total for v in values]).sum()
     weights = [v.weight for v in values if v.weight is not None]
     return total, torch.stack(weights).sum() if weights else None
 
 
 class NoGradientError(ValueError):
-    """A loss through which no trainable leaf gets a gradient, on any rank."""
+    """Error of a loss through which no trainable leaf gets a gradient, on any rank."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
@@ -71,10 +71,10 @@ class NoGradientError(ValueError):
 
 @contextlib.contextmanager
 def naming_used_up() -> Iterator[None]:
-    """Around the derivative of a loss: explains why its graph may be gone.
+    """Explains, for the derivative of a loss, why the graph may be gone.
 
     Raises:
-        ValueError: in place of torch's error, which is its cause.
+        ValueError: in place of torch's error, which is the cause.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def naming_used_up() -> Iterator[None]:
 
 
 def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    """Calls the loss and checks what it returns. The weight and aux are constants.
+    """Calls the loss and checks the result. The weight and aux are constants.
 
     Raises:
         TypeError: the loss is not a tensor, or aux is not a dict of scalars.
@@ -104,10 +104,10 @@ def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -
 
 
 def refuse_gradient_of(weight: Tensor | None) -> None:
-    """Refuses a weight that requires a gradient: it would be left out of the step's.
+    """Refuses a weight that requires a gradient: the step's gradient would leave the weight out.
 
     Raises:
-        ValueError: it does. The message lists the remedies.
+        ValueError: the weight requires a gradient. The message lists the remedies.
     """
     if weight is not None and weight.requires_grad:
         raise ValueError(
@@ -119,12 +119,12 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
 
 
 def refuse_negative(weight: Tensor | float | None) -> None:
-    """Refuses a loss whose `WeightedMean` has a negative weight: its gradient would point the other way.
+    """Refuses a `WeightedMean` with a negative weight: the gradient would point the other way.
 
-    A tensor on a device is read back, which waits for it.
+    A tensor on a device is read back, with a wait.
 
     Raises:
-        ValueError: it is negative; explains weights.
+        ValueError: the weight is negative. The message explains weights.
     """
     if weight is not None and float(weight) < 0:
         raise ValueError(
@@ -134,7 +134,7 @@ def refuse_negative(weight: Tensor | float | None) -> None:
 
 
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    """Returns the result of the loss, checked, with its graph. See `evaluate`."""
+    """Returns the result of the loss, checked, with the graph. See `evaluate`."""
     with noting_leaves(params, args[:1]):
         out = loss(params, *args)
     aux: Any = {}
@@ -170,16 +170,16 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
 
 
 def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: str = "") -> Tensor:
-    """Returns a value that a loss or a stage returns, as one that varies along the batch's axes and `axes`.
+    """Returns the result of a loss or a stage as a value that varies along the batch's axes and `axes`.
 
     Args:
         name: the value, in words.
         x: the value.
-        axes: more axes along which it may vary. A step averages a loss over those of the batch alone.
+        axes: more axes along which the value may vary. A step averages a loss only over the batch's axes.
         otherwise: another remedy, which ends the message.
 
     Raises:
-        AxisTypeError: it varies along others, so that ranks that have the same rows return different values.
+        AxisTypeError: the value varies along other axes, so that ranks with the same rows return different values.
     """
     mode = following_now(begin=False)
     if mode is None:

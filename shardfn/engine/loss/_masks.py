@@ -7,11 +7,11 @@ from shardfn.core import PyTree, broadcast_prefix, raise_all
 
 
 class Masks(NamedTuple):
-    """The trainable leaves of a step over several losses: those that any of them trains.
+    """Trainable leaves of a step over several losses: the leaves that any loss trains.
 
     Attributes:
         step: the step's mask, a prefix tree of bools. None allows all.
-        losses: the mask of the loss by name. None means all leaves that the step trains.
+        losses: the mask of each loss, by name. None means all leaves that the step trains.
     """
 
     step: PyTree

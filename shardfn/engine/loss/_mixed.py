@@ -1,4 +1,4 @@
-"""The loss that `mixed_precision` returns: in another precision, with the policy that a step then applies."""
+"""The loss that `mixed_precision` returns: in another precision, with a policy for the step."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -18,13 +18,14 @@ from ._transform_order import Transform
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Transform):
-    """A loss computed in a policy's precision. `sharded_step` keeps, sends and updates in the policy's dtypes too.
+    """Loss in a policy's precision. `sharded_step` keeps, sends and updates in the policy's dtypes, too.
 
     Attributes:
         inner: the loss.
         policy: the precision.
-        loss_scale: the factor of the loss while a step differentiates it. None: 1.
-        has_state: whether it is called with a model state before the batch, which is not cast; a step carries its own.
+        loss_scale: the factor of the loss during differentiation in a step. None means 1.
+        has_state: whether the loss takes a model state before the batch, without casts. A step carries a separate
+            state.
     """
 
     transform: ClassVar[str] = "mixed_precision"
@@ -41,7 +42,7 @@ class Mixed(Transform):
         """Returns the loss, in the policy's output dtype."""
         leaves, treedef = tree_flatten(params)
         dtypes = self._compute_leaves(params, leaves, treedef)
-        # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
+        # A leaf that a step gathers already comes in the compute dtype. A cast would be a use of the leaf.
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
         state, args = args[: self.has_state], args[self.has_state :]
         batch = tree_map(self._cast_input, args[:1])
@@ -76,7 +77,7 @@ def policy_in(loss: Loss) -> Policy | None:
 
 
 def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientTransformation:
-    """Returns the optimizer that keeps wide copies of the leaves that the policy keeps narrow."""
+    """Returns the optimizer with wide copies of the leaves that the policy keeps narrow."""
     if policy.master is None or not policy.keeps_master:
         return optimizer
 
@@ -92,7 +93,7 @@ def check_scaled(mixed: Mixed) -> None:
     """Refuses to train in float16 without a loss scale.
 
     Raises:
-        ValueError: it would.
+        ValueError: the loss is in float16 without a loss scale.
     """
     policy = mixed.policy
     if mixed.loss_scale is None and torch.float16 in (policy.compute, policy.reduce, *policy.exceptions.values()):

@@ -1,9 +1,11 @@
-"""Model state, beside parameters: running statistics, the biases of a router. A step takes it and gives it back.
+"""Model state, next to parameters.
+
+For example running statistics, or the biases of a router. A step takes the state and gives it back.
 
     loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
 
-The transforms around a loss (`jit`, `accumulate`, `mixed_precision`) pass only a batch. So the state bypasses them:
-each forward finds the state that the previous forward has left.
+The transforms around a loss (`jit`, `accumulate`, `mixed_precision`) pass only a batch. So the state bypasses the
+transforms: each forward finds the state that the previous forward has left.
 """
 
 import contextlib
@@ -43,10 +45,10 @@ APART = 1e-3
 
 
 class ModelState:
-    """The model state of one step on its way through the forwards, in their order.
+    """Model state of a step on the way through the forwards, in order.
 
-    `through` is around each forward. After one, `now` is the state that it has returned. It never writes to the blocks
-    that it was made of.
+    `through` is around each forward. After a forward, `now` is the returned state. The original blocks are never
+    written.
 
     Args:
         blocks: a tree of this rank's blocks.
@@ -57,20 +59,20 @@ class ModelState:
 
     @contextlib.contextmanager
     def through(self) -> Iterator[None]:
-        """While a forward runs.
+        """Makes the state known to a forward that runs inside.
 
         Raises:
             TypeError: (afterwards) a leaf that the loss returns is not a tensor.
-            ValueError: it returns another tree, or leaves of other shapes or dtypes. All are listed.
+            ValueError: the loss returns another tree, or leaves of other shapes or dtypes. All are listed.
         """
         before = self.now
         with _MODEL_STATE.bound(self):
             yield
-        if self.now is before:  # as of a loss that takes none
+        if self.now is before:  # as from a loss without a state
             return
         check_returned(before, self.now, "the loss")
         if not transforming():  # a constant of the next forward
-            # Else the graph of each forward would hang on that of the one before.
+            # Else the graph of each forward would hang on the graph of the previous forward.
             self.now = tree_map(Tensor.detach, self.now)
 
 
@@ -78,14 +80,14 @@ _MODEL_STATE = Ambient[ModelState]("model state of a forward", by_thread=True)
 
 
 def innermost_state() -> ModelState:
-    """That of the forward that runs."""
+    """Returns the state of the running forward."""
     state = _MODEL_STATE.innermost()
     assert state is not None, "a loss with a model state runs inside ModelState.through"
     return state
 
 
 def past_the_batch(loss: Loss) -> Loss:
-    """Returns a loss with a state as one without.
+    """Returns a loss with a state as a loss without a state.
 
     `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`.
     """
@@ -147,7 +149,7 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
 
 
 def check_alike(tree: PyTree, control: AnyControl) -> None:
-    """Refuses first model states of other leaves on other ranks. Collective.
+    """Refuses first model states with different leaves on different ranks. Collective.
 
     Raises:
         RankError: lists the leaves that each rank passes.
@@ -162,7 +164,8 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     """Refuses a state whose model state does not fit the step.
 
     Raises:
-        ValueError: it has a model state and should not, or lacks one, or leaves are cut otherwise, which are listed.
+        ValueError: the state has a model state and should not, or lacks a model state, or leaves are cut otherwise.
+            Such leaves are listed.
     """
     leaves = tree_leaves(tree)
     if leaves and not has_state:
@@ -187,11 +190,11 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
 
 
 def check_returned(before: PyTree, after: PyTree, who: str) -> None:
-    """Refuses a model state that a function has returned, if it is not like the one that it was given.
+    """Refuses a model state that a function has returned, if it is not like the function's argument.
 
     Args:
-        before: the given one.
-        after: the returned one.
+        before: the given state.
+        after: the returned state.
         who: the function, in words.
 
     Raises:
@@ -230,29 +233,29 @@ def put_in(blocks: PyTree, new: PyTree) -> PyTree:
     """Returns the model state after a step, in the memory of `blocks`."""
     leaves, treedef = tree_flatten(blocks)
     memory = {b.untyped_storage()._cdata for b in leaves}
-    # A loss may return one leaf in the place of another: all are read before one is written.
+    # A loss may return a leaf in the place of another: all leaves are read before a leaf is written.
     apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tree_leaves(new)]
     return tree_unflatten(treedef, [b.copy_(x) for b, x in zip(leaves, apart, strict=True)])
 
 
 def wrapped_like(blocks: Sequence[Tensor], old: PyTree) -> PyTree:
-    """Blocks as global tensors, in the tree of an earlier model state."""
+    """Returns blocks as global tensors, in the tree of an earlier model state."""
     leaves, treedef = tree_flatten(old)
     pairs = zip(blocks, leaves, strict=True)
     return tree_unflatten(treedef, [GlobalTensor(b, x.shape, x.spec, x.mesh) for b, x in pairs])
 
 
 def shapes_of(model_state: PyTree) -> Any:
-    """Returns the properties of a model state that a compiled step relies on, as a value that can be compared.
+    """Returns the properties of a model state on which a compiled step relies, as a comparable value.
 
-    No layout describes its leaves.
+    No layout describes the leaves.
     """
     leaves, treedef = tree_flatten(model_state)
     return treedef, *((tuple(x.shape), x.spec, x.dtype, x.memory_kind) for x in leaves)
 
 
 def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
-    """Refuses leaves that differ between ranks along axes that their spec leaves out. Collective.
+    """Refuses leaves that differ between ranks along axes that the leaf's spec leaves out. Collective.
 
     Raises:
         RankError: lists each such leaf.
@@ -285,7 +288,7 @@ def _summarize_elements(x: Tensor) -> tuple[float, float]:
 
 
 def _is_near(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    # States that overflow on all ranks alike count as equal.
+    # States that overflow on all ranks count as equal.
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])

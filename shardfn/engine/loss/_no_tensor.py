@@ -1,4 +1,4 @@
-"""Messages about leaves that are not tensors, with the way to make tensors of them."""
+"""Messages about leaves that are not tensors, with the way to make tensors of such leaves."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _INDICES = re.compile(r"(\[\d+\])+$")
 def no_tensors(tree: PyTree, name: str) -> list[str]:
     """Returns a line for each leaf of a tree, called `name`, that is not a tensor, with the remedy.
 
-    Lists are trees here. For a list of numbers, however deep, there is one line, with the first number.
+    Lists are trees here. For a list of numbers, at any depth, there is a single line, with the first number.
 
     Example:
         >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")

@@ -15,25 +15,25 @@ from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, t
 from shardfn.leaves import refused_write
 
 _SHOWN = 6
-# The one text of torch that is compared: it has no class of errors for this, and refuses the write itself.
+# The only text of torch that is compared: torch has no class of errors here, and refuses the write itself.
 _REFUSED = "a leaf Variable that requires grad is being used in an in-place operation"
 _PRODUCT = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x(\d+)\)")
-# Functions of modes, through which operations of the loss pass: their lines are not its own.
+# Functions of modes, through which operations of the loss pass: lines of these functions are not the loss's.
 _MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 @contextlib.contextmanager
 def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple[str, torch.dtype]]]) -> Iterator[None]:
-    """Around a loss under a policy: a note on torch's errors lists the leaves that have another dtype than the rest.
+    """Adds a note to torch's errors in a loss under a policy: the leaves with another dtype than the rest.
 
     Args:
         policy: the policy, or None.
-        leaves: gives the paths of the parameters, and the dtypes in which the loss sees them; called after errors.
+        leaves: function that returns the paths of the parameters, and their dtypes in the loss. Called after errors.
     """
     try:
         yield
     except RuntimeError as error:
-        # Errors of ranks and of transfers are of classes of their own.
+        # Errors of ranks and of transfers have separate classes.
         if policy is None or type(error) is not RuntimeError:
             raise
         apart = [(path, d) for path, d in leaves() if d.is_floating_point and d != policy.compute]
@@ -44,7 +44,7 @@ def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
 
 @contextlib.contextmanager
 def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
-    """Around a loss: notes on its errors describe the parameters and the batch.
+    """Adds notes to errors of a loss, which describe the parameters and the batch.
 
     Args:
         params: the parameters that the loss gets.
@@ -52,7 +52,7 @@ def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
 
     Raises:
         ValueError: in place of torch's error about a write to a parameter, as at all stages of ZeRO. The message names
-            it.
+            the parameter.
     """
     try:
         yield
@@ -81,7 +81,7 @@ def _make_notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> 
                 )
     elif isinstance(error, IndexError):
         yield from _note_ranges(*batch)
-    elif type(error) is RuntimeError:  # errors of ranks and of transfers are of classes of their own
+    elif type(error) is RuntimeError:  # errors of ranks and of transfers have separate classes
         yield from _note_line(params, error)
         yield f"The batch has {_note_shapes('batch', *batch)}."
         yield f"The parameters have {_note_shapes('params', params)}."
@@ -90,7 +90,7 @@ def _make_notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> 
 
 
 def _note_line(params: PyTree, error: Exception) -> Iterator[str]:
-    """Names the parameters that the innermost line with some has: torch names no operand."""
+    """Names the parameters on the innermost line with parameters: torch names no operand."""
     own = {_storage_of(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code.co_name in _MODES:
@@ -105,9 +105,9 @@ def _note_line(params: PyTree, error: Exception) -> Iterator[str]:
 
 
 def _has_storage(x: Any) -> bool:
-    """Returns whether `x` is a plain tensor, or one of a capture.
+    """Returns whether `x` is a plain tensor, or a tensor of a capture.
 
-    Others, and values inside torch.func, have no storage.
+    Other tensors, and values inside torch.func, have no storage.
     """
     return type(x) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(x)
 
@@ -125,7 +125,7 @@ def _note_shapes(name: str, tree: PyTree = ()) -> str:
 
 
 def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
-    """Returns the leaves of the batch whose dtype or device is not that of the parameters, with the remedy."""
+    """Returns the leaves of the batch with another dtype or device than the parameters, with the remedy."""
     own = [x for _, x in _named_tensors("params", params) if x.is_floating_point()]
     if not own:
         return []
@@ -141,7 +141,7 @@ def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
 
 
 def _note_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
-    """Yields the leaf of the batch whose last dim differs from the matrix in its product, with the remedy."""
+    """Yields the leaf of the batch with another last dim than the matrix in its product, with the remedy."""
     found = _PRODUCT.search(str(error))
     if found is None:
         return
@@ -167,7 +167,7 @@ def _note_list(batch: Sequence[Any]) -> str:
 
 
 def _note_ranges(batch: PyTree = ()) -> list[str]:
-    """Returns the least and largest values of integer leaves: one may be an index that a table does not have."""
+    """Returns the least and largest values of integer leaves: a value may be an index outside of a table."""
     return [
         f"{path} has values from {int(x.min())} to {int(x.max())}."
         for path, x in named_leaves(batch, "batch")

@@ -1,8 +1,8 @@
 """Scans in captured steps: the traced steps of one layer are copied into the graph for each layer.
 
-Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So
-autograd itself does the work between layers (sums of several uses, hooks, recomputation). Engine calls (fetching a
-leaf, receiving a gradient) are not copied. The copied layer makes them again.
+Each copied layer is a node of autograd, with a forward and a backward that write the template's steps into the graph.
+So autograd itself does the work between layers (sums of several uses, hooks, recomputation). Engine calls (such as
+fetching a leaf, receiving a gradient) are not copied. The copied layer makes these calls again.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ _ALONE = Ambient[set[int]]("handles that one layer alone uses, while a backward 
 
 @contextlib.contextmanager
 def taking_early(root: Tensor) -> Iterator[None]:
-    """While a captured backward of `root` runs, lets copied layers hand over gradients of leaves that only they use.
+    """Lets copied layers hand over gradients of leaves early, for leaves with a single use, in a backward of `root`.
 
-    Autograd would call the hooks of all of a layer's leaves when the layer is done. The loop's graph has each gradient
-    sent as soon as it is known.
+    Autograd would call the hooks of all of a layer's leaves when the layer is done. The loop's graph sends each
+    gradient as soon as the gradient is known.
     """
     if not capturing():
         yield
@@ -56,16 +56,16 @@ def taking_early(root: Tensor) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Templates:
-    """A capture's record of a scan's function, which may run once for each microbatch.
+    """Record of a scan's function in a capture. The function may run once for each microbatch.
 
     Attributes:
-        kept: the objects that identify the function, kept alive so that no others get their addresses.
-        calls: how many scans of it have ended.
-        seen: how carry and x looked where the function ran.
+        kept: the objects that identify the function, kept alive so that no other objects get the same addresses.
+        calls: number of ended scans of the function.
+        seen: looks of carry and x in runs of the function.
         splices: template by looks.
         structure: structure of (carry, y).
-        own: whether a template uses values that only its own scan has.
-        fails: whether its layers cannot be copied.
+        own: whether a template uses values of only a single scan.
+        fails: whether the layers cannot be copied.
     """
 
     kept: Any
@@ -78,9 +78,10 @@ class _Templates:
 
 
 def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """Runs a scan: calls the function for the first layers, and copies once carry and x look as in an earlier layer.
+    """Runs a scan: calls the function for the first layers, and then copies, once looks repeat.
 
-    The same function over the same objects is known from scan to scan: all microbatches' layers are copies of one.
+    The same function over the same objects is known from scan to scan: all microbatches' layers are copies of a single
+    layer.
 
     Raises:
         CaptureError: layers have different steps.
@@ -88,7 +89,7 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     notes = recorder()
     if notes is None or transforming():
         return plain_loop(run, carry, layers)
-    # Inside a section that is computed again, a scan starts anew both times: both must save the same tensors.
+    # Inside a recomputed section, a scan starts from the beginning both times: both runs must save the same tensors.
     key, kept = (None, None) if _is_hooked() else _identity(run)
     made: _Templates = _Templates(kept) if key is None else notes.known.setdefault(key, _Templates(kept))
     if made.fails or not (made.calls or len(layers) > MIN_COPIED) or _is_watched(layers):
@@ -97,7 +98,7 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     ys: list[PyTree] = []
     for i, x in enumerate(layers):
         look = tuple(_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))), tree_structure((carry, x))
-        # The first layers may see another carry: its dtype, or whether it needs a gradient, may change once.
+        # The first layers may see another carry: the dtype, or whether a gradient is needed, may change once.
         if look in made.seen and look not in made.splices and not made.fails:
             _make_templates(made, look, run, carry, layers[i:], notes)
         splice = made.splices.get(look)
@@ -126,7 +127,7 @@ def _make_templates(
         # The last layer's only to be compared: a function that treats layers unlike is refused, and not copied wrongly.
         template, other = (Template(call_body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
     except Unfit as reason:
-        torch.clear_autocast_cache()  # it may hold values that were taken out of the graph again
+        torch.clear_autocast_cache()  # the template may hold values that were taken out of the graph again
         log.warning(_SLOWLY, reason)
         made.fails = True
         return
@@ -136,7 +137,7 @@ def _make_templates(
 
 
 def _identity(run: Run) -> tuple[Any, Any]:
-    """Returns the key that identifies a scan's function, and the objects whose addresses it holds.
+    """Returns the key that identifies a scan's function, and the objects with addresses in the key.
 
     None without a key.
     """
@@ -152,7 +153,7 @@ def _identity(run: Run) -> tuple[Any, Any]:
 
 
 class Splice:
-    """Copies a template into the graph, layer by layer.
+    """Copier of a template into the graph, layer by layer.
 
     Args:
         template: the steps of a layer.
@@ -161,15 +162,15 @@ class Splice:
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
         self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
-        # Storages that the layers share and do not make, held so that their addresses stay theirs.
+        # Storages that the layers share and do not make, held so that the addresses stay in use.
         outside = [t for n in template.outside for t in tensors_in(n.meta["val"])]
         self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
         """Returns the body's result for a layer."""
-        # So that autograd knows whose gradient a layer makes. The whole leaf is fetched inside.
+        # So that autograd knows the leaf of a layer's gradient. The whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
-        with not_following():  # its steps have their casts
+        with not_following():  # the steps already have casts
             values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
         for value, like in zip(values, self._template.made, strict=True):
             same_axes(value, like)
@@ -177,7 +178,7 @@ class Splice:
         return [kinds[kind][i] for kind, i in self._template.outs]
 
     def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies the forward, and returns the values, and the tensors that are saved for the backward."""
+        """Copies the forward, and returns the values, and the tensors saved for the backward."""
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
             copy.let(node, t)
@@ -216,19 +217,19 @@ class Splice:
 
     @property
     def differentiable(self) -> list[bool]:
-        """Which values have a gradient."""
+        """Returns whether each value has a gradient."""
         return self._template.differentiable
 
 
 class _SplicedLayer(torch.autograd.Function):
-    """One layer: carry and the leaves of x (their handles, where they are lazy) -> values."""
+    """Layer as a function of carry and the leaves of x (handles, for lazy leaves) -> values."""
 
     @staticmethod
     def forward(ctx: Any, splice: Splice, x: Sequence[Tensor], *given: Tensor) -> Any:
         values, saved = splice.forward(x, given)
         # Not saved as tensors: lazy leaves have no memory, and handles are looked up by identity.
         ctx.splice, ctx.x, ctx.ends = splice, x, given[len(given) - len(x) :]
-        # A cotangent that is missing stays so: a template has a backward for each set of them.
+        # A missing cotangent stays missing: a template has a backward for each set of cotangents.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, d in zip(values, splice.differentiable, strict=True) if not d))
         ctx.save_for_backward(*saved)
@@ -249,7 +250,7 @@ def _is_hooked() -> bool:
 def _is_watched(layers: Sequence[PyTree]) -> bool:
     """Returns whether a dispatch mode watches the run.
 
-    It would see nothing of a copied layer, and a template's ops twice.
+    The mode would see nothing of a copied layer, and a template's ops twice.
     """
     if splitting():  # product by product
         return True
@@ -264,7 +265,7 @@ def _look(t: Tensor) -> Any:
 
 
 def _take(end: Tensor, grad: Tensor, step: Written) -> bool:
-    """Hands a gradient to the hooks of its handle, if nothing else adds to it."""
+    """Hands a gradient to the hooks of the handle, if nothing else adds to the gradient."""
     hooks: Any = end._backward_hooks
     if not hooks or id(end) not in (_ALONE.innermost() or ()):
         return False
@@ -284,7 +285,7 @@ def _used_once(root: Tensor) -> set[int]:
             continue
         seen.add(fn)
         for g, _ in fn.next_functions if fn is not None else ():
-            # An edge for each use: a handle that two layers or two ops use gets the sum of both, which autograd makes.
+            # An edge for each use: a handle that two layers or two ops use gets the sum of both, made by autograd.
             if hasattr(g, "variable"):
                 counts[id(g.variable)] = counts.get(id(g.variable), 0) + 1
             elif g is not None:

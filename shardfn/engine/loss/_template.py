@@ -1,8 +1,8 @@
-"""One layer of a scan, traced by itself while a step is captured, to be copied for the other layers.
+"""A layer of a scan, traced separately while a step is captured, to be copied for the other layers.
 
-The layer's function runs on placeholders of its arguments, forward and, by `torch.autograd.grad`, backward. The nodes
-that this adds to the graph are taken out again and kept as steps. Two kinds of step are not ops of the graph but calls
-of the engine, which counts what it gathers and reduces: a leaf that is fetched, and a gradient that arrives.
+The layer's function runs on placeholders of the arguments, forward and, by `torch.autograd.grad`, backward. The added
+nodes are taken out of the graph again and kept as steps. Two kinds of step are not ops of the graph but calls of the
+engine, which counts gathers and reductions: a leaf that is fetched, and a gradient that arrives.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from shardfn.core import saved_tensors_hooks
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, fetching, packs_leaves
 
-# A function of a layer's flat arguments: carry and x -> the leaves of its result.
+# A function of a layer's flat arguments: carry and x -> the leaves of the result.
 Body = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 Layouts = tuple[tuple[int, ...] | None, ...]
 
 
 class TemplateBackward(NamedTuple):
-    """The backward of a template for some of its outputs.
+    """Backward of a template for some outputs.
 
     Attributes:
         steps: steps.
-        cotangents: the placeholder of its cotangent by output, or None for an output without one.
-        grads: the node of its gradient by input, or None for those that arrive by a step, or not at all.
+        cotangents: placeholder of the cotangent by output, or None.
+        grads: node of the gradient by input, or None for a gradient that arrives by a step, or not at all.
     """
 
     steps: list[Written]
@@ -41,23 +41,23 @@ class TemplateBackward(NamedTuple):
 
 
 class Unfit(Exception):
-    """The steps of a layer cannot be copied for others; has the reason."""
+    """Error of a layer with steps that cannot be copied for other layers, with the reason."""
 
 
 def stand_in() -> Any:
-    """Target of a node that is the placeholder of an argument."""
+    """Marks a node, as target, as the placeholder of an argument."""
 
 
 def fetched(position: int, leaf: int) -> Any:
-    """Target of a node that fetches a leaf: that of x at `position`, or, at -1, always the same one."""
+    """Marks a node, as target, that fetches a leaf: of x at `position`, or, at -1, always the same leaf."""
 
 
 def arrived(position: int, grad: Any) -> Any:
-    """Target of a node that marks its argument as the gradient of x at `position`."""
+    """Marks a node, as target, with the gradient of x at `position` as argument."""
 
 
 class Template:
-    """A layer's steps.
+    """Steps of a layer.
 
     Args:
         body: the layer's function.
@@ -68,15 +68,16 @@ class Template:
     Attributes:
         inputs: the placeholders of carry and x.
         steps: the steps of the forward.
-        outs: by leaf that the body returns: "carry" or "x" and which, if it is that very tensor; "value" and which.
-        values: the nodes of the values that it returns.
-        differentiable: which of them have a gradient.
+        outs: by leaf that the body returns: "carry" or "x" and a position for the same tensor, or "value" and a
+            position.
+        values: the nodes of the returned values.
+        differentiable: whether each value has a gradient.
         saved: the nodes of the forward that the backward needs.
-        outside: the nodes of other parts of the graph that it needs.
+        outside: the nodes of other parts of the graph that the template needs.
 
     Raises:
         Unfit: the body's steps cannot be copied for other layers.
-        CaptureError: it writes to a tensor from outside.
+        CaptureError: the body writes to a tensor from outside.
     """
 
     def __init__(self, body: Body, carry: Sequence[Tensor], x: Sequence[Tensor], recorder: Recorder) -> None:
@@ -107,7 +108,7 @@ class Template:
         self.steps = [s for s in steps if s.target is not stand_in]
         self.differentiable = [t.requires_grad for t in self._values]
         self._refuse_outside_gradients()
-        # Stand-ins are new, so any write shows in their version.
+        # Stand-ins are new, so any write shows in the version.
         if any(t._version for t in self._given):
             raise Unfit("it writes to its arguments")
         given = {storage_of(t) for t in self._given}
@@ -115,7 +116,8 @@ class Template:
         if any(storage_of(s.meta["val"]) in given for s in strided):
             raise Unfit("it uses as_strided on an argument, whose place in memory differs from layer to layer")
         self._backwards: dict[Layouts, TemplateBackward] = {}
-        # With all cotangents: this backward needs every value of the forward that one with fewer cotangents needs.
+        # With all cotangents: this backward needs every value of the forward that a backward with fewer cotangents
+        # needs.
         full = self.backward(self.layouts)
         mine = {s.node for s in self.steps} | set(self.inputs)
         theirs = {s.node for s in full.steps} | {n for n in full.cotangents if n is not None}
@@ -154,7 +156,7 @@ class Template:
             seeds = [None if stride is None else self._stand_in(t, stride) for t, stride in pairs]
             outs = [t for t, stride in pairs if stride is not None]
             into = [s for s in seeds if s is not None]
-            # Kept: cotangents with other strides, or fewer of them, run the backward again.
+            # Kept: other strides of cotangents, or fewer cotangents, run the backward again.
             got = iter(torch.autograd.grad(outs, wanted, into, allow_unused=True, retain_graph=True))
             grads = [next(got) if t.requires_grad else None for t in self._given]
             mine = grads[: self._num_carry]
@@ -165,19 +167,19 @@ class Template:
 
     @contextlib.contextmanager
     def _taken_out(self) -> Iterator[list[Written]]:
-        """Takes the nodes that are added to the graph meanwhile out again, as steps."""
+        """Takes the nodes that are added to the graph inside out again, as steps."""
         graph = self._tracer.graph
         last, steps = next(iter(reversed(graph.nodes))), []
         with fetching(self._fetch):
             yield steps
         steps += steps_after(last, self._recorder)
-        # The last first: a node goes when nothing uses it any more.
+        # The last first: a node goes when nothing uses the node any more.
         for step in reversed(steps):
             graph.erase_node(step.node)
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Hooks by which autograd saves all tensors but whole leaves, even inside a remat."""
+        """Sets hooks by which autograd saves all tensors but whole leaves, even inside a remat."""
         top = saved_tensors_hooks(while_tracing=False)
         if top is None or packs_leaves(top[0]):
             yield
@@ -189,7 +191,7 @@ class Template:
         layout, position = book.leaves[leaf], self._positions.get(leaf, -1)
         whole = without_data(self._mode, layout.dtypes.compute, layout.block, self._given[0].device)
         self._write(fetched, (position, -1 if position >= 0 else leaf), whole).meta["book"] = book
-        # So that autograd saves it as (leaf, geometry), and the backward has a step that fetches.
+        # So that autograd saves the whole as (leaf, geometry), and the backward has a step that fetches.
         book.note(leaf, whole)
         return whole
 
@@ -231,7 +233,7 @@ class Template:
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
-            # Its gradient would arrive once, where each copy of the layer owes one.
+            # The gradient would arrive once, where each copy of the layer owes a gradient.
             if hasattr(fn, "variable") and id(fn.variable) not in inside:
                 raise Unfit("it uses a tensor that requires a gradient and is neither in the carry nor in xs")
             stack += [g for g, _ in fn.next_functions]
@@ -255,9 +257,10 @@ def check_same(one: Template, other: Template) -> None:
     """Refuses layers that do not do the same.
 
     Raises:
-        CaptureError: they differ. The message names the first op that does, by line.
+        CaptureError: layers differ. The message names the first different op, by line.
     """
-    # From nodes of the one to their counterparts in the other. A node outside of both must be the same in both.
+    # From nodes of the first run to their counterparts in the second run. A node outside of both must be the same in
+    # both.
     pairs: dict[Any, Any] = dict(zip(one.inputs, other.inputs, strict=True))
     a, b = one.backward(one.layouts), other.backward(other.layouts)
     differing(one.steps, other.steps, pairs, one.values, other.values)
@@ -277,14 +280,14 @@ def differing(
     """Refuses two runs of a layer with different steps.
 
     Args:
-        first: the steps of one.
-        second: the steps of the other.
-        pairs: by node of the one the node of the other, as far as they differ; nodes that the runs made are added.
-        ends: the nodes that the one returns.
-        others: those that the other returns.
+        first: the steps of the first run.
+        second: the steps of the second run.
+        pairs: node of the first run -> node of the second run, where the two differ. Nodes of the runs are added.
+        ends: the nodes that the first run returns.
+        others: the nodes that the second run returns.
 
     Raises:
-        CaptureError: they differ. The message names the first op that does, by line.
+        CaptureError: layers differ. The message names the first different op, by line.
     """
     for s, t in zip(first, second, strict=False):
         if not _alike(s, t, pairs):
@@ -300,7 +303,7 @@ def differing(
 def without_data(
     mode: FakeTensorMode, dtype: torch.dtype, size: Any, device: torch.device, stride: Any = None
 ) -> FakeTensor:
-    """Returns a new tensor without data and without a node in the graph; contiguous unless `stride` is given."""
+    """Returns a new tensor without data and without a node in the graph, contiguous unless `stride` is given."""
     with DisableTorchDispatch():
         meta = torch.empty(size, dtype=dtype, device="meta")
         return FakeTensor(mode, meta if stride is None else meta.as_strided(size, stride), device)

@@ -5,8 +5,8 @@
     inside a loss    the loss, or a part of it, runs in it
     a program        runs on a mesh, around all of these
 
-Those that a step takes over mean the same step in any order. One inside a loss may not be around a transform that a
-step takes over, as it would hide it.
+Transforms that a step takes over mean the same step in any order. A transform inside a loss may not be around a
+transform that a step takes over, as the outer would hide the inner.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ Level = Literal["around a step", "around a loss", "inside a loss", "a program"]
 
 
 class TransformRow(NamedTuple):
-    """A transform.
+    """Row of a transform in the table.
 
     Attributes:
-        level: the kind of function that it is around.
-        within: the transforms that may be directly around it.
-        twice: the error where a step takes it over twice. None: that is allowed.
+        level: the kind of function inside.
+        within: the transforms that may be directly around.
+        twice: the error if a step takes the transform over twice. None: twice is allowed.
     """
 
     level: Level
@@ -61,7 +61,7 @@ TABLE = {
     ),
 }
 _CAPTURED = "bucketed({0}, ...) has no graphs whose number it bounds; use bucketed(jit({0}), ...)."
-# By order that the table refuses: its effect, and the remedy.
+# By order that the table refuses: the effect, and the remedy.
 WHY = {
     ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
     ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.",
@@ -153,7 +153,7 @@ WHY = {
 
 
 class Transform:
-    """A function that a transform has made of another, `inner`. Its row describes it.
+    """Function that a transform has made of another, `inner`, with a row of the table.
 
     A transform whose functions need not be recognised (remat) makes plain functions.
     """
@@ -162,7 +162,7 @@ class Transform:
 
 
 def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> None:
-    """Refuses `outer(f)` where the table does.
+    """Refuses `outer(f)` if the table does, such as `partition(sharded(f))`.
 
     Args:
         outer: the transform.
@@ -182,10 +182,10 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
 
 
 def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the transforms that a step takes over from its loss, outermost first, and the function inside them.
+    """Returns the transforms that a step takes over from a loss, outermost first, and the function inside.
 
     Raises:
-        ValueError: a transform occurs twice that may occur once, or the function is a program already.
+        ValueError: a transform that may occur once occurs twice, or the function is already a program.
     """
     found: list[Any] = []
     for x in _inward(f):
@@ -202,7 +202,7 @@ def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
 def _inward(f: Any) -> Iterator[Any]:
     """Yields the results of transforms from the outside in.
 
-    Those that a step takes over, and the first that it does not.
+    The results include the transforms that a step takes over, and the first other transform.
     """
     while isinstance(f, Transform):
         yield f

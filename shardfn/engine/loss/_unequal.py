@@ -1,4 +1,4 @@
-"""Errors about batches that differ between ranks: leaves that some ranks lack, and sizes that a mean cannot have."""
+"""Errors about batches that differ between ranks: leaves that some ranks lack, and sizes that do not fit a mean."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ _LEAF = re.compile(r"(batch.*): (torch\.\w+) (\[.*\])")
 
 
 def remedy_of_absent(texts: list[str]) -> str:
-    """Returns the remedy for leaves of a batch that some ranks have and others lack, empty without such leaves."""
+    """Returns the remedy for leaves of a batch that only some ranks have, empty without such leaves."""
     found = [{m[1]: m for line in text.splitlines() if (m := _LEAF.fullmatch(line))} for text in texts]
     if not all(found):  # a rank without a batch is at another call
         return ""
@@ -28,18 +28,18 @@ def remedy_of_absent(texts: list[str]) -> str:
 
 
 class UnequalBatchesError(ValueError):
-    """Ranks hold batches of different sizes, and the loss is a plain mean."""
+    """Error of batches of different sizes on ranks with a loss that is a plain mean."""
 
 
 @contextlib.contextmanager
 def naming_unequal(batch: PyTree, specs: PyTree, mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Around a step: names the leaves of a batch by which ranks differ, where the loss cannot take such batches.
+    """Names, in a step's error, the leaves of a batch by which ranks differ, if the loss cannot take such batches.
 
     Args:
         batch: this rank's rows.
-        specs: how the global batch is cut.
+        specs: cut of the global batch.
         mesh: the mesh.
-        sizes: by rank, those of `describe_batch`, empty where they are equal.
+        sizes: sizes by rank, from `describe_batch`, empty if equal.
     """
     try:
         yield

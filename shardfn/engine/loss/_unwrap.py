@@ -15,10 +15,10 @@ from ._transform_order import taken_over
 
 
 class Unwrapped(NamedTuple):
-    """A loss in the order in which a step runs it, and the transforms that were around it.
+    """Loss in the order of a step's run, and the transforms that were around the loss.
 
     Attributes:
-        loss: accumulated, of mixed precision, of the plain loss.
+        loss: loss, accumulated, of mixed precision, of the plain loss.
         jitted: the jit, which takes in the whole step.
         mixed: the precision, which the layout takes over.
     """
@@ -33,7 +33,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
 
     Args:
         loss: the loss.
-        has_state: whether it takes a model state, and returns one, which goes past all of these.
+        has_state: whether the loss takes and returns a model state, past all these transforms.
 
     Raises:
         ValueError: the loss is jitted twice, or has two policies, or a transform was made with has_state=True.
@@ -58,10 +58,10 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
 
 
 def trained_leaves(loss: Callable[..., Any]) -> PyTree:
-    """Returns the leaves that a loss trains by default: its attribute `trains`, as `LoRA.adapt` gives it, or None.
+    """Returns the leaves that a loss trains by default: the attribute `trains`, as from `LoRA.adapt`, or None.
 
     Args:
-        loss: the loss, or transforms and `functools.partial` around it.
+        loss: the loss, perhaps inside transforms and `functools.partial`.
     """
     inner: Any = loss
     while inner is not None:
@@ -72,20 +72,20 @@ def trained_leaves(loss: Callable[..., Any]) -> PyTree:
 
 
 def _refuse_unannounced_state(loss: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses a loss whose transforms take a model state, in a step that was built without.
+    """Refuses a loss with transforms that take a model state, in a step that was built without a state.
 
     Raises:
-        ValueError: they do.
+        ValueError: the transforms take a model state.
     """
     if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
         raise ValueError("the loss takes a model state, and the step was built without; pass has_state=True to both.")
 
 
 def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses a transform with `has_state` around one without, or the other way round.
+    """Refuses a transform with `has_state` around a transform without, or the other way round.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the two differ.
     """
     for x in taken_over(loss)[0]:
         if hasattr(x, "has_state") and x.has_state != has_state:
