@@ -138,9 +138,11 @@ def quantized_all_gather(
     dim = tensor_dim("quantized_all_gather", x, dim)
     size = joined_size("quantized_all_gather", x, line, dim, size)
     if x.dtype not in _QUANTIZED:
-        raise TypeError(f"quantized_all_gather: x is {x.dtype}; it takes {', '.join(map(str, _QUANTIZED))}.")
+        raise TypeError(f"quantized_all_gather: x must be one of {', '.join(map(str, _QUANTIZED))}, got {x.dtype}.")
     if bits not in (4, 8) or block < 1 or (bits == 4 and block % 2):
-        raise ValueError(f"quantized_all_gather: bits={bits}, block={block}; use 8 bits, or 4 with even blocks.")
+        raise ValueError(
+            f"quantized_all_gather: bits must be 8, or 4 with an even block, got bits={bits}, block={block}."
+        )
     return x if line is None else bind(x, Call("quantized_all_gather", line, dim, size, bits=bits, block=block))
 
 

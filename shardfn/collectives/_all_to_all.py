@@ -60,11 +60,11 @@ def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: Line | None, dim: int,
     n, rows = (1 if line is None else line.size), x.shape[dim]
     if size is not None:
         raise ValueError(
-            f"all_to_all: size={size} has no meaning where split_dim and concat_dim are both {dim}; drop it."
+            f"all_to_all: size={size} has no meaning where split_dim and concat_dim are both {dim}. Drop it."
         )
     if rows % n:
         raise ValueError(
-            f"all_to_all: split_dim and concat_dim are both {dim}, of size {rows}, which {n} ranks do not divide;"
-            f" pad it to {-(-rows // n) * n}."
+            f"all_to_all: split_dim and concat_dim are both {dim}, of which {n} ranks must divide the size, got {rows}."
+            f" Pad it to {-(-rows // n) * n}."
         )
     return rows

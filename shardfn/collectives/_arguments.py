@@ -25,7 +25,7 @@ def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     leaves: list[Any] = tree_flatten(tree)[0]
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         pairs = zip(tree_paths(tree, "x"), leaves, strict=True)
-        bad = [f"{path} is {leaf!r}; wrap it in torch.tensor" for path, leaf in pairs if not isinstance(leaf, Tensor)]
+        bad = [f"{path} is {leaf!r}. Wrap it in torch.tensor" for path, leaf in pairs if not isinstance(leaf, Tensor)]
         raise_all(TypeError, f"{op} takes tensors:", bad)
     return tree_map(f, tree)
 
@@ -38,8 +38,8 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
     """
     if -x.ndim <= dim < x.ndim:
         return dim % x.ndim
-    remedy = f"use {-x.ndim} to {x.ndim - 1}" if x.ndim else "unsqueeze it first"
-    raise ValueError(f"{op}: {name}={dim} is out of range for x of shape {tuple(x.shape)}; {remedy}.")
+    remedy = f"Use {-x.ndim} to {x.ndim - 1}" if x.ndim else "Unsqueeze it first"
+    raise ValueError(f"{op}: {name}={dim} is out of range for x of shape {tuple(x.shape)}. {remedy}.")
 
 
 def joined_size(op: str, x: Shaped[Tensor, "..."], line: Line | None, dim: int, size: int | None) -> int:
@@ -57,6 +57,6 @@ def joined_size(op: str, x: Shaped[Tensor, "..."], line: Line | None, dim: int, 
     if x.shape[dim] != want:
         raise ValueError(
             f"{op}: size={size} over {n} rank{'s' * (n > 1)} gives index {index} a block of {want} along dim {dim}, but"
-            f" x has shape {tuple(x.shape)}; pass the global size of that dim, or cut x as torch.chunk does."
+            f" got x of shape {tuple(x.shape)}. Pass the global size of that dim, or cut x as torch.chunk does."
         )
     return size

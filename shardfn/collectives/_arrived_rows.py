@@ -1,4 +1,4 @@
-"""Marks in a captured step on values whose last rows are padding: `arrived_rows`, `rows_as`.
+"""Marks in a captured step on values with padding as last rows: `arrived_rows`, `rows_as`.
 
 A graph has a single size for the rows of an exchange: the most rows that may come, as with tokens for experts. A back
 end that runs op by op can hold exactly the rows that have come, if every op on such values can. `graph.exact_rows`

@@ -31,7 +31,9 @@ def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def staggered(runs: Sequence[Iterator[None]]) -> None:
-    """Runs each iterator to the end, a stage at a time: one more starts, then the started ones go on, youngest first.
+    """Runs each iterator to the end, a stage at a time.
+
+    One more starts, then all started iterators go on, youngest first.
 
     So every message that can be sent is sent before any run waits only to receive.
     """
@@ -60,7 +62,7 @@ def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
     bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _is_followed(x)]
     raise_all(
         NotImplementedError,
-        f"{op} is no linear function and has no derivative, nor is it mapped by vmap; call it outside of torch.func and"
+        f"{op} is no linear function and has no derivative, nor is it mapped by vmap. Call it outside of torch.func and"
         " under torch.no_grad(), or pass x.detach(), for",
         bad,
     )
@@ -85,12 +87,14 @@ def matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
     try:
         return treedef.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(f"{op}: the state is not one of this tree; make it by compressed_init. {error}") from error
+        raise ValueError(
+            f"{op}: the state must be of this tree's structure. Make it by compressed_init. {error}"
+        ) from error
 
 
 def misfit(op: str, ranks: int) -> str:
     """Returns the first line of an error that lists states of another size."""
     return (
-        f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit; compressed_init makes one that does,"
+        f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit. compressed_init makes one that does,"
         " and recut_residuals one for another number of ranks:"
     )

@@ -141,9 +141,7 @@ class _Scatter:
         check_compressor(op, compressor)
         check_compressor(op, inner)
         if inner.remembers:
-            raise ValueError(
-                f"{op}: inner={inner.name} has a memory, for which the state has no place; pass one without."
-            )
+            raise ValueError(f"{op}: inner must have no memory, for which the state has no place, got {inner.name}.")
         line_along(axis)  # raises if it is wrong
         self.op, self.axis, self.outer, self.donate = op, axis, outer, donate
         self.compressor, self.inner = compressor, inner

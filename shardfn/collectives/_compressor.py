@@ -229,7 +229,7 @@ def int4(block: int = 256) -> Compressor:
 
 def _make_block_compressor(bits: int, block: int) -> Compressor:
     if block < 1 or (bits == 4 and block % 2):
-        raise ValueError(f"int{bits}(block={block}): a block has 1 element or more, and with 4 bits an even number.")
+        raise ValueError(f"int{bits}: block must be 1 or more, and even with 4 bits, got {block}.")
 
     def compress_blocks(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         del whole, donate
@@ -274,7 +274,7 @@ def top_k(fraction: float) -> Compressor:
         (tensor([[-3.,  2.]]), tensor([[1, 2]], dtype=torch.int32))
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"top_k({fraction}): the fraction of elements to keep is in (0, 1].")
+        raise ValueError(f"top_k: fraction must be in (0, 1], got {fraction}.")
 
     def compress_largest(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         del whole, donate
@@ -319,7 +319,9 @@ def error_feedback(inner: Compressor) -> Compressor:
         (tensor([[0., 3.]]), tensor([[0., 6.]]))
     """
     if inner.remembers:
-        raise ValueError(f"error_feedback({inner.name}): it has a memory already; pass a compressor without.")
+        raise ValueError(
+            f"error_feedback: inner must have no memory, got {inner.name}. Pass a compressor without a memory."
+        )
     if inner.fed_back is not None:
         return inner.fed_back
 

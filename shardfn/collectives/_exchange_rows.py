@@ -50,10 +50,10 @@ def exchange_rows(
     line = line_along(axis)
     n = 1 if line is None else line.size
     if tuple(sizes.shape) != (n, n):
-        raise ValueError(f"exchange_rows: sizes has shape {tuple(sizes.shape)}; along {axis!r} it is ({n}, {n}).")
+        raise ValueError(f"exchange_rows: sizes must have shape ({n}, {n}) along {axis!r}, got {tuple(sizes.shape)}.")
     if rows is None and not values_are_known(x, sizes):
         raise ValueError(
-            "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know; give"
+            "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know. Give"
             " rows=, the most that may come."
         )
     return one_operation(_exchange_by_table, x, sizes, line, rows, along=axis)
@@ -121,7 +121,7 @@ def _check_room(sizes: Tensor, room: Tensor, name: str, axes: str, remedy: str) 
         for rank, (come, most) in enumerate(pairs)
         if come > most
     ]
-    raise_all(ValueError, "an exchange has more rows than room; nothing was sent:", full)
+    raise_all(ValueError, "an exchange has more rows than room. Nothing was sent:", full)
 
 
 _LIBRARY.impl("check_room", _check_room, "CompositeExplicitAutograd")

@@ -97,7 +97,7 @@ class Following(NotingMode):
         return x
 
     def cast(self, x: Tensor, axes: Iterable[str]) -> Tensor:
-        """Returns the tensor as one that varies along `axes` too."""
+        """Returns the tensor as varying along `axes`, too."""
         missing = self._mask_of(axes) & ~self._mask_of_tensor(x)
         return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
 

@@ -1,4 +1,4 @@
-"""torch's stack of function modes: a mode that begins late, below the others, and `Function.apply`, past all modes."""
+"""torch's stack of function modes: a mode that begins late, below other modes, and `Function.apply`, past all modes."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
 
 
 def began() -> bool:
-    """Begins the waiting mode, if there is one, and returns whether the mode has begun now."""
+    """Begins the waiting mode, if any, and returns whether the mode has begun now."""
     if not WAITING:
         return False
     waiting = WAITING.innermost()

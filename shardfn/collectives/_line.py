@@ -68,7 +68,7 @@ def line_along(axis: Axes) -> Line | None:
     mesh = current_mesh()
     named = mesh.axes(axis)
     if len(set(named)) != len(named):
-        raise ValueError(f"axis={axis!r} names an axis twice; name each axis once.")
+        raise ValueError(f"axis={axis!r} must name each axis once.")
     if not named:
         return None
     axes = tuple(n for n in mesh.axis_names if n in named)

@@ -34,7 +34,7 @@ def _channel_for(x: Tensor, line: Line) -> Channel | None:
         return None
     if line.mesh.device.type == "cpu" and not x.is_cpu:  # ranks would read the address in their separate memory
         raise ValueError(
-            f"a collective along {line.axes} of {line.mesh!r} got a tensor on {x.device}; move it to the CPU."
+            f"a collective along {line.axes} of {line.mesh!r} got a tensor on {x.device}. Move it to the CPU."
         )
     return loss_channel(line.mesh, line.axes)
 

@@ -78,11 +78,9 @@ def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[in
 
 
 def _check_pairs(pairs: tuple[tuple[int, int], ...], n: int) -> None:
-    known = f"use 0 to {n - 1}" if n > 1 else "one rank has index 0 only"
-    problems = [f"{p}: an index is out of range; {known}" for p in pairs if not all(0 <= i < n for i in p)]
+    known = f"Use 0 to {n - 1}" if n > 1 else "A single rank has only index 0"
+    problems = [f"{p}: an index is out of range. {known}" for p in pairs if not all(0 <= i < n for i in p)]
     for side, word in ((0, "source"), (1, "destination")):
         ends = [p[side] for p in pairs]
-        problems += [
-            f"{word} {i} occurs in {ends.count(i)} pairs; it may in one" for i in set(ends) if ends.count(i) > 1
-        ]
+        problems += [f"{word} {i} must occur in one pair, got {ends.count(i)}" for i in set(ends) if ends.count(i) > 1]
     raise_all(ValueError, f"ppermute: perm={list(pairs)} is no permutation of {n} rank{'s' * (n > 1)}:", problems)

@@ -1,4 +1,4 @@
-"""The closed table of collectives: each one linear, each with its transpose in the same table.
+"""The closed table of collectives: each linear, each with a transpose in the same table.
 
     psum                 V -> I    pvary
     pvary                I -> V    psum

@@ -140,7 +140,7 @@ def pvary(x: PyTree, axis: Axes) -> PyTree:
 
     Transpose: `psum`. Each rank's use of `x` gives a part of its gradient. The parts are summed.
 
-    When: an invariant value (replicated weights, activations between tensor-parallel layers) meets a varying one.
+    When: an invariant value (replicated weights, activations between tensor-parallel layers) meets a varying value.
 
     Args:
         x: a tensor, or a tree of tensors, equal on all ranks.

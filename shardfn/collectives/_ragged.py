@@ -191,16 +191,14 @@ def _covered_rows(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
 
 def _wrong_rows(x: Tensor, out: Tensor) -> list[str]:
     if not x.ndim or not out.ndim:
-        return [f"x has shape {tuple(x.shape)} and out {tuple(out.shape)}; both have rows along dim 0"]
+        return [f"x and out must have rows along dim 0, got shapes {tuple(x.shape)} and {tuple(out.shape)}"]
     problems = []
     if x.shape[1:] != out.shape[1:]:
-        problems.append(
-            f"rows of x have shape {tuple(x.shape[1:])}, those of out {tuple(out.shape[1:])}; they are of one shape"
-        )
+        problems.append(f"rows of x and out must have one shape, got {tuple(x.shape[1:])} and {tuple(out.shape[1:])}")
     if x.dtype != out.dtype:
-        problems.append(f"x is {x.dtype}, out {out.dtype}; cast one of them")
+        problems.append(f"x is {x.dtype}, out {out.dtype}. Cast one of them")
     if x.device != out.device:
-        problems.append(f"x is on {x.device}, out on {out.device}; move one of them")
+        problems.append(f"x is on {x.device}, out on {out.device}. Move one of them")
     return problems
 
 
@@ -208,9 +206,9 @@ def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
     n, problems = line.size, list[str]()
     for name, place in places.items():
         if tuple(place.shape) != (n,):
-            problems.append(f"{name} has shape {tuple(place.shape)}; it has one entry a rank, ({n},)")
+            problems.append(f"{name} must have one entry a rank, ({n},), got shape {tuple(place.shape)}")
         if place.dtype not in _INTEGERS:
-            problems.append(f"{name} is {place.dtype}; it is torch.int32 or torch.int64")
+            problems.append(f"{name} must be torch.int32 or torch.int64, got {place.dtype}")
     return problems
 
 
@@ -220,7 +218,7 @@ def _refuse_problems(line: Line, problems: list[str]) -> None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
         compared_places(_channel_for(line), axes, Header(words, True), nothing).result()
-    raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
+    raise_all(ValueError, "ragged_all_to_all: operands do not go together. Nothing was sent:", problems)
 
 
 # The rows of the table. A group counts ranks in the mesh's order, a caller in the order of the named axes.

@@ -94,11 +94,11 @@ def _check_headers(told: Sequence[Header], heads: Sequence[Sequence[int]], place
     names = [name.format(r) for r in range(len(told))]
     title = "ragged_all_to_all: "
     refused = [f"{names[r]}: {t.words}" for r, t in enumerate(told) if t.refused]
-    raise_all(ValueError, title + "operands do not go together; nothing was sent:", refused)
+    raise_all(ValueError, title + "operands do not go together. Nothing was sent:", refused)
     if len({h[2] for h in heads}) > 1:
         lines = [f"{names[r]}: {t.words}" for r, t in enumerate(told)]
-        raise_all(ValueError, title + "ranks differ in the dtype or the shape of a row; nothing was sent:", lines)
-    raise_all(ValueError, title + "places do not fit; nothing was sent:", _find_problems(told, places, names))
+        raise_all(ValueError, title + "ranks differ in the dtype or the shape of a row. Nothing was sent:", lines)
+    raise_all(ValueError, title + "places do not fit. Nothing was sent:", _find_problems(told, places, names))
     return places
 
 
@@ -121,10 +121,10 @@ def _find_problems(told: Sequence[Header], places: Tensor, names: Sequence[str])
     for r, b, j in ((r, b, j) for r in range(n) for b in range(places.shape[2]) for j in range(n)):
         at, size, to, want = (int(x[r, b, j]) for x in (starts, sizes, offsets, asked))
         if size < 0 or (want < 0 and not exact[j]):
-            found += [f"{names[r]}: send_sizes[{j}] is {size}; a size is 0 or more"] * (size < 0)
-            found += [f"{names[j]}: recv_sizes[{r}] is {want}; a size is 0 or more"] * (want < 0 and not exact[j])
+            found += [f"{names[r]}: send_sizes[{j}] must be 0 or more, got {size}"] * (size < 0)
+            found += [f"{names[j]}: recv_sizes[{r}] must be 0 or more, got {want}"] * (want < 0 and not exact[j])
         elif size != want and not exact[j]:
-            found.append(f"{names[r]} sends {size} rows to {names[j]}, whose recv_sizes[{r}] is {want}; use one number")
+            found.append(f"{names[r]} sends {size} rows to {names[j]}, whose recv_sizes[{r}] is {want}. Use one number")
         elif size:
             if at < 0 or at + size > told[r].rows:
                 found.append(
@@ -134,12 +134,12 @@ def _find_problems(told: Sequence[Header], places: Tensor, names: Sequence[str])
             if not exact[j] and (to < 0 or to + size > told[j].capacity):
                 found.append(
                     f"{names[r]}: output_offsets[{j}] is {to} and send_sizes[{j}] {size}, beyond the"
-                    f" {told[j].capacity} rows that out has on {names[j]}; give it more, or send fewer"
+                    f" {told[j].capacity} rows that out has on {names[j]}. Give it more, or send fewer"
                 )
     for i, b, j in overlap.nonzero().tolist():
         one, other = (int(order[k, b, j]) for k in (i, i + 1))
         ranges = [f"rows {int(offsets[r, b, j])} to {int(ends[r, b, j])} of {names[r]}" for r in (one, other)]
-        found.append(f"{names[j]}: two ranks write the same rows of out: {' and '.join(ranges)}; move one of them")
+        found.append(f"{names[j]}: two ranks write the same rows of out: {' and '.join(ranges)}. Move one of them")
     return found
 
 

@@ -76,7 +76,9 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
         return axis, None
     given, compressed = _axis_names(axis), _axis_names(outer)
     if not set(compressed) <= set(given):
-        raise ValueError(f"{op}: outer={outer!r} is not among axis={axis!r}; name in `axis` all axes that it crosses.")
+        raise ValueError(
+            f"{op}: outer must be among axis={axis!r}, got outer={outer!r}. Name in `axis` all axes that it crosses."
+        )
     return compressed, tuple(a for a in given if a not in compressed)
 
 
@@ -141,7 +143,7 @@ def check_memory(
     `worker` and `server` are the expected shapes. None means no error.
     """
     if not isinstance(residual, Residual):
-        return [f"{path}: its state is {type(residual).__name__}, no Residual; make it by compressed_init."]
+        return [f"{path}: the state must be a Residual, got {type(residual).__name__}. Make it by compressed_init."]
     out = []
     for name, have, shape in (("worker", residual.worker, worker), ("server", residual.server, server)):
         found = (tuple(have.shape), have.dtype) if isinstance(have, Tensor) else None
@@ -153,7 +155,7 @@ def check_memory(
 
 def check_dims(op: str, leaves: list[Tensor], paths: list[str], dim: int) -> None:
     """Raises unless every leaf has a dim `dim`."""
-    bad = [f"{path} has shape {tuple(x.shape)}; reshape it" for path, x in zip(paths, leaves, strict=True)
+    bad = [f"{path} has shape {tuple(x.shape)}. Reshape it" for path, x in zip(paths, leaves, strict=True)
            if not -x.ndim <= dim < x.ndim]  # fmt: skip
     raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
 
@@ -270,7 +272,7 @@ def recut_residuals(
             continue
         mean = _refit_error(worker.sum(0) / len(worker), blocks, new)
         out[-1] = Residual(mean.expand(num_ranks, -1), _refit_error(server, blocks, new))
-    raise_all(ValueError, "errors that cannot be cut anew:", problems)
+    raise_all(ValueError, "errors that cannot be cut again:", problems)
     return tree_unflatten(treedef, out)
 
 

@@ -1,4 +1,4 @@
-"""The step's own transfers as torch ops, so that a captured graph holds each one as a node.
+"""The step's own transfers as torch ops, so that a captured graph holds each transfer as a node.
 
     all_gather_start(own, sizes, axes)         -> handle [sum(sizes)]      [A] [B] => [A, B]
     all_gather_into_start(into, own, sizes, axes) -> handle [0]            the same, into a tensor that exists

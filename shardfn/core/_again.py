@@ -174,7 +174,7 @@ def _wrap_reentrant(original: Any) -> Any:
     class CheckpointFunction(original):
         @classmethod
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            # Another thread, which is not concerned.
+            # Another thread, not concerned.
             if as_now() is contextlib.nullcontext:
                 return original.apply(f, preserve_rng_state, *args)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}

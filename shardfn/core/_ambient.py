@@ -225,7 +225,7 @@ class Ambient(Generic[T]):
     block takes only its value away.
 
     Args:
-        name: the value's name, different from all others (`ambient_names`).
+        name: the value's name, different from all other names (`ambient_names`).
         by_thread: whether only the binding thread sees the value, as is right for values of a single call: other
             threads of the program, for example for loading data, make separate calls at the same time.
 
@@ -243,7 +243,7 @@ class Ambient(Generic[T]):
 
     def __init__(self, name: str, *, by_thread: bool = False) -> None:
         if name in _NAMES:
-            raise ValueError(f"there is an ambient value {name!r} already; give this one another name.")
+            raise ValueError(f"there is an ambient value {name!r} already. Give this one another name.")
         _NAMES.append(name)
         self.name = name
         self._stack = _StackOfThread() if by_thread else _StackOfProgram(name)
@@ -262,7 +262,7 @@ class Ambient(Generic[T]):
         return tuple(self._values())
 
     def innermost(self) -> T | None:
-        """Returns the value bound last, or None without one."""
+        """Returns the value bound last, or None without a value."""
         try:
             values = self._stack.values
         except AttributeError:

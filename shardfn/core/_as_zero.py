@@ -22,6 +22,6 @@ def as_zero(zero: Any) -> Zero:
         return Zero(zero or 0)
     fields = ", ".join(f"{k}={v!r}" for k, v in zero.items()) if isinstance(zero, dict) else "stage=3"
     raise TypeError(
-        f"zero={zero!r} is a {type(zero).__name__}; pass a stage, as in zero=3, or a rule, as in"
+        f"zero={zero!r} is a {type(zero).__name__}. Pass a stage, as in zero=3, or a rule, as in"
         f" zero=sf.Zero({fields})."
     )

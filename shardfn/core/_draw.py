@@ -346,7 +346,7 @@ class Draw(MetadataTensor):
         """Runs the function with its deferred arguments drawn."""
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("out"), Draw) or (_is_write(name) and isinstance(args[0], Draw)):
-            raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
+            raise TypeError(f"{name} would write into a deferred draw, which is immutable. Call .full() on it first.")
         call: Any = (tuple(args), kwargs)
         whole, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, call)
         out = func(*whole, **kwargs)
@@ -354,7 +354,7 @@ class Draw(MetadataTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(f"a deferred draw reached {func} without being drawn; call .full() on it first.")
+        raise RuntimeError(f"a deferred draw reached {func} without being drawn. Call .full() on it first.")
 
 
 def _is_write(name: str) -> bool:
@@ -426,7 +426,7 @@ def _slice_bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]
     if len(slices) > len(shape):
         raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}, which has {len(shape)} dims.")
     if bad := [s for s in slices if s.step not in (None, 1)]:
-        raise ValueError(f"slices of a draw have step 1, not {bad[0]}; slice the drawn block further.")
+        raise ValueError(f"slices of a draw must have step 1, got {bad[0]}. Slice the drawn block further.")
     cuts = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
     return [(a, max(a, b)) for a, b in cuts] + [(0, n) for n in shape[len(slices) :]]
 

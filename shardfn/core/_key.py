@@ -42,7 +42,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor,
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(f"key({seed!r}): a seed is an integer, as in key(0).")
     if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"key({seed}): a seed has at most 64 bits; use {seed & (2**64 - 1)}, its low 64 bits.")
+        raise ValueError(f"key({seed}): a seed must have at most 64 bits. Use {seed & (2**64 - 1)}, its low 64 bits.")
     return torch.tensor([(seed >> 32) & MASK, seed & MASK], dtype=torch.int64, device=device)
 
 
@@ -95,7 +95,7 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: SupportsInt | Int[Tensor, "*n"]) -
             raise ValueError(f"fold_in(key, {data}): data must have at most 64 bits.")
         data = torch.tensor(number - (1 << 64) if int(number) >> 63 > 0 else number, device=key.device)
         if data.is_floating_point():
-            raise TypeError(f"fold_in(key, {number}): data must be an integer, got a float; pass int(data).")
+            raise TypeError(f"fold_in(key, {number}): data must be an integer, got a float. Pass int(data).")
     words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
     return torch.stack(words, dim=-1).to(torch.int64) & MASK
 

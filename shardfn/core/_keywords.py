@@ -40,8 +40,8 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
         def call(*args: A.args, **kwargs: A.kwargs) -> R:
             if len(args) > most and len(known) > most:
                 raise TypeError(
-                    f"{who} takes {' and '.join(first[method:])} by position and got {len(args) - method} arguments;"
-                    f" pass the others by name: {', '.join(f'{name}=' for name in known[most:])}."
+                    f"{who} takes {' and '.join(first[method:])} by position and got {len(args) - method} arguments."
+                    f" Pass the others by name: {', '.join(f'{name}=' for name in known[most:])}."
                 )
             for name, value in kwargs.items():
                 if name not in known and (name in meant or not others):

@@ -71,7 +71,7 @@ def make_mesh(
     seen_from = abstract if isinstance(abstract, Mapping) else {}
     abstract = abstract is not False
     if ranks is not None and (abstract or alone):
-        raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=; give one of them.")
+        raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=. Give one of them.")
     shape = _checked_axes(({} if abstract else {"dp": -1}) if axes is None else axes)
     if abstract:
         return _abstract_mesh(shape, torch.device(device or "cpu"), seen_from)
@@ -116,11 +116,11 @@ def _checked_axes(axes: Any) -> dict[str, int]:
     if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
         names = [axes] if isinstance(axes, str) else axes
         example = {a: -1 if i == 0 else 2 for i, a in enumerate(names)}
-        raise TypeError(f"make_mesh({axes!r}): {how}; write make_mesh({example}).")
+        raise TypeError(f"make_mesh({axes!r}): {how}. Write make_mesh({example}).")
     if not isinstance(axes, Mapping):
         example = {"dp": axes if isinstance(axes, int) else -1}
         raise TypeError(
-            f"make_mesh({axes!r}): this is of type {type(axes).__name__}; {how}; write make_mesh({example})."
+            f"make_mesh({axes!r}): this is of type {type(axes).__name__}; {how}. Write make_mesh({example})."
         )
     wrong = [f"{name!r}: {size!r}" for name, size in axes.items() if not _is_size(size) or not isinstance(name, str)]
     if wrong:
@@ -148,7 +148,7 @@ def _check_rank_list(ranks: Sequence[int], world: int) -> Sequence[int]:
 
 def _abstract_mesh(shape: dict[str, int], device: torch.device, seen_from: Mapping[str, int]) -> Mesh:
     if any(s < 1 for s in shape.values()):
-        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; -1 has no meaning there.")
+        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more. -1 has no meaning there.")
     wrong = {axis: at for axis, at in seen_from.items() if not 0 <= at < shape.get(axis, 0)}
     if wrong:
         raise ValueError(f"abstract={dict(seen_from)}: an abstract mesh of {shape} has no rank at {wrong}.")
@@ -169,13 +169,13 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
         return mesh
     if not isinstance(mesh, DeviceMesh):
         made = dict(mesh) if isinstance(mesh, Mapping) else {"dp": -1}
-        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a mesh; make one: mesh=sf.make_mesh({made}).")
+        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a mesh. Make one: mesh=sf.make_mesh({made}).")
     known: _Wrapped | None = getattr(mesh, "_shardfn", None)
     if known is not None and known.mesh is not None and not known.mesh.closed:
         return known.mesh
     names = mesh.mesh_dim_names
     if not names:
-        raise ValueError("the DeviceMesh has no axis names; pass mesh_dim_names to init_device_mesh.")
+        raise ValueError("the DeviceMesh has no axis names. Pass mesh_dim_names to init_device_mesh.")
     sizes: Sequence[int] = tuple(mesh.mesh.shape)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
@@ -242,7 +242,7 @@ def _local_device(device: torch.device | str | None) -> torch.device:
         try:
             dev = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"device={device!r} is unknown to torch; use 'cuda' or 'cpu'.") from error
+            raise ValueError(f"device={device!r} is unknown to torch. Use 'cuda' or 'cpu'.") from error
     else:
         dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is not None and dev.type == "cuda" and not torch.cuda.is_available():

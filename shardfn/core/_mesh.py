@@ -40,11 +40,11 @@ class Mesh:
     Attributes:
         shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
         ranks: the ranks of the program that are in the mesh, in the mesh's order.
-        rank: index of this rank in the mesh, which errors print, or -1 on a rank that is not a member.
+        rank: index of this rank in the mesh, as errors print, or -1 on a rank that is not a member.
         device: the device this rank computes on.
         device_mesh: `torch.distributed.DeviceMesh`, or None for one process, and for a mesh of some of the ranks.
         timeout: how long a collective waits for other ranks. Default: as long as in the default process group.
-        agreement_timeout: how long a rank waits for the others to come to the same call. By default two minutes, or
+        agreement_timeout: how long a rank waits for other ranks to come to the same call. By default two minutes, or
             `timeout` if shorter.
         name: name, the same on all ranks of the mesh, and different for each mesh of these ranks.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
@@ -74,7 +74,7 @@ class Mesh:
         self.agreement_timeout = agreement_timeout or min(_AGREEMENT, self.timeout or _AGREEMENT)
         here = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = (here,) if self.size == 1 and ranks is None else tuple(ranks or range(self.size))
-        told = device_mesh is not None or ranks is not None  # else it is seen from its first rank, or one that is named
+        told = device_mesh is not None or ranks is not None  # else seen from the first rank, or a named rank
         # Not a tensor: groups are also made in captures, when tensors have no values.
         grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
         named = int(grid[tuple((seen_from or {}).get(axis, 0) for axis in self.shape) or (0,)])
@@ -169,7 +169,7 @@ class Mesh:
         if not self.is_member:
             raise ValueError(
                 f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in programs that run"
-                " there; ask mesh.is_member first."
+                " there. Ask mesh.is_member first."
             )
 
     @property
@@ -303,7 +303,7 @@ class Mesh:
     def _make_group(self, names: tuple[str, ...], backend: str | None = None) -> dist.ProcessGroup:
         if list(names) != [n for n in self.axis_names if n in names]:
             ordered = tuple(n for n in self.axis_names if n in names)
-            raise ValueError(f"axes {names} are not in the mesh's order; use {ordered}.")
+            raise ValueError(f"axes {names} are not in the mesh's order. Use {ordered}.")
         dims = [self.axis_names.index(n) for n in names]
         rest = [d for d in range(len(self.shape)) if d not in dims]
         rows = self._grid.transpose(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))

@@ -30,6 +30,6 @@ class PerMesh(Generic[T]):
         return mesh.resources[self]
 
     def put(self, mesh: Mesh, value: T) -> T:
-        """Replaces the mesh's object, and returns the new one."""
+        """Replaces the mesh's object, and returns the new object."""
         mesh.resources[self] = value
         return value

@@ -151,7 +151,7 @@ class Policy:
 
         Args:
             path: path, as errors print it.
-            dtype: dtype of the leaf, which counts only if it is not of floating point.
+            dtype: dtype of the leaf. Counts only if not of floating point.
         """
         if not dtype.is_floating_point:
             return Dtypes.plain(dtype)

@@ -50,7 +50,7 @@ def progress(
     first = _is_first(mesh)
     if not (first and sys.stderr is not None and sys.stderr.isatty()):
         return _Hidden(iterable, prints=first)
-    from tqdm import tqdm  # starts a thread, which programs without bars do without
+    from tqdm import tqdm  # starts a thread, not needed without bars
 
     look: dict[str, Any] = {"leave": False, "delay": _SOON} if part else {}
     if unit == "B":

@@ -65,7 +65,7 @@ def _compare_values(before: Tensor | None, x: Tensor, name: str) -> None:
 def _difference_text(name: str, places: str) -> str:
     return (
         f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
-        " function; draw by keys, and use nothing that changes in between."
+        " function. Draw by keys, and use nothing that changes in between."
     )
 
 

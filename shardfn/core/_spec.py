@@ -40,11 +40,11 @@ class P:
         names = [n for e in clean for n in _entry_names(e)]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
-            raise ValueError(f"P{entries!r} uses axis {twice[0]!r} twice; an axis can shard one dim only.")
+            raise ValueError(f"P{entries!r} uses axis {twice[0]!r} twice. An axis can shard only one dim.")
         object.__setattr__(self, "entries", tuple(clean))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("P is immutable; build a new one.")
+        raise AttributeError("P is immutable. Build a new one.")
 
     @property
     def axes(self) -> tuple[str, ...]:

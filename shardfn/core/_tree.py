@@ -183,7 +183,7 @@ def broadcast_prefix(
         pre_kids, sub_kids = _children_of(pre), _children_of(sub)
         missing = [k for k in sub_kids if k not in pre_kids and tree_leaves(sub_kids[k])]
         extra = [k for k in pre_kids if k not in sub_kids]
-        # First the wrong names, each with the nearest missing one.
+        # First the wrong names, each with the nearest missing name.
         for k in extra:
             hint = did_you_mean(str(k), [str(m) for m in missing])
             problems.append(f"{_join_path(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")

@@ -180,7 +180,7 @@ class Zero:
             hint = did_you_mean(foreign[0], axes) if foreign else ""
             raise ValueError(f"{given}: the secondary axis must be of those along which leaves are cut.{hint}")
         if set(self.near) == set(axes):
-            raise ValueError(f"{given} has no effect: there is no other axis to spare; name the near ones alone.")
+            raise ValueError(f"{given} has no effect: there is no other axis to spare. Name the near ones alone.")
 
     def _check_memory(self) -> None:
         kinds = get_args(MemoryKind)
@@ -193,11 +193,11 @@ class Zero:
         if not 0 <= self.optimizer_fraction <= 1:
             raise ValueError(f"{given}: a fraction lies between 0 and 1.")
         if self.optimizer_fraction < 1 and self.optimizer == "device":
-            raise ValueError(f"{given} has no effect with optimizer='device'; choose 'host' or 'disk'.")
+            raise ValueError(f"{given} has no effect with optimizer='device'. Choose 'host' or 'disk'.")
         if "disk" in self.kinds and self.disk is None:
             on = ", ".join(f"{n}='disk'" for n in ("params", "grads", "optimizer") if getattr(self, n) == "disk")
             raise ValueError(
-                f"Zero({on}) keeps states on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
+                f"Zero({on}) keeps states on disk. Name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
             )
 
 

@@ -245,11 +245,11 @@ def test_disk_holds_values_until_they_are_used(tmp_path: pathlib.Path) -> None:
 def test_orders_that_make_no_sense_name_the_right_one() -> None:
     off = functools.partial(sf.offload, policy=ALL)
     for make, said in (
-        (lambda: off(sf.accumulate(_loss, 2)), r"use accumulate\(offload\(f, policy\), n\)"),
-        (lambda: off(sf.jit(_loss)), r"use jit\(offload\(f, policy\)\)"),
-        (lambda: off(sf.mixed_precision(_loss, sf.Policy.bf16())), r"use mixed_precision\(offload"),
-        (lambda: off(off(_loss)), "drop one"),
-        (lambda: sf.remat(off(_loss)), r"use remat\(f, policy=policy\), or offload\(remat\(f\)"),
+        (lambda: off(sf.accumulate(_loss, 2)), r"Use accumulate\(offload\(f, policy\), n\)"),
+        (lambda: off(sf.jit(_loss)), r"Use jit\(offload\(f, policy\)\)"),
+        (lambda: off(sf.mixed_precision(_loss, sf.Policy.bf16())), r"Use mixed_precision\(offload"),
+        (lambda: off(off(_loss)), "Drop one"),
+        (lambda: sf.remat(off(_loss)), r"Use remat\(f, policy=policy\), or offload\(remat\(f\)"),
         (lambda: _gradients(sf.remat(lambda ws, x: off(_loss)(ws, x))), r"offload inside remat has no effect"),
         (lambda: _gradients(sf.offload(_loss, policies.nothing_saveable)), r"use\s*remat\(f, policy=policy\)|Use"),
         (lambda: _gradients(sf.offload(_loss, cast(Any, lambda saved: "gpu"))), "a policy gave 'gpu'"),

@@ -38,9 +38,9 @@ def refuses_bad_dims() -> None:
     x = torch.ones(2, 2)
     for call in (c.all_gather, c.all_gather_invariant, c.psum_scatter, c.take_own_block):
         for dim in (2, -3):
-            with pytest.raises(ValueError, match=rf"{call.__name__}: dim={dim} is out of range .*use -2 to 1"):
+            with pytest.raises(ValueError, match=rf"{call.__name__}: dim={dim} is out of range .*Use -2 to 1"):
                 call(x, "dp", dim=dim)
-        with pytest.raises(ValueError, match="unsqueeze it first"):
+        with pytest.raises(ValueError, match="Unsqueeze it first"):
             call(torch.ones(()), "dp")
     with pytest.raises(ValueError, match="split_dim=2 is out of range"):
         c.all_to_all(x, "dp", split_dim=2, concat_dim=0)
@@ -63,8 +63,8 @@ def refuses_bad_permutations() -> None:
     x = torch.ones(2)
     for perm, message in [
         ([(0, 7)], "index is out of range"),
-        ([(0, 0), (0, 0)], "source 0 occurs in 2 pairs"),
-        ([(0, 0), (-1, 0)], "destination 0 occurs in 2 pairs"),
+        ([(0, 0), (0, 0)], "source 0 must occur in one pair, got 2"),
+        ([(0, 0), (-1, 0)], "destination 0 must occur in one pair, got 2"),
     ]:
         with pytest.raises(ValueError, match=message):
             c.ppermute(x, "dp", perm)
@@ -93,9 +93,9 @@ def test_refusals_on_one_rank() -> None:
 def test_refusals_on_several_ranks() -> None:
     with c.bind_mesh(make_mesh({"dp": 2}, device="cpu")):
         refuse_all()
-        with pytest.raises(ValueError, match="names an axis twice"):
+        with pytest.raises(ValueError, match="must name each axis once"):
             c.psum(torch.ones(1), ("dp", "dp"))
-        with pytest.raises(ValueError, match=r"of size 3, which 2 ranks do not divide; pad it to 4"):
+        with pytest.raises(ValueError, match=r"of which 2 ranks must divide the size, got 3\. Pad it to 4"):
             c.all_to_all(torch.ones(3), "dp", split_dim=0, concat_dim=0)
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(NotImplementedError, match=r"pmax has no derivative.*x\.detach\(\)"):

@@ -62,5 +62,7 @@ def test_leaves_that_are_followed_or_no_floats_are_listed() -> None:
 def test_a_state_of_another_tree_is_refused() -> None:
     treedef = tree_structure({"a": 1, "b": 2})
     assert matched("op", treedef, {"a": (1, 2), "b": 3}) == [(1, 2), 3]
-    with pytest.raises(ValueError, match="op: the state is not one of this tree; make it by compressed_init"):
+    with pytest.raises(
+        ValueError, match=r"op: the state must be of this tree's structure\. Make it by compressed_init"
+    ):
         matched("op", treedef, {"a": 1})

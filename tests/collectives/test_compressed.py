@@ -531,13 +531,13 @@ def test_refusals() -> None:
     state = c.compressed_init(x, "dp", sign)
     run = functools.partial(c.compressed_pmean, x, "dp", sign)
     for bad, match in (
-        ({"a": state["a"]}, "make it by compressed_init"),
+        ({"a": state["a"]}, "Make it by compressed_init"),
         (c.compressed_init(x, "dp", c.int8()), r"x\['a'\] of shape \(9,\).*\n.*x\['b'\]\[0\].*worker error is \(\)"),
         (
             {"a": state["a"], "b": [state["a"]._replace(server=torch.ones(3))]},
             r"x\['b'\].*server error is float32 \[3\]",
         ),
-        ({"a": torch.ones(3), "b": state["b"]}, r"x\['a'\]: its state is Tensor, no Residual"),
+        ({"a": torch.ones(3), "b": state["b"]}, r"x\['a'\]: the state must be a Residual, got Tensor"),
         ({"a": tree_map(torch.Tensor.double, state["a"]), "b": state["b"]}, r"float64 \[1, 16\], and is to be float32"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -549,15 +549,15 @@ def test_refusals() -> None:
             check_compressor("compressed_pmean", what)
     with pytest.raises(ValueError, match=r"axis 'dpp' is not in the mesh"):
         c.compressed_pmean(x, "dpp", sign, state)
-    with pytest.raises(ValueError, match="outer='tp' is not among axis='dp'"):
+    with pytest.raises(ValueError, match="outer must be among axis='dp', got outer='tp'"):
         c.compressed_pmean(x, "dp", sign, state, outer="tp")
     with pytest.raises(TypeError, match=r"x\['a'\] is a tensor of torch.int64\n.*x\['b'\] is 3"):
         c.compressed_pmean({"a": torch.ones(2).long(), "b": 3}, "dp", sign, {"a": state["a"], "b": state["a"]})
     with pytest.raises(ValueError, match=r"dim=1 is out of range:\n  - x\['a'\] has shape \(9,\)"):
         c.compressed_scatter_init(x, "dp", sign, dim=1)
-    with pytest.raises(ValueError, match="has a memory"):
+    with pytest.raises(ValueError, match="must have no memory"):
         c.compressed_psum_scatter(x, "dp", sign, state, inner=sign)
-    with pytest.raises(ValueError, match="has a memory already"):
+    with pytest.raises(ValueError, match="inner must have no memory, got"):
         c.error_feedback(sign)
     for make in (lambda: c.int8(0), lambda: c.int4(7), lambda: c.top_k(0.0), lambda: c.top_k(1.5)):
         with pytest.raises(ValueError, match=r"block|fraction"):

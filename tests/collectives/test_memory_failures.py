@@ -451,7 +451,7 @@ def test_ranks_that_choose_differently_raise_before_they_wait() -> None:
 
 def test_another_word_than_the_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_sharing.VARIABLE, "shm")
-    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is not one of 'memory', 'gloo'"):
+    with pytest.raises(ValueError, match="SHARDFN_CHANNEL must be one of 'memory', 'gloo', got 'shm'"):
         _sharing.wished()
 
 

@@ -30,7 +30,7 @@ def test_the_dtype_of_a_sum_must_be_known_to_the_backend() -> None:
     x = torch.ones(2, dtype=torch.int16)
     with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "gloo")
-        with pytest.raises(TypeError, match=r"gloo sums no torch\.int16; cast it to a dtype that it knows"):
+        with pytest.raises(TypeError, match=r"gloo sums no torch\.int16. Cast it to a dtype that it knows"):
             sf.psum(x, "dp")
     with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "memory")

@@ -217,7 +217,7 @@ def test_an_exchange_returns_the_rows_that_arrive(world: int) -> None:
         with pytest.raises(ValueError, match="vmap over its sizes"):
             vmap(lambda s: ragged_exchange(torch.ones(world), s, "ep")[0])(torch.ones(2, world, dtype=torch.int64))
         if world > 1:
-            with pytest.raises(ValueError, match=rf"rank 1 of 'ep': send_sizes\[0\] is -{1}; a size is 0 or more"):
+            with pytest.raises(ValueError, match=rf"rank 1 of 'ep': send_sizes\[0\] must be 0 or more, got -{1}"):
                 ragged_exchange(torch.ones(9), torch.tensor([-1 if r == 1 else 1] + [1] * (world - 1)), "ep")
             with pytest.raises(ValueError, match=r"input_offsets\[1\] is 1 and send_sizes\[1\] 9, beyond the 4 rows"):
                 ragged_exchange(torch.ones(4), torch.tensor([1, 9] + [0] * (world - 2)), "ep")
@@ -265,10 +265,10 @@ def test_places_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_sent
     r = dist.get_rank()
     bad = {  # of rank 1, whose rows go to row 1 of each rank
         "input_offsets[0] is 3 and send_sizes[0] 1, beyond the 3 rows of x": {"io": [3, 1]},
-        "send_sizes[0] is -1; a size is 0 or more": {"ss": [-1, 1]},
-        "recv_sizes[1] is -2; a size is 0 or more": {"rs": [1, -2]},
-        "rank 1 of 'ep' sends 2 rows to rank 0 of 'ep', whose recv_sizes[1] is 1; use one number": {"ss": [2, 1]},
-        "rank 0 of 'ep' sends 1 rows to rank 1 of 'ep', whose recv_sizes[0] is 0; use one number": {"rs": [0, 1]},
+        "send_sizes[0] must be 0 or more, got -1": {"ss": [-1, 1]},
+        "recv_sizes[1] must be 0 or more, got -2": {"rs": [1, -2]},
+        "rank 1 of 'ep' sends 2 rows to rank 0 of 'ep', whose recv_sizes[1] is 1. Use one number": {"ss": [2, 1]},
+        "rank 0 of 'ep' sends 1 rows to rank 1 of 'ep', whose recv_sizes[0] is 0. Use one number": {"rs": [0, 1]},
         "output_offsets[0] is 4 and send_sizes[0] 1, beyond the 4 rows that out has on rank 0 of 'ep'": {"oo": [4, 1]},
         "output_offsets[1] is -1 and send_sizes[1] 1, beyond": {"oo": [1, -1]},
         "rank 0 of 'ep': two ranks write the same rows of out: rows 0 to 1 of rank 0 of 'ep' and rows 0 to 1 of": {
@@ -282,7 +282,7 @@ def test_places_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_sent
         good = _GOOD | {"oo": [1, 1] if r else [0, 0]}
         for text, changes in bad.items():
             places = good | (changes if r == 1 else {})
-            with sf.count_traffic() as traffic, pytest.raises(ValueError, match="nothing was sent") as error:
+            with sf.count_traffic() as traffic, pytest.raises(ValueError, match="Nothing was sent") as error:
                 f(x, out, *(torch.tensor(places[k]) for k in ("io", "ss", "oo", "rs")))
             assert text in str(error.value), (text, str(error.value))
             assert not any(op == "ragged_all_to_all" for op, _ in traffic.by_op)
@@ -304,12 +304,12 @@ def test_operands_that_do_not_go_together_are_refused_on_all_ranks() -> None:
         "recv_sizes": one,
     }
     bad: dict[str, dict[str, Any]] = {
-        "x is torch.float32, out torch.float64; cast one of them": {"out": torch.zeros(2, 3).double()},
-        "rows of x have shape (4,), those of out (3,); they are of one shape": {"x": torch.ones(2, 4)},
-        "x has shape () and out (2, 3); both have rows along dim 0": {"x": torch.tensor(1.0)},
-        "send_sizes has shape (3,); it has one entry a rank, (2,)": {"send_sizes": torch.ones(3, dtype=torch.int64)},
-        "recv_sizes is torch.float32; it is torch.int32 or torch.int64": {"recv_sizes": one.float()},
-        "output_offsets has shape (1, 2); it has one entry a rank, (2,)": {"output_offsets": at[None]},
+        "x is torch.float32, out torch.float64. Cast one of them": {"out": torch.zeros(2, 3).double()},
+        "rows of x and out must have one shape, got (4,) and (3,)": {"x": torch.ones(2, 4)},
+        "x and out must have rows along dim 0, got shapes () and (2, 3)": {"x": torch.tensor(1.0)},
+        "send_sizes must have one entry a rank, (2,), got shape (3,)": {"send_sizes": torch.ones(3, dtype=torch.int64)},
+        "recv_sizes must be torch.int32 or torch.int64, got torch.float32": {"recv_sizes": one.float()},
+        "output_offsets must have one entry a rank, (2,), got shape (1, 2)": {"output_offsets": at[None]},
     }
     with bind_mesh(sf.make_mesh({"ep": 2}, device="cpu")):
         for text, changes in bad.items():
@@ -321,7 +321,7 @@ def test_operands_that_do_not_go_together_are_refused_on_all_ranks() -> None:
             sf.ragged_all_to_all(**good | (double if r else {}), axis="ep")
         assert "rank 0 of 'ep': rows of float32 (3,)" in str(error.value)
         assert sf.ragged_all_to_all(**good, axis="ep").eq(1).all()
-    with pytest.raises(ValueError, match=r"send_sizes has shape \(2,\); it has one entry a rank, \(1,\)"):
+    with pytest.raises(ValueError, match=r"send_sizes must have one entry a rank, \(1,\), got shape \(2,\)"):
         sf.ragged_all_to_all(good["x"], good["out"], one[:1] - 1, one, one[:1], one[:1], "ep")
     with pytest.raises(ValueError, match="this rank: output_offsets"):
         sf.ragged_all_to_all(good["x"], good["out"], one[:1] - 1, one[:1], one[:1] + 1, one[:1], "ep")

@@ -33,7 +33,7 @@ MISTAKES = [
     Mistake("the spec has a dim", lambda: P(0),
             TypeError, "P entry 0 is of type int", "P(None, 'tp') cuts dim 1 along 'tp'"),
     Mistake("the spec has an axis twice", lambda: P("dp", "dp"),
-            ValueError, "P('dp', 'dp') uses axis 'dp' twice", "an axis can shard one dim only"),
+            ValueError, "P('dp', 'dp') uses axis 'dp' twice", "An axis can shard only one dim"),
     # A rule of ZeRO.
     Mistake("the stage is four", lambda: Zero(4), ValueError, "Zero(stage=4)", "0, 1, 2 and 3"),
     Mistake("the states are on the cpu", lambda: Zero(3, optimizer="cpu"),

@@ -222,7 +222,7 @@ def test_a_draw_used_in_an_op_is_its_value():
 def test_a_draw_refuses_to_be_written():
     with deferred():
         w = ones((2,))
-    with pytest.raises(TypeError, match=r"immutable; call \.full\(\)"):
+    with pytest.raises(TypeError, match=r"immutable. Call \.full\(\)"):
         w.add_(1)
     with pytest.raises(TypeError, match="immutable"):
         w[0] = 3.0

@@ -45,7 +45,7 @@ def test_positions_of_a_class_are_counted_without_itself() -> None:
     with pytest.raises(TypeError, match=r"LoRA\.of takes params and targets by position and got 3 arguments"):
         LoRA.of({}, ["w"], 8)  # pyright: ignore[reportCallIssue]
     with pytest.raises(
-        TypeError, match=r"Engine takes decoder and params by position and got 3 arguments; pass the oth"
+        TypeError, match=r"Engine takes decoder and params by position and got 3 arguments. Pass the oth"
     ):
         Engine(1, 2, 3)  # pyright: ignore
     assert "self" not in str(inspect.signature(Sampling)) and Sampling(3).max_tokens == 3

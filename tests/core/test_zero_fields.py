@@ -69,7 +69,7 @@ def test_flat_fields_change_the_parts_that_are_given() -> None:
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            lambda: sf.Zero(3, params="disk"), r"name the directory: Zero\(disk=Disk\(", marks=pytest.mark.nightly
+            lambda: sf.Zero(3, params="disk"), r"Name the directory: Zero\(disk=Disk\(", marks=pytest.mark.nightly
         ),
         (
             lambda: sf.Zero(2, travel=sf.Travel(gather="int8")),

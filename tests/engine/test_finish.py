@@ -218,7 +218,7 @@ def _writes(s: dict) -> dict:
 
 MISTAKES = {
     "missing": (lambda s: {"bias": s["bias"]}, ValueError, r"(?s)finish returns.*model_state\['counts'\] is missing"),
-    "new": (lambda s: s | {"x": s["bias"]}, ValueError, r"(?s)return the same tree.*model_state\['x'\] is new"),
+    "new": (lambda s: s | {"x": s["bias"]}, ValueError, r"(?s)Return the same tree.*model_state\['x'\] is new"),
     "shape": (
         lambda s: s | {"bias": s["bias"][:1]},
         ValueError,

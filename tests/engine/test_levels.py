@@ -72,5 +72,5 @@ def test_a_step_takes_over_the_transforms_around_the_loss() -> None:
 
 
 def test_a_transform_that_means_nothing_twice_is_refused_by_the_step() -> None:
-    with pytest.raises(ValueError, match=r"the loss is jitted twice; drop one\."):
+    with pytest.raises(ValueError, match=r"the loss is jitted twice. Drop one\."):
         sf.sharded_step(MAKE["jit"](MAKE["accumulate"](MAKE["jit"](_loss))), sf.optim.sgd(0.1))

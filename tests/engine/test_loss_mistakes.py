@@ -62,7 +62,7 @@ MISTAKES = [
             TypeError, f"{_AT}loss_of(params, model_state, batch)", "or drop has_state="),
     # Its result.
     Mistake("the loss has a value for each row", lambda: run(lambda p, b: (b["x"] @ p["w"])[:, 0]),
-            ValueError, "the loss must be a 0-d tensor, got shape (4,)", "take its mean or sum"),
+            ValueError, "the loss must be a 0-d tensor, got shape (4,)", "Take its mean or sum"),
     Mistake("the loss is a float", lambda: run(lambda p, b: loss_of(p, b).item()),
             TypeError, _NOT_A_LOSS + "float", "leave out item()"),
     Mistake("the loss is not returned", lambda: run(lambda p, b: None),
@@ -74,12 +74,12 @@ MISTAKES = [
     Mistake("the loss is a count", lambda: run(lambda p, b: (b["x"] @ p["w"] > 0).sum()),
             TypeError, "the loss must be a floating-point tensor, got torch.int64", "and counts as aux"),
     Mistake("aux is not announced", lambda: run(lambda p, b: (loss_of(p, b), {"x": 1.0})),
-            TypeError, "the loss returned a tuple of 2", "did you mean has_aux=True?"),
+            TypeError, "the loss returned a tuple of 2", "Did you mean has_aux=True?"),
     Mistake("aux is announced and missing", lambda: run(has_aux=True),
             TypeError, "with has_aux=True the loss must return (loss, aux), got Tensor", "or drop has_aux=True"),
     Mistake("aux is a number", lambda: _with_aux(3), TypeError, "got int", "aux must be a dict of scalars"),
     Mistake("aux has rows", lambda: _with_aux({"x": torch.ones(4, 3)}),
-            ValueError, "aux['x'] must be 0-d, got shape (4, 3)", "reduce it inside the loss"),
+            ValueError, "aux['x'] must be 0-d, got shape (4, 3)", "Reduce it inside the loss"),
     Mistake("aux has the name of a metric", lambda: _with_aux({"loss": 1.0}),
             ValueError, "aux['loss'] has the name of a metric of the step", "choose another"),
     Mistake("the weight is negative", lambda: run(lambda p, b: sf.WeightedMean(loss_of(p, b), -4)),
@@ -170,7 +170,7 @@ def test_leaves_on_another_device_are_named() -> None:
     assert caught.value.__notes__ == [
         "The batch has batch['x'] (2,), batch['y'] (2,).",
         "The parameters have params['w'] (2,).",
-        "batch['x'] is on meta, and the parameters are on cpu; write batch['x'].to(mesh.device).",
+        "batch['x'] is on meta, and the parameters are on cpu. Write batch['x'].to(mesh.device).",
     ]
 
 

@@ -210,7 +210,7 @@ def test_a_leaf_that_is_no_model_state_is_refused_by_path(mode: str) -> None:
             r"model_state\['mean'\] is \(3,\) torch.float64",
         ),
         (_returns(lambda s: {"mean": 1.0}), TypeError, r"model_state\['mean'\] is a float"),
-        (_returns(lambda s: {}), ValueError, "return the same tree"),
+        (_returns(lambda s: {}), ValueError, "Return the same tree"),
         (lambda p, s, x: (x @ p["w"]).mean(), TypeError, "has_state=True the loss must return"),
         (_writes, ValueError, r"model_state\['mean'\] is written to inside the loss"),
     ):
@@ -224,7 +224,7 @@ def test_a_state_of_another_step_is_refused() -> None:
     step = sf.sharded_step(_loss, optim.sgd(0.1), has_state=True)
     plain = sf.sharded_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(0.1))
     state, x = step.init(_params(), model_state=FIRST), torch.ones(2, 3)
-    with pytest.raises(ValueError, match="built without; pass has_state=True"):
+    with pytest.raises(ValueError, match=r"built without\. Pass has_state=True"):
         plain(state, x)
     with pytest.raises(ValueError, match=r"no model state.*init\(params, model_state=\.\.\.\)"):
         step.init(_params())
@@ -343,7 +343,7 @@ def test_an_undeclared_state_is_refused() -> None:
     ):
         sf.accumulate(_counting, 1)(params, first, batch)
     told = sf.accumulate(loss, 2, has_state=True)
-    with pytest.raises(ValueError, match="the step was built without; pass has_state=True to both"):
+    with pytest.raises(ValueError, match=r"the step was built without\. Pass has_state=True to both"):
         sf.sharded_step(told, optim.sgd(0.1))
     with pytest.raises(ValueError, match=r"takes a model state, and is differentiated by\s+sharded_step"):
         sf.value_and_grad(told)(params, first, batch)

@@ -161,9 +161,9 @@ def _overflowed(mode: str, stage: int) -> None:
     for _ in range(2):
         state, _ = step(state, few)
         before = _whole(state)
-        with pytest.raises(ValueError, match=r"ragged_all_to_all: places do not fit; nothing was sent") as caught:
+        with pytest.raises(ValueError, match=r"ragged_all_to_all: places do not fit. Nothing was sent") as caught:
             step(state, many)
-        assert "beyond the 6 rows that out has on rank 0 of 'ep'; give it more, or send fewer" in str(caught.value)
+        assert "beyond the 6 rows that out has on rank 0 of 'ep'. Give it more, or send fewer" in str(caught.value)
         assert all(torch.equal(a, b) for a, b in zip(_whole(state), before, strict=True))
         texts: list[Any] = [None, None]
         torch.distributed.all_gather_object(texts, str(caught.value))

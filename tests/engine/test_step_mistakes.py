@@ -104,7 +104,7 @@ OPTIONS = [
     Mistake("the mesh is a dict", lambda: made(mesh={"dp": 1}),
             TypeError, "mesh={'dp': 1} is a dict, not a mesh", "mesh=sf.make_mesh({'dp': 1})"),
     Mistake("the mesh has no name", lambda: sf.sharded_step(loss_of, optim.sgd(0.1), mesh_of()),
-            TypeError, "loss and optimizer by position and got 3", "pass the others by name: mesh=, specs="),
+            TypeError, "loss and optimizer by position and got 3", "Pass the others by name: mesh=, specs="),
     # Specs.
     Mistake("the axis of the specs is misspelt", lambda: made(specs=P("dpp")),
             ValueError, "specs = P('dpp'): axis 'dpp' is not in the mesh, which has ('dp',)", "Did you mean 'dp'?"),
@@ -155,7 +155,7 @@ CALLS = [
     Mistake("the parameters come with a key", lambda: made().init(params_of(), sf.key(0)),
             TypeError, "got a tree of parameters and 1 argument more", "step.init(f, sf.key(0))"),
     Mistake("a number is among the parameters", lambda: made().init({"w": torch.ones(3), "b": 0.5}),
-            TypeError, "params['b'] is a float", "write torch.tensor(0.5)"),
+            TypeError, "params['b'] is a float", "Write torch.tensor(0.5)"),
     Mistake("the parameters are integers", lambda: made().init({"w": torch.ones(3, dtype=torch.int64)}),
             ValueError, "there is nothing to train: params['w'] is torch.int64", "x.float()"),
     Mistake("there are no parameters", lambda: made().init({}),
@@ -177,9 +177,9 @@ CALLS = [
     Mistake("the batch is a mapping of a tokenizer", lambda: run(batch=Encoding()),
             TypeError, "batch is an Encoding", "write dict(batch)"),
     Mistake("a text is in the batch", lambda: run(batch={**batch_of(), "name": "a"}),
-            TypeError, "batch['name'] is a str", "leave it out"),
+            TypeError, "batch['name'] is a str", "Leave it out"),
     Mistake("a flag is in the batch", lambda: run(batch=(torch.ones(4, 3), True)),
-            TypeError, "batch[1] is a bool", "write torch.tensor(True)"),
+            TypeError, "batch[1] is a bool", "Write torch.tensor(True)"),
     Mistake("a number is in the batch for all rows", lambda: run(batch=batch_of() | {"n": torch.tensor(3)}),
             ValueError, "batch['n'] of shape () has spec P('dp')", "write sf.P() in sharded_step(batch={...})"),
     Mistake("the batch is an empty dict", lambda: run(batch={}),
@@ -245,7 +245,7 @@ def test_a_mistake_of_one_rank_is_the_error_of_all() -> None:
         with pytest.raises((TypeError, sf.RankError)) as caught:
             step(state, batches[rank])
     assert isinstance(caught.value, TypeError) == (rank == 1)
-    assert "batch['x'] is a ndarray; write torch.from_numpy(batch['x'])" in str(caught.value)
+    assert "batch['x'] is a ndarray. Write torch.from_numpy(batch['x'])" in str(caught.value)
     step(state, batch_of())  # no message was sent, so the state is unchanged
 
 

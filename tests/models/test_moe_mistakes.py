@@ -100,7 +100,7 @@ def of_steps(wrap: Any) -> list[Mistake]:
         Mistake("a router that is not finite", lambda: run(config(), params=spoilt(config())),
                 ValueError, "blocks.1 (on the rank at ep ", "Look for the first activation or parameter"),
         Mistake("more rows than room", lambda: run(config(layers.Tokens("ep", rows=3))),
-                ValueError, "nothing was sent ... blocks.1: ", "which has room for 3; give it more"),
+                ValueError, "Nothing was sent ... blocks.1: ", "which has room for 3; give it more"),
         Mistake("experts that the ranks do not divide", lambda: run(config(uneven, 5)),
                 ValueError, "blocks.1: the 5 experts would lie on the ranks of 'ep' as [3, 2]",
                 "a multiple of 2 experts"),

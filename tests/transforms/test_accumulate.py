@@ -147,8 +147,8 @@ def test_leaves_with_different_numbers_of_rows_are_refused() -> None:
 def test_results_that_a_split_may_not_return() -> None:
     batch = _images([3, 5])
     cases = [
-        (lambda batch, n: batch, TypeError, r"returned a dict; return a list of 2 batches"),
-        (lambda batch, n: [batch], ValueError, r"returned 1 batches; return 2"),
+        (lambda batch, n: batch, TypeError, r"returned a dict. Return a list of 2 batches"),
+        (lambda batch, n: [batch], ValueError, r"returned 1 batches. Return 2"),
         (lambda batch, n: [{"y": batch["y"]}] * n, ValueError, r"(?s)other leaves.*batch 0 has \[\"batch\['y'\]\"\]"),
     ]
     for split, kind, message in cases:

@@ -24,9 +24,9 @@ def _mapped(out_specs: Any) -> Any:
 
 
 MISTAKES = [
-    Mistake("jit is around a step", lambda: sf.jit(made()), ValueError, "jit(sharded(f))", "use sharded(jit(f), ...)"),
+    Mistake("jit is around a step", lambda: sf.jit(made()), ValueError, "jit(sharded(f))", "Use sharded(jit(f), ...)"),
     Mistake("remat is around microbatches", lambda: sf.remat(sf.accumulate(loss_of, 2)),
-            ValueError, "remat(accumulate(f, n))", "use accumulate(remat(f), n)"),
+            ValueError, "remat(accumulate(f, n))", "Use accumulate(remat(f), n)"),
     Mistake("the number of microbatches comes first", lambda: sf.accumulate(2, loss_of),
             TypeError, "accumulate takes a function ... and this is of type int", "loss(params, batch)"),
     Mistake("the number of microbatches is zero", lambda: sf.accumulate(loss_of, 0),

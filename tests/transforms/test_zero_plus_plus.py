@@ -274,7 +274,7 @@ def test_options_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match="no effect: the mesh is"):
         make(sf.make_mesh({"node": 1, "gpu": 4}, abstract=True), **AXES, secondary_axis="gpu")
     for options in ({"gather": "int8"}, {"secondary_axis": "gpu"}, {"reduce": "int8"}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*lower persist_elements"):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*Lower persist_elements"):
             make(mesh, **AXES, **options).init(_net_params())
     # On one rank nothing travels.
     one = make(sf.make_mesh({"node": 1, "gpu": 1}), **AXES, **ALL)

@@ -26,7 +26,7 @@ class Calls:
 
     Attributes:
         last: the last call, in words.
-        inside: how many blocks of calls are open; above 0 the rank may wait for others.
+        inside: how many blocks of calls are open; above 0 the rank may wait for other ranks.
     """
 
     def __init__(self) -> None:

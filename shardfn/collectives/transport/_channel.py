@@ -129,7 +129,7 @@ class Channel:
         settled: bool = False,
         idle: bool = False,
     ) -> Pending[Tensor]:
-        """[A, B]`. => Gathers every rank's block, one after another: `[A] [B] => [A, B]`. => [A, B]`.
+        """Gathers every rank's block, one after another: `[A] [B] => [A, B]`.
 
         Args:
             own: this rank's block, contiguous, perhaps already in place in `into`. The block is sent without a copy and
@@ -184,7 +184,7 @@ class Channel:
             out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
             return self._run_in_lanes(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
         if flat.dtype.is_floating_point and flat.dtype.itemsize == 1:  # torch has no sums of these dtypes
-            raise TypeError(f"sums of {flat.dtype} are not known; cast it to {torch.float16} or a wider dtype first.")
+            raise TypeError(f"sums of {flat.dtype} are not known. Cast it to {torch.float16} or a wider dtype first.")
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = reduce_scatter_single(out, flat, group=group, async_op=True)
@@ -366,7 +366,7 @@ class Channel:
     def _check_known(self, dtype: torch.dtype) -> None:
         """Refuses a sum that gloo would refuse only in the wait, as a failure of the transport."""
         if self._direct and dtype not in _KNOWN and not dtype.is_complex:
-            raise TypeError(f"gloo sums no {dtype}; cast it to a dtype that it knows: {', '.join(map(str, _KNOWN))}.")
+            raise TypeError(f"gloo sums no {dtype}. Cast it to a dtype that it knows: {', '.join(map(str, _KNOWN))}.")
 
     def _forget_sent(self) -> None:
         while self._sends and self._sends[0][0].is_completed():

@@ -29,7 +29,7 @@ _SHOWN = 12
 _WHAT = "what to run"
 _DIFFERENCES = "differences"
 _SAME_CALLS = (
-    "\nAll ranks of a mesh make the same calls in the same order; look for one under a condition that differs between"
+    "\nAll ranks of a mesh make the same calls in the same order. Look for one under a condition that differs between"
     " ranks, such as `if mesh.rank == 0:`, or for a rank that has caught an error and gone on."
 )
 
@@ -322,7 +322,7 @@ class Control:
             time.sleep(0.05)
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if gone:
-            text = f"{_name_ranks(gone)} died without a word ({what}); restart the job from the last checkpoint."
+            text = f"{_name_ranks(gone)} died without a word ({what}). Restart the job from the last checkpoint."
         elif self._board.silent:
             text, late = self._cut_off(), []
         elif late:

@@ -204,7 +204,7 @@ class Lanes:
 
     def _check_open(self) -> None:
         if self._ends.channel is None:
-            raise TransportError("this communicator has ended; a transfer was asked of it.")
+            raise TransportError("this communicator has ended. A transfer was asked of it.")
 
 
 class LaneOp:

@@ -47,7 +47,7 @@ def wished() -> str:
     way = os.environ.get(VARIABLE) or DEFAULT
     if way not in _WAYS:
         raise ValueError(
-            f"{VARIABLE}={way!r} is not one of {', '.join(map(repr, _WAYS))}; set one of them, or nothing."
+            f"{VARIABLE} must be one of {', '.join(map(repr, _WAYS))}, got {way!r}. Set one of these, or nothing."
         )
     return way
 

@@ -36,7 +36,7 @@ def may_be_added_to(x: Tensor) -> bool:
         >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
         (True, False)
     """
-    # A subclass may hold other tensors, which the subclass's memory does not show.
+    # A subclass may hold other tensors, not shown by the subclass's memory.
     plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return plain and (x.is_contiguous() or _is_dense(x)) and is_sole_owner(x)
 

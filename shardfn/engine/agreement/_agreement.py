@@ -24,8 +24,8 @@ class Agreement:
 
     def __init__(self, lines: Callable[[Plan], Sequence[str]]) -> None:
         self._lines = lines
-        # By id, which is not used again: the step's planner keeps all plans, and plans of phases, as long as this
-        # object lives.
+        # By id, never used again: the step's planner keeps all plans, and plans of phases, as long as this object
+        # lives.
         self._constants: dict[Any, Constant] = {}
         self._agreed: set[tuple[int, str]] = set()
 

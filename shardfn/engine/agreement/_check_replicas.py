@@ -85,7 +85,7 @@ def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     that cuts the batch are a warning.
 
     Raises:
-        RankError: names the leaves, and the ranks whose rows differ.
+        RankError: names the leaves, and the ranks with different rows.
     """
     mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
     if plan.learnt.compared or mesh.size == 1:

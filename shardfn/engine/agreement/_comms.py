@@ -152,7 +152,7 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Sends an error to the other ranks at once, and turns another rank's error into a `RankError`.
 
     After any error, communicators are made again. The error is written to the store. Then all connections where another
-    rank may wait are closed, which wakes the rank: see `Control.failure`. Only ranks that differ at the beginning of a
+    rank may wait are closed, to wake the rank: see `Control.failure`. Only ranks that differ at the beginning of a
     call, as found by all ranks in the same message, keep their communicators.
     """
     calls = comms.control.calls

@@ -88,7 +88,7 @@ def named_range(
         what: the part of the step.
         leaves: the layout.
         members: the leaves that travel together.
-        asked: the needed leaf, which then gives the range its name.
+        asked: the needed leaf, whose path names the range.
     """
     spans = _SPANS.innermost()
     watched, recorded = is_profiled(), is_recorded()

@@ -37,7 +37,7 @@ class SeenBatch(NamedTuple):
 def warn_of_same_rows(plan: Plan, batch: PyTree, seen: Sequence[SeenBatch], control: AnyControl) -> None:
     """Warns, on the first rank, if all ranks along an axis pass equal rows of every leaf it cuts. Collective.
 
-    Leaves whose rows are all the same on each rank, such as constants of a test, prove nothing.
+    Leaves with equal rows on each rank, such as constants of a test, prove nothing.
 
     Raises:
         RankError: the program turns warnings into errors. Raised on all ranks, with nothing consumed.

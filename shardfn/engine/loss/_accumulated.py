@@ -189,14 +189,14 @@ def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
     """
     name = f"accumulate(loss, {n}, split=f): f(batch, {n})"
     if not isinstance(parts, Sequence):
-        raise TypeError(f"{name} returned a {type(parts).__name__}; return a list of {n} batches.")
+        raise TypeError(f"{name} returned a {type(parts).__name__}. Return a list of {n} batches.")
     if len(parts) != n:
-        raise ValueError(f"{name} returned {len(parts)} batches; return {n}.")
+        raise ValueError(f"{name} returned {len(parts)} batches. Return {n}.")
     whole = tree_structure(batch)
     others = [f"batch {i} has {tree_paths(x, 'batch')}" for i, x in enumerate(parts) if tree_structure(x) != whole]
     raise_all(
         ValueError,
-        f"{name} returned batches with other leaves than {tree_paths(batch, 'batch')}; return all of them in each, a"
+        f"{name} returned batches with other leaves than {tree_paths(batch, 'batch')}. Return all of them in each, a"
         " tensor without rows where a microbatch lacks them:",
         others,
     )
@@ -224,7 +224,7 @@ def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
         if not isinstance(out[0] if type(out) is tuple and out else out, WeightedMean):
             raise ValueError(
                 f"accumulate({num}) cuts the batch unevenly, so that the mean of the microbatches' losses is not its"
-                f" mean: {_sizes_told(batches)}. Return WeightedMean(total, weight) from the loss; or use a divisor of"
+                f" mean: {_sizes_told(batches)}. Return WeightedMean(total, weight) from the loss, or use a divisor of"
                 " the rows, or drop a shorter last batch (drop_last=True)."
             )
         return out

@@ -23,7 +23,7 @@ def check_function(who: str, f: Any) -> None:
     """
     if isinstance(f, GradientTransformation):
         raise TypeError(
-            f"{who}: the loss is an optimizer; the loss comes first: sf.sharded_step(loss, sf.optim.adamw(1e-3))."
+            f"{who}: the loss is an optimizer. The loss comes first: sf.sharded_step(loss, sf.optim.adamw(1e-3))."
         )
     if isinstance(f, Tensor):
         raise TypeError(
@@ -100,7 +100,7 @@ def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
     remedy = (
         "With has_state=True metrics take the model state, such as running statistics, as the loss does."
         if has_state
-        else "A model state is passed by a step with has_state=True, and a key by none; bind other arguments before."
+        else "A model state is passed by a step with has_state=True, and a key by none. Bind other arguments before."
     )
     raise TypeError(f"{name}{takes} cannot be called as evaluate(metrics=) calls it, {name}({call}). {remedy}")
 
@@ -113,12 +113,12 @@ def _signature_remedy(takes: inspect.Signature, num: int, *, key: bool, has_stat
             f" functools.partial(loss, {last}=...)."
         )
     if key and _accepts_arguments(takes, num - 1):
-        return "With key= a loss takes a key for its random numbers; take one, loss(params, batch, key), or drop key=."
+        return "With key= a loss takes a key for its random numbers. Take one, loss(params, batch, key), or drop key=."
     if not has_state and _accepts_arguments(takes, num + 1):
         return "A loss that takes a model state, loss(params, model_state, batch), needs has_state=True."
     if has_state and _accepts_arguments(takes, num - 1):
-        return "With has_state=True a loss takes a model state after the parameters; take one, or drop has_state=."
-    return "Bind its other arguments before, functools.partial(loss, name=...); parameters and batch may be any trees."
+        return "With has_state=True a loss takes a model state after the parameters. Take one, or drop has_state=."
+    return "Bind its other arguments before, functools.partial(loss, name=...). Parameters and batch may be any trees."
 
 
 def _innermost_function(f: Any) -> Any:

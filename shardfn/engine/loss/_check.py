@@ -64,10 +64,10 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
                 problems.append(f"{path} is {spec!r}, not a P. {_spec_remedy(spec)}")
                 continue
             if isinstance(spec, Sharding) and name == "batch":
-                problems.append(f"{path} is {spec!r}; a batch is given whole, so write {spec.spec!r}.")
+                problems.append(f"{path} is {spec!r}. A batch is given whole, so write {spec.spec!r}.")
             if isinstance(spec, Sharding) and is_disk(spec.memory_kind) and zero.directory is None:
                 problems.append(
-                    f"{path} is to be kept on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
+                    f"{path} is to be kept on disk. Name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
                 )
             spec = spec.spec if isinstance(spec, Sharding) else spec
             problems += [
@@ -144,7 +144,7 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
         ValueError,
         "options of Zero(travel=Travel(...)) have no effect:",
         [
-            f"{name}={getattr(zero.travel, name)!r}: {why}; lower persist_elements, or leave it out"
+            f"{name}={getattr(zero.travel, name)!r}: {why}. Lower persist_elements, or leave it out"
             for name, (some, why) in used.items()
             if getattr(zero.travel, name) is not None and not some
         ],

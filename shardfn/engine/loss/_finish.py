@@ -37,7 +37,7 @@ def check_finish(finish: Any, *, has_state: bool) -> None:
         )
     if not has_state:
         raise ValueError(
-            "sharded_step(finish=f) has no effect without a model state, which f(model_state) takes and returns; pass"
+            "sharded_step(finish=f) has no effect without a model state, which f(model_state) takes and returns. Pass"
             " has_state=True, or drop finish=."
         )
 
@@ -66,7 +66,7 @@ def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
         new = finish(model_state)
     raise_all(
         ValueError,
-        "finish writes to the model state that it is given; return new tensors, x + 1 in place of x.add_(1):",
+        "finish writes to the model state that it is given. Return new tensors, x + 1 in place of x.add_(1):",
         [path for (path, x), was in zip(named, versions, strict=True) if x._version != was],
     )
     check_returned(model_state, new, "finish")

@@ -74,7 +74,7 @@ def naming_used_up() -> Iterator[None]:
     """Explains, for the derivative of a loss, why the graph may be gone.
 
     Raises:
-        ValueError: in place of torch's error, which is the cause.
+        ValueError: in place of torch's error, the cause.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def naming_used_up() -> Iterator[None]:
             raise
         raise ValueError(
             "the graph of the loss is used up: the loss called backward() or autograd.grad() itself, or returned a"
-            " tensor that an earlier step has made. Return the loss alone; the step differentiates it."
+            " tensor that an earlier step has made. Return the loss alone. The step differentiates it."
         ) from error
 
 
@@ -152,14 +152,14 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
         weight = torch.as_tensor(out.weight, device=out.total.device)
         out = out.total
     if isinstance(out, tuple):
-        raise TypeError(f"the loss returned a tuple of {len(out)}; did you mean has_aux=True?")
+        raise TypeError(f"the loss returned a tuple of {len(out)}. Did you mean has_aux=True?")
     if not isinstance(out, Tensor):
         raise TypeError(
             f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.{_loss_hint(out)}"
         )
     for name, x in (("loss", out), ("weight", weight)):
         if x is not None and x.shape != ():
-            raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
+            raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}. Take its mean or sum.")
     out, weight = varying_along("the loss", out), None if weight is None else varying_along("the loss's weight", weight)
     if not out.is_floating_point():
         raise TypeError(
@@ -176,7 +176,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
         name: the value, in words.
         x: the value.
         axes: more axes along which the value may vary. A step averages a loss only over the batch's axes.
-        otherwise: another remedy, which ends the message.
+        otherwise: another remedy, at the end of the message.
 
     Raises:
         AxisTypeError: the value varies along other axes, so that ranks with the same rows return different values.
@@ -190,7 +190,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
         raise AxisTypeError(
             f"{name} varies along {named}{mode.made_at(x)}, and must be the same on all ranks there, which have the"
             f" same rows. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
-            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with the gathered"
+            " anything that is not linear. Use sf.all_gather_invariant where all ranks go on alike with the gathered"
             f" values, and no sf.pvary.{otherwise}"
         )
     return mode.cast(x, (*mode.batch, *axes))
@@ -211,16 +211,16 @@ def _loss_hint(out: Any) -> str:
 
 def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
     if not isinstance(aux, dict):
-        raise TypeError(f"aux must be a dict of scalars, which join the metrics; got {type(aux).__name__}.")
+        raise TypeError(f"aux must be a dict of scalars, which join the metrics, got {type(aux).__name__}.")
     out = {}
     for key, value in aux.items():
         name = f"aux[{key!r}]"
         pair = value if isinstance(value, WeightedMean) else WeightedMean(value, 1.0)
         if not isinstance(pair.total, Tensor | numbers.Number):
-            raise TypeError(f"{name} is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean.")
+            raise TypeError(f"{name} must be a 0-d tensor, a number or a WeightedMean, got a {type(value).__name__}.")
         total = torch.as_tensor(pair.total, device=like.device)
         weight = torch.as_tensor(pair.weight, device=like.device)
         if total.shape != () or weight.shape != ():
-            raise ValueError(f"{name} must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
+            raise ValueError(f"{name} must be 0-d, got shape {tuple(total.shape)}. Reduce it inside the loss.")
         out[key] = WeightedMean(varying_along(name, total), varying_along(name, weight))
     return out

@@ -37,7 +37,7 @@ class Masks(NamedTuple):
         if self.step is not None:
             raise_all(
                 ValueError,
-                "losses train leaves that the step freezes; drop them from one of the two:",
+                "losses train leaves that the step freezes. Drop them from one of the two:",
                 [
                     f"{path} is trained by {name!r}, and trainable= of the step is False there"
                     for name, mask in by.items()
@@ -48,12 +48,12 @@ class Masks(NamedTuple):
         out = [any(mask[i] for mask in by.values()) for i in range(len(paths))]
         raise_all(
             ValueError,
-            "losses of a step train some leaf each; leave these losses out, or let them train one:",
+            "losses of a step train some leaf each. Leave these losses out, or let them train one:",
             [f"{name!r} trains none" for name, mask in by.items() if not any(mask)],
         )
         raise_all(
             ValueError,
-            "the step trains leaves that no loss trains; set them to False in trainable= of the step:",
+            "the step trains leaves that no loss trains. Set them to False in trainable= of the step:",
             [
                 path
                 for path, may, wanted in zip(paths, allowed, out, strict=True)

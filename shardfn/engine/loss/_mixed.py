@@ -98,6 +98,6 @@ def check_scaled(mixed: Mixed) -> None:
     policy = mixed.policy
     if mixed.loss_scale is None and torch.float16 in (policy.compute, policy.reduce, *policy.exceptions.values()):
         raise ValueError(
-            "a step computes or sends gradients in float16, where small ones become 0, without a loss scale; pass"
+            "a step computes or sends gradients in float16, where small ones become 0, without a loss scale. Pass"
             " mixed_precision(loss, policy, optim.dynamic_loss_scale()), or static_loss_scale(1.0) to go without."
         )

@@ -161,7 +161,7 @@ def check_alike(tree: PyTree, control: AnyControl) -> None:
 
 
 def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
-    """Refuses a state whose model state does not fit the step.
+    """Refuses a state with a model state that does not fit the step.
 
     Raises:
         ValueError: the state has a model state and should not, or lacks a model state, or leaves are cut otherwise.
@@ -169,10 +169,10 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     """
     leaves = tree_leaves(tree)
     if leaves and not has_state:
-        raise ValueError("the state has a model state, but the step was built without; pass has_state=True.")
+        raise ValueError("the state has a model state, but the step was built without. Pass has_state=True.")
     if has_state and tree == ():
         raise ValueError(
-            "the state has no model state, but the step was built with has_state=True; make it with"
+            "the state has no model state, but the step was built with has_state=True. Make it with"
             " init(params, model_state=...)."
         )
     made = broadcast_prefix(specs, tree, is_spec, names=("state_specs", "model_state"))
@@ -209,7 +209,7 @@ def check_returned(before: PyTree, after: PyTree, who: str) -> None:
         problems += [f"{path} is new" for path in has if path not in had]
         raise_all(
             ValueError,
-            f"{who} returns another model state than it was given; return the same tree:",
+            f"{who} returns another model state than it was given. Return the same tree:",
             problems or [f"it is {made}, and was {treedef}"],
         )
     named = list(zip(tree_paths(before, "model_state"), old, new, strict=True))
@@ -274,7 +274,7 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
             problems.append(f"{path}, kept as {x.spec!r}, differs along {left}: sums {[row[k][0] for row in rows]}")
     raise_all(
         RankError,
-        "ranks that should have one model state have different ones after the first step; average the values that the"
+        "ranks that should have one model state have different ones after the first step. Average the values that the"
         " loss has measured, with sf.pmean(x, axes), or declare in state_specs that these axes cut it:",
         problems,
     )

@@ -23,7 +23,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
         ["batch['x'] is a list of numbers (batch['x'][0][0] is an int); write torch.tensor(batch['x'])"]
     """
     if _are_named(tree):
-        return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor; write dict({name})"]
+        return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor. Write dict({name})"]
     told: dict[str, str] = {}
     named = named_leaves(tree, name)
     mixed = {_INDICES.sub("", path) for path, x in named if not isinstance(x, int | float)}
@@ -32,7 +32,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
             continue
         of = _INDICES.sub("", path)
         if isinstance(x, int | float) and of != path and of not in mixed:
-            told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}); write torch.tensor({of})")
+            told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}). Write torch.tensor({of})")
         else:
             told[path] = f"{path} is {a_kind(x)}{_leaf_remedy(path, x)}"
     return first_of(list(told.values()), _SHOWN)
@@ -47,19 +47,19 @@ def _are_named(tree: PyTree) -> bool:
 def _leaf_remedy(path: str, x: Any) -> str:
     if isinstance(x, numpy.ndarray | numpy.generic):
         make = f"torch.from_numpy({path})" if isinstance(x, numpy.ndarray) else f"torch.tensor({path})"
-        return f"; write {make}"
+        return f". Write {make}"
     if isinstance(x, bool | int | float | complex):
-        return f"; write torch.tensor({x!r})"
+        return f". Write torch.tensor({x!r})"
     if isinstance(x, str | bytes):
-        return ", which no rank can compute with; leave it out"
+        return ", which no rank can compute with. Leave it out"
     if isinstance(x, nn.Module):
-        return "; of a module write params, apply = sf.from_module(module)"
+        return ". For a module write params, apply = sf.from_module(module)"
     if isinstance(x, Mapping):
-        return f", a mapping that is no dict; write dict({path})"
+        return f", a mapping that is no dict. Write dict({path})"
     if callable(x):
-        return "; unpack the result of from_module: params, apply = sf.from_module(module)"
+        return ". Unpack the result of from_module: params, apply = sf.from_module(module)"
     if hasattr(x, "__iter__"):
         if path == "batch":
             return ", which is not one batch but an iterable: pass its items, for batch in ...: step(state, batch)"
-        return "; of a module write params, apply = sf.from_module(module)"
+        return ". For a module write params, apply = sf.from_module(module)"
     return ""

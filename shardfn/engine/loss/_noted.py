@@ -44,7 +44,7 @@ def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
 
 @contextlib.contextmanager
 def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
-    """Adds notes to errors of a loss, which describe the parameters and the batch.
+    """Adds notes on the parameters and the batch to errors of a loss.
 
     Args:
         params: the parameters that the loss gets.
@@ -136,7 +136,7 @@ def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
                 f"{path} is {x.dtype}, and the parameters are {dtype}; where they meet, write {path}.to({dtype})."
             )
         if x.device != device:
-            out.append(f"{path} is on {x.device}, and the parameters are on {device}; write {path}.to(mesh.device).")
+            out.append(f"{path} is on {x.device}, and the parameters are on {device}. Write {path}.to(mesh.device).")
     return out
 
 

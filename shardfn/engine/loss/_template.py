@@ -249,7 +249,7 @@ class Template:
                 if written and any(n in outside for n in _nodes_in(value)):
                     raise CaptureError(
                         f"{step.meta.get('where') or 'in a scan'}: the function of a scan writes to a tensor from"
-                        f" outside ({step.target}); return the new value in the carry."
+                        f" outside ({step.target}). Return the new value in the carry."
                     )
 
 

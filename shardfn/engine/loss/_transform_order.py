@@ -33,17 +33,17 @@ class TransformRow(NamedTuple):
 
 _STEP = frozenset({"jit", "accumulate", "mixed_precision", "partition", "sharded"})
 TABLE = {
-    "jit": TransformRow("around a step", _STEP - {"jit"} | {"bucketed"}, "the loss is jitted twice; drop one."),
+    "jit": TransformRow("around a step", _STEP - {"jit"} | {"bucketed"}, "the loss is jitted twice. Drop one."),
     "accumulate": TransformRow("around a loss", _STEP),
     "mixed_precision": TransformRow(
         "around a loss",
         _STEP - {"mixed_precision"},
-        "the loss has two precision policies; drop one mixed_precision.",
+        "the loss has two precision policies. Drop one mixed_precision.",
     ),
     "partition": TransformRow(
         "around a loss",
         _STEP - {"partition"} | {"pipeline"},
-        "the loss is partitioned twice; drop one partition, or name one axis.",
+        "the loss is partitioned twice. Drop one partition, or name one axis.",
     ),
     "remat": TransformRow("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
     "offload": TransformRow("inside a loss", _STEP | {"pipeline"}),
@@ -51,94 +51,94 @@ TABLE = {
     "sharded": TransformRow(
         "a program",
         frozenset({"bucketed"}),
-        "the function is sharded already, by sharded(f, ...); give f itself to the transform that shards it, a step or"
+        "the function is sharded already, by sharded(f, ...). Give f itself to the transform that shards it, a step or"
         " sharded.",
     ),
     "bucketed": TransformRow(
         "a program",
         frozenset({"bucketed"}),
-        "the function is bucketed already, by bucketed(f, ...); give f itself to a step or sharded.",
+        "the function is bucketed already, by bucketed(f, ...). Give f itself to a step or sharded.",
     ),
 }
-_CAPTURED = "bucketed({0}, ...) has no graphs whose number it bounds; use bucketed(jit({0}), ...)."
+_CAPTURED = "bucketed({0}, ...) has no graphs whose number it bounds. Use bucketed(jit({0}), ...)."
 # By order that the table refuses: the effect, and the remedy.
 WHY = {
-    ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
-    ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.",
-    ("partition", "partition"): "partition(partition(loss)): a loss is partitioned once; drop one.",
-    ("remat", "partition"): "remat(partition(f)) would hide the leaves' specs from it; use partition(remat(f)).",
+    ("jit", "jit"): "jit(jit(f)) is jit(f). Drop one.",
+    ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy. Drop one.",
+    ("partition", "partition"): "partition(partition(loss)): a loss is partitioned once. Drop one.",
+    ("remat", "partition"): "remat(partition(f)) would hide the leaves' specs from it. Use partition(remat(f)).",
     ("offload", "partition"): (
-        "offload(partition(f), policy) would hide the leaves' specs from it; use offload inside a plain loss."
+        "offload(partition(f), policy) would hide the leaves' specs from it. Use offload inside a plain loss."
     ),
-    ("partition", "sharded"): "partition(sharded(f)) has no leaves to partition; use sharded(partition(f), ...).",
+    ("partition", "sharded"): "partition(sharded(f)) has no leaves to partition. Use sharded(partition(f), ...).",
     ("remat", "accumulate"): (
-        "remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n)."
+        "remat(accumulate(f, n)) would keep every microbatch at once. Use accumulate(remat(f), n)."
     ),
-    ("remat", "jit"): "remat(jit(f)) would hide the graph in a recomputation; use jit(remat(f)).",
+    ("remat", "jit"): "remat(jit(f)) would hide the graph in a recomputation. Use jit(remat(f)).",
     ("remat", "mixed_precision"): (
-        "remat(mixed_precision(f, policy)) would hide the policy from the step; use mixed_precision(remat(f), policy)."
+        "remat(mixed_precision(f, policy)) would hide the policy from the step. Use mixed_precision(remat(f), policy)."
     ),
     ("remat", "offload"): (
-        "remat(offload(f, policy)) would drop and recompute the tensors that offload moves; use remat(f,"
+        "remat(offload(f, policy)) would drop and recompute the tensors that offload moves. Use remat(f,"
         " policy=policy), or offload(remat(f), policy)."
     ),
     ("offload", "accumulate"): (
-        "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once; use"
+        "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once. Use"
         " accumulate(offload(f, policy), n)."
     ),
-    ("offload", "jit"): "offload(jit(f), policy): a graph saves nothing; use jit(offload(f, policy)).",
+    ("offload", "jit"): "offload(jit(f), policy): a graph saves nothing. Use jit(offload(f, policy)).",
     ("offload", "mixed_precision"): (
-        "offload(mixed_precision(f, precision), policy) would hide the precision from the step; use"
+        "offload(mixed_precision(f, precision), policy) would hide the precision from the step. Use"
         " mixed_precision(offload(f, policy), precision)."
     ),
-    ("offload", "offload"): "offload(offload(f, a), b): a function has one policy; drop one.",
+    ("offload", "offload"): "offload(offload(f, a), b): a function has one policy. Drop one.",
     ("remat", "pipeline"): (
-        "remat(pipeline(...)) would run all stages again in one backward; use remat for the block of the pipeline."
+        "remat(pipeline(...)) would run all stages again in one backward. Use remat for the block of the pipeline."
     ),
     ("offload", "pipeline"): (
-        "offload(pipeline(...), policy) would hide the stages from the step; use offload for the block of the pipeline."
+        "offload(pipeline(...), policy) would hide the stages from the step. Use offload for the block of the pipeline."
     ),
-    ("pipeline", "jit"): "pipeline of a jitted function: a step is jitted as a whole; use jit(pipeline(...)).",
+    ("pipeline", "jit"): "pipeline of a jitted function: a step is jitted as a whole. Use jit(pipeline(...)).",
     ("pipeline", "accumulate"): (
-        "pipeline of an accumulated function: the pipeline has the microbatches; use pipeline(..., num_microbatches=n)."
+        "pipeline of an accumulated function: the pipeline has the microbatches. Use pipeline(..., num_microbatches=n)."
     ),
     ("pipeline", "mixed_precision"): (
-        "pipeline of a function of mixed precision would hide the policy from the step; use mixed_precision("
+        "pipeline of a function of mixed precision would hide the policy from the step. Use mixed_precision("
         "pipeline(...), policy)."
     ),
     ("pipeline", "sharded"): "pipeline of a sharded function: use sharded(pipeline(...), ...).",
-    ("pipeline", "pipeline"): "pipeline of a pipelined function: a loss has one pipeline; drop one.",
+    ("pipeline", "pipeline"): "pipeline of a pipelined function: a loss has one pipeline. Drop one.",
     ("jit", "sharded"): (
-        "jit(sharded(f)) would hide the gathers from the agreement of the ranks; use sharded(jit(f), ...), whose graph"
+        "jit(sharded(f)) would hide the gathers from the agreement of the ranks. Use sharded(jit(f), ...), whose graph"
         " holds them."
     ),
     ("accumulate", "sharded"): (
-        "accumulate(sharded(f), n) would gather every leaf once a microbatch; use sharded(accumulate(f, n), ...)."
+        "accumulate(sharded(f), n) would gather every leaf once a microbatch. Use sharded(accumulate(f, n), ...)."
     ),
     ("mixed_precision", "sharded"): (
-        "mixed_precision(sharded(f), policy) would cast a sharded function; use sharded(mixed_precision(f, policy),"
+        "mixed_precision(sharded(f), policy) would cast a sharded function. Use sharded(mixed_precision(f, policy),"
         " ...)."
     ),
-    ("remat", "sharded"): ("remat(sharded(f)) would run a whole program again; use sharded(remat(f), ...)."),
+    ("remat", "sharded"): ("remat(sharded(f)) would run a whole program again. Use sharded(remat(f), ...)."),
     ("offload", "sharded"): (
-        "offload(sharded(f), policy): a sharded function saves nothing; use sharded(offload(f, policy), ...)."
+        "offload(sharded(f), policy): a sharded function saves nothing. Use sharded(offload(f, policy), ...)."
     ),
-    ("sharded", "sharded"): "sharded(sharded(f)): a function is sharded once; drop one.",
-    ("jit", "bucketed"): "jit(bucketed(f, ...)) would capture a graph a length; use bucketed(jit(f), ...).",
+    ("sharded", "sharded"): "sharded(sharded(f)): a function is sharded once. Drop one.",
+    ("jit", "bucketed"): "jit(bucketed(f, ...)) would capture a graph a length. Use bucketed(jit(f), ...).",
     ("sharded", "bucketed"): (
-        "sharded(bucketed(f, ...)) would agree on a graph a length; use bucketed(sharded(jit(f), ...), ...)."
+        "sharded(bucketed(f, ...)) would agree on a graph a length. Use bucketed(sharded(jit(f), ...), ...)."
     ),
-    ("partition", "bucketed"): "partition(bucketed(f, ...)): a length is padded once; use bucketed(jit(...), ...).",
+    ("partition", "bucketed"): "partition(bucketed(f, ...)): a length is padded once. Use bucketed(jit(...), ...).",
     ("accumulate", "bucketed"): (
-        "accumulate(bucketed(f, ...), n) would pad each microbatch; use bucketed(jit(accumulate(f, n)), ...)."
+        "accumulate(bucketed(f, ...), n) would pad each microbatch. Use bucketed(jit(accumulate(f, n)), ...)."
     ),
     ("mixed_precision", "bucketed"): (
-        "mixed_precision(bucketed(f, ...), policy) would hide the policy; use bucketed(jit(mixed_precision(f, policy)),"
+        "mixed_precision(bucketed(f, ...), policy) would hide the policy. Use bucketed(jit(mixed_precision(f, policy)),"
         " ...)."
     ),
-    ("remat", "bucketed"): "remat(bucketed(f, ...)) would pad again in the backward; use bucketed(jit(remat(f)), ...).",
+    ("remat", "bucketed"): "remat(bucketed(f, ...)) would pad again in the backward. Use bucketed(jit(remat(f)), ...).",
     ("offload", "bucketed"): (
-        "offload(bucketed(f, ...), policy): a graph saves nothing; use bucketed(jit(offload(f, policy)), ...)."
+        "offload(bucketed(f, ...), policy): a graph saves nothing. Use bucketed(jit(offload(f, policy)), ...)."
     ),
     ("pipeline", "bucketed"): "pipeline of a bucketed function: pad the batch of the whole pipeline in its place.",
     ("bucketed", "accumulate"): _CAPTURED.format("accumulate(f, n)"),
@@ -146,7 +146,7 @@ WHY = {
     (
         "bucketed",
         "partition",
-    ): "bucketed(partition(f), ...) has no leaves; use bucketed(sharded(jit(partition(f))), ...).",
+    ): "bucketed(partition(f), ...) has no leaves. Use bucketed(sharded(jit(partition(f))), ...).",
     ("bucketed", "offload"): _CAPTURED.format("offload(f, policy)"),
     ("bucketed", "pipeline"): _CAPTURED.format("pipeline(...)"),
 }
@@ -155,7 +155,7 @@ WHY = {
 class Transform:
     """Function that a transform has made of another, `inner`, with a row of the table.
 
-    A transform whose functions need not be recognised (remat) makes plain functions.
+    A transform with functions that need not be recognised (such as remat) makes plain functions.
     """
 
     transform: ClassVar[str]

@@ -21,7 +21,7 @@ def remedy_of_absent(texts: list[str]) -> str:
             _, dtype, dims = next(leaves[path] for leaves in found if path in leaves).groups()
             sizes = ", ".join(n.strip("' ").replace("*", "0") for n in dims[1:-1].split(",")) + "," * ("," not in dims)
             lines.append(
-                f"\n{path} is missing on ranks {without}. A batch has the same leaves on all ranks; a rank without rows"
+                f"\n{path} is missing on ranks {without}. A batch has the same leaves on all ranks. A rank without rows"
                 f" of one passes an empty tensor: torch.zeros(({sizes}), dtype={dtype})."
             )
     return "".join(first_of(lines, 3))

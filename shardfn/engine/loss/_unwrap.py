@@ -19,8 +19,8 @@ class Unwrapped(NamedTuple):
 
     Attributes:
         loss: loss, accumulated, of mixed precision, of the plain loss.
-        jitted: the jit, which takes in the whole step.
-        mixed: the precision, which the layout takes over.
+        jitted: the jit of the whole step.
+        mixed: the precision, taken over by the layout.
     """
 
     loss: Loss
@@ -47,7 +47,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     parted = named.get("partition")
     if parted is not None:
         if has_state:
-            raise ValueError("partition(loss) takes no model state; build the step without has_state.")
+            raise ValueError("partition(loss) takes no model state. Build the step without has_state.")
         inner = dataclasses.replace(parted, inner=inner, _programs=parted._programs)
     if mixed is not None:
         inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
@@ -78,7 +78,7 @@ def _refuse_unannounced_state(loss: Callable[..., Any], *, has_state: bool) -> N
         ValueError: the transforms take a model state.
     """
     if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
-        raise ValueError("the loss takes a model state, and the step was built without; pass has_state=True to both.")
+        raise ValueError("the loss takes a model state, and the step was built without. Pass has_state=True to both.")
 
 
 def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
@@ -91,5 +91,5 @@ def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> Non
         if hasattr(x, "has_state") and x.has_state != has_state:
             raise ValueError(
                 f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
-                " model state or not; pass the same to both."
+                " model state or not. Pass the same to both."
             )
