@@ -8,7 +8,7 @@ from ._waits import Wait, waiting
 _COMMANDS = {"generate", "serve"}
 _RANK = "shardfn.cli._serve_rank"
 
-_start: Wait | None = None
+_STARTED: list[Wait] = []  # of this process: at most one
 
 
 def announce_start() -> None:
@@ -16,17 +16,14 @@ def announce_start() -> None:
 
     It is called when this file is imported, which is the first import of the package.
     """
-    global _start
     if _is_command(sys.orig_argv):
-        _start = waiting("starting", whole=True)
+        _STARTED.append(waiting("starting", whole=True))
 
 
 def end_start() -> None:
     """Ends the wait of `announce_start`."""
-    global _start
-    if _start is not None:
-        _start.end()
-    _start = None
+    while _STARTED:
+        _STARTED.pop().end()
 
 
 def _is_command(argv: list[str]) -> bool:
