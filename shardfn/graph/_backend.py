@@ -126,36 +126,36 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
         return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
     steps = cut(gm, min_bytes=min_bytes)
     kernels = compile_regions([step for step in steps if isinstance(step, Region)])
-    function = _guarded(emit(gm, steps, kernels.calls), steps)
+    function = _guard_strides(emit(gm, steps, kernels.calls), steps)
     seconds = time.perf_counter() - start
     return Compiled(function, chosen, seconds, len(kernels.calls), kernels.num_compiled, kernels.cache_hits)
 
 
-def _guarded(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
+def _guard_strides(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
     """Wraps compiled code, which relies on strides, in a check of the strides of its arguments."""
     # Ops that are called one by one look at strides themselves.
     read = {node for step in steps if isinstance(step, Region) for node in step.inputs}
     given = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]
-    expected = [(i, *_layout(n.meta["val"])) for i, n in enumerate(given) if n in read]
+    expected = [(i, *_layout_of(n.meta["val"])) for i, n in enumerate(given) if n in read]
 
-    def guarded(*flat: Tensor) -> Any:
+    def run_guarded(*flat: Tensor) -> Any:
         if any(flat[i].stride() != stride or flat[i].shape != shape for i, shape, stride in expected):
             raise_all(
                 ValueError,
                 "compiled step:",
-                [_other(given[i], flat[i]) for i, *layout in expected if [*_layout(flat[i])] != layout],
+                [_describe_mismatch(given[i], flat[i]) for i, *layout in expected if [*_layout_of(flat[i])] != layout],
             )
         return function(*flat)
 
-    return guarded
+    return run_guarded
 
 
-def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), tensor.stride()
 
 
-def _other(node: Node, found: Tensor) -> str:
-    (shape, stride), (other, steps) = _layout(node.meta["val"]), _layout(found)
+def _describe_mismatch(node: Node, found: Tensor) -> str:
+    (shape, stride), (other, steps) = _layout_of(node.meta["val"]), _layout_of(found)
     return (
         f"{node.meta.get('leaf', node.name)} has shape {other} and strides {steps}, but was captured with {shape} and"
         f" {stride}; pass `.contiguous()` tensors in every call, or use backend='graph'."

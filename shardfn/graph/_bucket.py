@@ -65,17 +65,17 @@ def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node
     before = dependences(memory, channels=False)
     ready = ready_after(memory.order, before, memory)
 
-    def joins(start: Node, members: Sequence[Node]) -> bool:
+    def can_join(start: Node, members: Sequence[Node]) -> bool:
         # The message leaves where the first member did: every other one must be there by then.
         return ready[start] < memory.position[members[0]]
 
-    groups = _groups(memory, which, gathered_bytes, joins, limit)
+    groups = _group_starts(memory, which, gathered_bytes, can_join, limit)
     head = {g[0]: g for g in groups}
     moved = {n for g in groups for n in g[1:]}
     wish = [m for n in memory.order if n not in moved for m in head.get(n, (n,))]
     out, new = reordered(gm, legal_order(wish, before))
     values = {v for g in groups for v in merge_gathers([new[n] for n in g])}
-    return _settle(out, new, memory, values)
+    return _revalue_views(out, new, memory, values)
 
 
 # psum_scatter: down to the last
@@ -86,20 +86,22 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     before = dependences(memory, channels=False)
     needed = _needed_at(memory, before)
 
-    def joins(start: Node, members: Sequence[Node]) -> bool:
+    def can_join(start: Node, members: Sequence[Node]) -> bool:
         # The message leaves with its last member: no node may need another member's sum before that.
         return memory.position[start] < min(needed[m] for m in members)
 
-    groups = _groups(memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, joins, limit)
+    groups = _group_starts(
+        memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, can_join, limit
+    )
     tail = {g[-1]: g for g in groups}
     moved = {n for g in groups for n in g[:-1]}
     lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
     busy = [m for n in memory.order[:-1] if n not in moved and n not in lazy for m in tail.get(n, (n,))]
     wish = [*busy, *(n for n in memory.order if n in lazy), memory.order[-1]]
     out, new = reordered(gm, legal_order(wish, before))
-    leaves = _returned(memory)
+    leaves = _has_results(memory)
     values = {v for g in groups for v in merge_scatters([new[n] for n in g], [leaves(n) for n in g])}
-    return _settle(out, new, memory, values)
+    return _revalue_views(out, new, memory, values)
 
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
@@ -112,7 +114,7 @@ def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int
     return out
 
 
-def _returned(memory: Memory) -> Callable[[Node], bool]:
+def _has_results(memory: Memory) -> Callable[[Node], bool]:
     """Returns whether the step returns a value, which must then not share memory with others."""
     returned = set(memory.reads(memory.order[-1]))
     return lambda node: not returned.isdisjoint(memory.shown(node))
@@ -130,7 +132,7 @@ class _Open:
     passed: int
 
 
-def _groups(
+def _group_starts(
     memory: Memory,
     which: set[Node],
     size: Callable[[Node], int],
@@ -143,7 +145,7 @@ def _groups(
     for node in memory.order:
         if node not in which or wait_of(node) is None:
             continue
-        key, nbytes = _key(node), size(node)
+        key, nbytes = _bucket_key(node), size(node)
         total += nbytes
         # By a key that all ranks have in common, in the order of the graph: so all ranks merge the same.
         group = filling.get(key)
@@ -160,13 +162,13 @@ def _groups(
     return [g.members for g in filled if len(g.members) > 1]
 
 
-def _key(start: Node) -> tuple[object, ...]:
+def _bucket_key(start: Node) -> tuple[object, ...]:
     value = start.meta["val"]
     sizes, *rest = start.args[1:]
     return (len(sizes), *rest, value.dtype, value.device, start.meta.get("phase"))  # pyright: ignore[reportArgumentType]
 
 
-def _settle(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
+def _revalue_views(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
     """Computes the abstract values of views of merged values again."""
     gone = {n for n, copy in new.items() if copy._erased}
     for old in memory.order:

@@ -39,15 +39,15 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {dtype_name(d): measured_rate(d, device, each) for d in _dtypes(device)}
-    measured = [*rates.values(), _bandwidth(device, each), *_link(mesh, device)]
-    *flops, memory, wire, latency = _slowest(mesh, measured)
+    rates = {dtype_name(d): measured_rate(d, device, each) for d in _supported_dtypes(device)}
+    measured = [*rates.values(), _measure_bandwidth(device, each), *_measure_link(mesh, device)]
+    *flops, memory, wire, latency = _reduce_slowest(mesh, measured)
     link = Link(wire, latency)
-    known = Device(str(device), _memory(device), dict(zip(rates, flops, strict=True)), memory)
-    return Cluster(known, _per_node(mesh), link, link)
+    known = Device(str(device), _device_memory(device), dict(zip(rates, flops, strict=True)), memory)
+    return Cluster(known, _ranks_per_node(mesh), link, link)
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+def _supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
 
 
@@ -55,16 +55,16 @@ def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     """Operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / _best(lambda: torch.mm(a, a), device, seconds)
+    return 2 * n**3 / _time_best(lambda: torch.mm(a, a), device, seconds)
 
 
-def _bandwidth(device: torch.device, seconds: float) -> float:
+def _measure_bandwidth(device: torch.device, seconds: float) -> float:
     source = torch.zeros(1 << 26 if device.type == "cuda" else 1 << 23, device=device)
     target = torch.zeros_like(source)
-    return 2 * 4 * source.numel() / _best(lambda: target.copy_(source), device, seconds)
+    return 2 * 4 * source.numel() / _time_best(lambda: target.copy_(source), device, seconds)
 
 
-def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
+def _measure_link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
     """Bandwidth and latency of a gather over all ranks. A single rank has no link in use, and gets round numbers."""
     if mesh is None or mesh.size == 1:
         return 1e9, 1e-5
@@ -72,28 +72,28 @@ def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
     with bind_mesh(mesh):
         for size in _SIZES:
             own = torch.zeros(size // 4, device=device)
-            times.append(_repeated(lambda own=own: all_gather(own, mesh.axis_names), device))
+            times.append(_time_repeated(lambda own=own: all_gather(own, mesh.axis_names), device))
     sent = (_SIZES[-1] - _SIZES[0]) * (mesh.size - 1)
     return sent / max(times[-1] - times[0], 1e-9), times[0]
 
 
-def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+def _time_best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Returns the shortest time of the runs that fit into `seconds`, at least three."""
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 4 or time.perf_counter() < end:
-        times.append(_timed(run, device))
+        times.append(_time_run(run, device))
     return min(times[1:])
 
 
-def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
+def _time_repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
     """Returns the shortest time of `count` runs.
 
     The number is fixed, as all ranks must run equally many collectives.
     """
-    return min([_timed(run, device) for _ in range(count)][1:])
+    return min([_time_run(run, device) for _ in range(count)][1:])
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _time_run(run: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -101,7 +101,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
+def _reduce_slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
     """For each figure the lowest of all ranks. For latency, which comes last, the highest."""
     if mesh is None or mesh.size == 1:
         return list(measured)
@@ -110,12 +110,12 @@ def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
     return [*every[:, :-1].amin(0).tolist(), every[:, -1].amax().item()]
 
 
-def _memory(device: torch.device) -> int:
+def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return machine_memory()
 
 
-def _per_node(mesh: Mesh | None) -> int:
+def _ranks_per_node(mesh: Mesh | None) -> int:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return local or (dist.get_world_size() if mesh is not None and dist.is_initialized() else 1)

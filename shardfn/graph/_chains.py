@@ -46,11 +46,11 @@ class ChainRegion(Region):
 
     def calls(self) -> list[KernelCall]:
         """The calls, for the present number of threads."""
-        return [call for node in self.nodes if (call := _call(node)) is not None]
+        return [call for node in self.nodes if (call := _kernel_call(node)) is not None]
 
     def place(self, x: Tensor) -> tuple[int, int]:
         """The memory of a tensor of the calls, and its first byte there."""
-        return self.places[_place(x)]
+        return self.places[_place_in_storage(x)]
 
 
 def with_chains(
@@ -79,19 +79,19 @@ def with_chains(
     out, outside = list[Node | Region](), dict(views)
     run: _Run = {}
     for step in steps:
-        if isinstance(step, Node) and _joins(step, run, views):
+        if isinstance(step, Node) and _join_run(step, run, views):
             continue
-        out += [*_closed(run, views, outside, readers), step]
+        out += [*_close_run(run, views, outside, readers), step]
         run = {}
     return out, outside
 
 
-def _joins(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
+def _join_run(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
     """Adds a node to a run if it can be a part of it; returns whether it is."""
     if node in views or node.target is operator.getitem:
         call, joins = None, bool(run) if node in views else node.args[0] in run
     else:
-        call = _call(node)
+        call = _kernel_call(node)
         # A view that is written may have to be a copy of its value, if that has other strides than its abstract value.
         joins = call is not None and not any(n in views for n in written_by(node))
     if joins:
@@ -99,7 +99,7 @@ def _joins(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
     return joins
 
 
-def _call(node: Node) -> KernelCall | None:
+def _kernel_call(node: Node) -> KernelCall | None:
     if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
         return None
     around = (node, *node.all_input_nodes)
@@ -108,7 +108,7 @@ def _call(node: Node) -> KernelCall | None:
     return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
 
 
-def _closed(
+def _close_run(
     run: _Run, views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
 ) -> list[Node | Region]:
     """A run as a region, and the views that others read, which are made after it; the run itself if none is made."""
@@ -124,14 +124,14 @@ def _closed(
             owners[node] = of  # an op that writes over its operand
     seen = {n for n in run if any(user not in run for user in readers.get(n, []))}
     shown = [n for n in run if n in owners and n in seen]
-    made_by = {n: _owner(n, owners) for n in shown}
+    made_by = {n: _find_owner(n, owners) for n in shown}
     seen.update(made_by.values())
     inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
     outputs = [n for n in nodes if n in seen and n not in owners]
     dense = all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs)
     if not dense or not _are_apart(inputs, outputs, views):
         return list(run)
-    places, room = _placed(nodes, inputs, outputs)
+    places, room = _place_values(nodes, inputs, outputs)
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
     if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
         return list(run)
@@ -148,7 +148,7 @@ def _are_apart(inputs: Sequence[Node], outputs: Sequence[Node], views: Mapping[N
     return once and given.isdisjoint(made)
 
 
-def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
+def _find_owner(node: Node, owners: Mapping[Node, Node]) -> Node:
     while node in owners:
         node = owners[node]
     return node
@@ -156,35 +156,35 @@ def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
 
 def _place_of(node: Node) -> Place | None:
     value = node.meta["val"]
-    return _place(value) if isinstance(value, Tensor) else None
+    return _place_in_storage(value) if isinstance(value, Tensor) else None
 
 
-def _placed(
+def _place_values(
     nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
 ) -> tuple[dict[Place, tuple[int, int]], int]:
     """The places of all values, and the bytes of the room."""
-    places = {_place(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
-    places |= {_place(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
+    places = {_place_in_storage(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
+    places |= {_place_in_storage(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
     last: dict[Place, int] = {}
     for i, node in enumerate(nodes):
         for n in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(map(_place, tensors_of(n)), i)
+            last |= dict.fromkeys(map(_place_in_storage, tensors_of(n)), i)
     live: list[tuple[int, int, int]] = []  # begin, end, the last call that reads it; by begin
     room = 0
     for i, node in enumerate(nodes):
         live = [x for x in live if x[2] >= i]
         for made in tensors_of(node):
-            if _place(made) not in places:
+            if _place_in_storage(made) not in places:
                 begin, size = 0, -(-num_bytes(made) // _ALIGNED) * _ALIGNED
                 for taken, end, _ in live:
                     if begin + size <= taken:
                         break
                     begin = max(begin, end)
-                live = sorted([*live, (begin, begin + size, last[_place(made)])])
+                live = sorted([*live, (begin, begin + size, last[_place_in_storage(made)])])
                 room = max(room, begin + size)
-                places[_place(made)] = len(inputs), begin
+                places[_place_in_storage(made)] = len(inputs), begin
     return places, room
 
 
-def _place(x: Tensor) -> Place:
+def _place_in_storage(x: Tensor) -> Place:
     return storage_of(x), int(x.storage_offset()) * x.element_size()

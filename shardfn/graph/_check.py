@@ -55,15 +55,15 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
           rank 0: all_gather float32 [3, 3] (line unknown)
           rank 1: all_gather float32 [4, 4] (line unknown)
     """
-    if all(_same(s, sequences[0]) for s in sequences):
+    if all(_are_same(s, sequences[0]) for s in sequences):
         return
-    split = [_by_channel(s) for s in sequences]
+    split = [_split_by_channel(s) for s in sequences]
     channels = dict.fromkeys(c for s in split for c in s)
     for channel in channels:
-        for group in _groups(channel.split(" ")[-1], mesh_shape, len(sequences)):
+        for group in _rank_groups(channel.split(" ")[-1], mesh_shape, len(sequences)):
             # Each with the first of its group: if all agree with one, they agree with each other.
             for rank in group[1:]:
-                _compare(channel, group[0], split[group[0]].get(channel, []), rank, split[rank].get(channel, []))
+                _compare_lines(channel, group[0], split[group[0]].get(channel, []), rank, split[rank].get(channel, []))
 
 
 def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | None = None) -> None:
@@ -138,7 +138,7 @@ class Events:
     def text(self) -> str:
         """Returns a text that is equal for two ranks whose programs do the same."""
         moments = (f"{e.channel} {e.turn} {e.wait} {e.message or ''}" for e in self.program)
-        return "\n".join([*map(_key, self.lines), *moments])
+        return "\n".join([*map(_strip_comment, self.lines), *moments])
 
     @property
     def sends_messages(self) -> bool:
@@ -158,14 +158,14 @@ def collective_events(gm: GraphModule) -> Events:
     turns, started, out = collections.Counter[str](), dict[Node, Moment](), list[Moment]()
     for node in gm.graph.nodes:
         if node in moves:
-            channel, message = moves[node].channel, _message(moves[node])
+            channel, message = moves[node].channel, _message_end(moves[node])
             started[node] = Moment(channel, turns[channel], False, node.name, _place_text(node), message)
             turns[channel] += 1
             out.append(started[node])
         elif is_wait(node) and start_of(node) in moves:
             begun = started[start_of(node)]
             out.append(dataclasses.replace(begun, wait=True, name=node.name, where=_place_text(node) or begun.where))
-    return Events([_line(t) for t in moves.values() if not is_message(t.node)], out)
+    return Events([_format_transfer(t) for t in moves.values() if not is_message(t.node)], out)
 
 
 def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
@@ -207,7 +207,7 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
     for rank, program in enumerate(programs):
         for moment in program:
             if moment.message is not None and not moment.wait:
-                group, own = _place(moment.channel, shape, rank)
+                group, own = _coordinates_of(moment.channel, shape, rank)
                 by_end = ends[moment.channel, group, moment.message.route(own)]
                 by_end[moment.message.sends] = rank, moment, moment.message.looks
     for (channel, _, (_, _, tag)), found in ends.items():
@@ -218,7 +218,7 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
         raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *sides, _STAGES]))
 
 
-def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
+def _coordinates_of(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
     """Returns a rank's coordinates along the axes that are not the channel's, and its index along those that are."""
     names, at, rest, index = channel.split(" ")[-1].split(","), rank, list[int](), 0
     coords: dict[str, int] = {}
@@ -232,7 +232,7 @@ def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int
     return tuple(rest), index
 
 
-def _message(t: Transfer) -> MessageEnd | None:
+def _message_end(t: Transfer) -> MessageEnd | None:
     if not is_message(t.node):
         return None
     peer, tag = t.node.args[-3:-1]
@@ -253,12 +253,12 @@ def _is_made(channel: str) -> bool:
 # Lines.
 
 
-def _line(t: Transfer) -> str:
+def _format_transfer(t: Transfer) -> str:
     where = f"{_COMMENT}{t.where}" if t.where else ""
-    return f"{t.channel}: {t.op} {dtype_name(t.dtype)} {_sizes(t)}{where}"
+    return f"{t.channel}: {t.op} {dtype_name(t.dtype)} {_format_sizes(t)}{where}"
 
 
-def _sizes(t: Transfer) -> str:
+def _format_sizes(t: Transfer) -> str:
     """Returns the sizes that must be equal between ranks, as text.
 
     "uneven" for an exchange whose sizes differ by rank.
@@ -270,28 +270,28 @@ def _sizes(t: Transfer) -> str:
     return f"[{len(t.sizes)} x {t.sizes[0]}]" if len(t.sizes) > 4 and len(set(t.sizes)) == 1 else str(list(t.sizes))
 
 
-def _same(a: Sequence[str], b: Sequence[str]) -> bool:
-    return a is b or (len(a) == len(b) and all(_agree(x, y) for x, y in zip(a, b, strict=True)))
+def _are_same(a: Sequence[str], b: Sequence[str]) -> bool:
+    return a is b or (len(a) == len(b) and all(_can_agree(x, y) for x, y in zip(a, b, strict=True)))
 
 
-def _agree(a: str, b: str) -> bool:
+def _can_agree(a: str, b: str) -> bool:
     """Returns whether two lines may be one collective. Sizes of an uneven exchange may look even on some rank."""
-    a, b = _key(a), _key(b)
+    a, b = _strip_comment(a), _strip_comment(b)
     uneven = a.endswith(_UNEVEN) or b.endswith(_UNEVEN)
-    return a == b or (uneven and _exchanged(a) is not None and _exchanged(a) == _exchanged(b))
+    return a == b or (uneven and _exchange_line(a) is not None and _exchange_line(a) == _exchange_line(b))
 
 
-def _exchanged(key: str) -> str | None:
+def _exchange_line(key: str) -> str | None:
     """Returns the line of an exchange without its sizes, or None for other lines."""
     what = key.removesuffix(_UNEVEN) if key.endswith(_UNEVEN) else key.partition(" [")[0]
     return what if any(f"{op} " in what for op in _EXCHANGES) else None
 
 
-def _key(line: str) -> str:
+def _strip_comment(line: str) -> str:
     return line.partition(_COMMENT)[0]
 
 
-def _by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
+def _split_by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
     split: dict[str, list[str]] = {}
     for line in lines:
         channel, _, rest = line.partition(": ")
@@ -299,23 +299,23 @@ def _by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
     return split
 
 
-def _compare(channel: str, rank_a: int, a: Sequence[str], rank_b: int, b: Sequence[str]) -> None:
+def _compare_lines(channel: str, rank_a: int, a: Sequence[str], rank_b: int, b: Sequence[str]) -> None:
     for i, (x, y) in enumerate(itertools.zip_longest(a, b), start=1):
-        if x is None or y is None or not _agree(x, y):
+        if x is None or y is None or not _can_agree(x, y):
             raise RankError(
                 f"ranks {rank_a} and {rank_b} differ in collective {i} on channel {channel!r}:\n"
-                f"  rank {rank_a}: {_with_line(x)}\n  rank {rank_b}: {_with_line(y)}\n{_REMEDY}"
+                f"  rank {rank_a}: {_format_line(x)}\n  rank {rank_b}: {_format_line(y)}\n{_REMEDY}"
             )
 
 
-def _with_line(text: str | None) -> str:
+def _format_line(text: str | None) -> str:
     if text is None:
         return "none; it has issued all of its own"
     what, _, where = text.partition(_COMMENT)
     return f"{what} ({where or 'line unknown'})"
 
 
-def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list[list[int]]:
+def _rank_groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list[list[int]]:
     """Returns the groups of ranks along `axes`."""
     if mesh_shape is None:
         return [list(range(count))]
@@ -344,51 +344,51 @@ class _Simulation:
     def run(self) -> None:
         ready = collections.deque(range(len(self._programs)))
         while ready:
-            ready.extend(self._advance(ready.popleft()))
+            ready.extend(self._advance_rank(ready.popleft()))
         stuck = [r for r, p in enumerate(self._programs) if self._at[r] < len(p)]
         if stuck:
-            raise RankError(self._story(stuck))
+            raise RankError(self._describe_deadlock(stuck))
 
     def _group_of_rank(self, channel: str, shape: Mapping[str, int]) -> dict[int, tuple[int, int]]:
         """Rank -> number of its group along the channel's axes, and the group's size."""
-        groups = _groups(channel.split(" ")[-1], shape, len(self._programs))
+        groups = _rank_groups(channel.split(" ")[-1], shape, len(self._programs))
         return {rank: (i, len(group)) for i, group in enumerate(groups) for rank in group}
 
-    def _advance(self, rank: int) -> list[int]:
+    def _advance_rank(self, rank: int) -> list[int]:
         """Runs a rank until it blocks or ends, and returns the ranks that it woke."""
         program, woken = self._programs[rank], list[int]()
         while self._at[rank] < len(program):
             event = program[self._at[rank]]
-            need = self._need(rank, event)
+            need = self._needed_starts(rank, event)
             if need is not None:
                 self._blocked[need].append(rank)
                 return woken
             if not event.wait:
-                woken += self._start(rank, event)
+                woken += self._start_event(rank, event)
             self._at[rank] += 1
         return woken
 
-    def _need(self, rank: int, event: Moment) -> Any:
+    def _needed_starts(self, rank: int, event: Moment) -> Any:
         """Returns the key of the starts that the event waits for.
 
         The group's, or a message's other end, or None if past.
         """
         if event.message is not None:
-            key = self._end(rank, event, not event.message.sends)
+            key = self._end_key(rank, event, not event.message.sends)
             return key if event.wait and not self._started[key] else None
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         return key if event.wait and self._started[key] < size else None
 
-    def _end(self, rank: int, event: Moment, sends: bool) -> Any:
+    def _end_key(self, rank: int, event: Moment, sends: bool) -> Any:
         """Returns the key of one end of a message in `_started`."""
         assert event.message is not None
-        group, own = _place(event.channel, self._shape, rank)
+        group, own = _coordinates_of(event.channel, self._shape, rank)
         return event.channel, group, event.message.route(own), sends
 
-    def _start(self, rank: int, event: Moment) -> list[int]:
+    def _start_event(self, rank: int, event: Moment) -> list[int]:
         if event.message is not None:
-            key = self._end(rank, event, event.message.sends)
+            key = self._end_key(rank, event, event.message.sends)
             self._started[key] += 1
             return self._blocked.pop(key, [])
         group, size = self._group[event.channel][rank]
@@ -396,7 +396,7 @@ class _Simulation:
         self._started[key] += 1
         return self._blocked.pop(key, []) if self._started[key] == size else []
 
-    def _story(self, stuck: Sequence[int]) -> str:
+    def _describe_deadlock(self, stuck: Sequence[int]) -> str:
         lines = [f"{len(stuck)} of {len(self._programs)} ranks would wait forever:"]
         for rank in stuck[:8]:
             event = self._programs[rank][self._at[rank]]

@@ -123,12 +123,12 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
         flops[phase] += node_flops(node)
         moved[phase] += node_bytes(node)
     # A receiver sends nothing.
-    traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
-    local = _totals(((m.src, m.dst), m.nbytes) for m in moves(gm))
+    traffic = _sum_by_key(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
+    local = _sum_by_key(((m.src, m.dst), m.nbytes) for m in moves(gm))
     return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic, local)
 
 
-def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
+def _sum_by_key(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
     """For each key, the number of its entries and their sum."""
     out: dict[tuple[str, str], tuple[int, int]] = {}
     for key, nbytes in entries:
@@ -146,7 +146,7 @@ def transfer_seconds(transfer: Transfer, link: Link) -> float:
     return link.seconds(nbytes) if transfer.num_ranks > 1 else 0.0
 
 
-def _seconds(node: Node, flops: int, device: Device) -> float:
+def _compute_seconds(node: Node, flops: int, device: Device) -> float:
     computing = flops / device.rate(dtype_name(arithmetic(node))) if flops else 0.0
     return max(computing, node_bytes(node) / device.bandwidth)
 
@@ -202,34 +202,36 @@ class _Clocks:
 
     def step(self, node: Node) -> None:
         if node in self._moves:
-            self._send(self._moves[node])
+            self._start_transfer(self._moves[node])
         elif node in self._local:
-            self._carry(self._local[node])
+            self._start_move(self._local[node])
         elif is_wait(node):
-            self._wait(node)
+            self._wait_for(node)
         else:
-            self._compute(node)
+            self._compute_node(node)
 
     def rate(self) -> float:
         if not any(self.flops.values()):
             return 0.0
         return self._cluster.device.rate(dtype_name(max(self.flops, key=lambda d: self.flops[d])))
 
-    def _send(self, move: Transfer) -> None:
+    def _start_transfer(self, move: Transfer) -> None:
         if move.num_ranks == 1:
             return
         link = self._cluster.link(self._shape, move.axes)
         detail = f"{move.op} {move.sent} bytes {' '.join(move.leaves)}".strip()
-        self._start(move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail))
+        self._start_on_lane(
+            move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail)
+        )
 
-    def _carry(self, move: MemoryMove) -> None:
+    def _start_move(self, move: MemoryMove) -> None:
         """Adds a move between memories; each direction has a link of its own."""
         link = self._cluster.host if any(map(is_device, (move.src, move.dst))) else self._cluster.disk
         if link is not None:
             way = f"{move.src} -> {move.dst}"
-            self._start(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
+            self._start_on_lane(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
 
-    def _start(
+    def _start_on_lane(
         self, move: Transfer | MemoryMove, wire: Link | str, lane: str, took: float, say: tuple[str, str]
     ) -> None:
         begin = max(self.now, self.free.get(wire, 0.0))
@@ -241,7 +243,7 @@ class _Clocks:
             self._arrives[move.wait] = (begin + took, lane, waits)
         self.events.append(Event(move.node.name, lane, begin, took, move.where, say[1]))
 
-    def _wait(self, node: Node) -> None:
+    def _wait_for(self, node: Node) -> None:
         if node not in self._arrives:
             return
         arrives, lane, event = self._arrives.pop(node)
@@ -251,9 +253,9 @@ class _Clocks:
             self.events.append(dataclasses.replace(event, start=self.now, seconds=late))
             self.now = arrives
 
-    def _compute(self, node: Node) -> None:
+    def _compute_node(self, node: Node) -> None:
         flops = node_flops(node)
-        took = _seconds(node, flops, self._cluster.device)
+        took = _compute_seconds(node, flops, self._cluster.device)
         if flops:
             self.flops[arithmetic(node)] += flops
         if took:

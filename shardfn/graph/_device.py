@@ -116,7 +116,7 @@ class Cluster:
             hint = did_you_mean(unknown[0], mesh_shape)
             raise ValueError(f"axis {unknown[0]!r} is not in the mesh, which has {tuple(mesh_shape)}.{hint}")
         size = math.prod(mesh_shape[a] for a in names)
-        extent = max((_stride(mesh_shape, a) * mesh_shape[a] for a in names if mesh_shape[a] > 1), default=1)
+        extent = max((_axis_stride(mesh_shape, a) * mesh_shape[a] for a in names if mesh_shape[a] > 1), default=1)
         if self.per_node % extent == 0 or math.prod(mesh_shape.values()) <= self.per_node:
             return self.inside
         wires = _ranks_in_node(mesh_shape, names, self.per_node) if size > 1 else 1
@@ -139,7 +139,7 @@ def cluster(name: str) -> Cluster:
     return DEVICES[known]
 
 
-def _stride(mesh_shape: Mapping[str, int], axis: str) -> int:
+def _axis_stride(mesh_shape: Mapping[str, int], axis: str) -> int:
     names = list(mesh_shape)
     return math.prod(mesh_shape[a] for a in names[names.index(axis) + 1 :])
 
@@ -148,13 +148,13 @@ def _ranks_in_node(mesh_shape: Mapping[str, int], names: list[str], per_node: in
     """Returns the number of ranks of rank 0's group that are in rank 0's node."""
     offsets = [0]
     for axis in names:
-        stride = _stride(mesh_shape, axis)
+        stride = _axis_stride(mesh_shape, axis)
         steps = range(0, min(mesh_shape[axis] * stride, per_node), stride)
         offsets = [o + s for o in offsets for s in steps]
     return sum(o < per_node for o in offsets)
 
 
-def _cluster(
+def _make_cluster(
     name: str,
     gib: float,
     flops: tuple[float, float | None, float | None],
@@ -183,13 +183,13 @@ def _cluster(
 # eight to a machine with one 100 Gbit/s Ethernet port (an assumption).
 # cpu: one process on a few cores of a server, gloo over loopback and 10 Gbit/s Ethernet (assumptions: calibrate).
 DEVICES: Mapping[str, Cluster] = {
-    "v100-32": _cluster("v100-32", 32, (15.7, 125, None), 900, inside_gb=150, between_gb=6.25, per_node=16),
-    "a100-40": _cluster("a100-40", 40, (19.5, 312, 312), 1555, inside_gb=300, between_gb=25),
-    "a100-80": _cluster("a100-80", 80, (19.5, 312, 312), 2039, inside_gb=300, between_gb=25),
-    "h100": _cluster("h100", 80, (67, 989.4, 989.4), 3350, inside_gb=450, between_gb=50),
-    "h200": _cluster("h200", 140, (67, 989.4, 989.4), 4800, inside_gb=450, between_gb=50),
-    "b200": _cluster("b200", 179, (75, 2250, 2250), 8000, inside_gb=900, between_gb=50),
-    "rtx4090": _cluster("rtx4090", 24, (82.6, 165.2, 165.2), 1008, inside_gb=32, between_gb=1.5625, latency=2e-5),
-    "a6000": _cluster("a6000", 48, (38.7, 154.8, 154.8), 768, inside_gb=32, between_gb=1.5625, latency=2e-5),
-    "cpu": _cluster("cpu", 4, (0.1, None, 0.05), 10, inside_gb=1, between_gb=0.15625, latency=1e-4),
+    "v100-32": _make_cluster("v100-32", 32, (15.7, 125, None), 900, inside_gb=150, between_gb=6.25, per_node=16),
+    "a100-40": _make_cluster("a100-40", 40, (19.5, 312, 312), 1555, inside_gb=300, between_gb=25),
+    "a100-80": _make_cluster("a100-80", 80, (19.5, 312, 312), 2039, inside_gb=300, between_gb=25),
+    "h100": _make_cluster("h100", 80, (67, 989.4, 989.4), 3350, inside_gb=450, between_gb=50),
+    "h200": _make_cluster("h200", 140, (67, 989.4, 989.4), 4800, inside_gb=450, between_gb=50),
+    "b200": _make_cluster("b200", 179, (75, 2250, 2250), 8000, inside_gb=900, between_gb=50),
+    "rtx4090": _make_cluster("rtx4090", 24, (82.6, 165.2, 165.2), 1008, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "a6000": _make_cluster("a6000", 48, (38.7, 154.8, 154.8), 768, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "cpu": _make_cluster("cpu", 4, (0.1, None, 0.05), 10, inside_gb=1, between_gb=0.15625, latency=1e-4),
 }

@@ -70,7 +70,7 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
         new[item].replace_all_uses_with(kept)
         new[item].graph.erase_node(new[item])
         new[item] = kept
-    return {new[n] for n in _operands(node)}
+    return {new[n] for n in _first_operands(node)}
 
 
 class _Owners:
@@ -82,7 +82,7 @@ class _Owners:
 
     def __init__(self, memory: Memory, donated: set[str], temporaries: bool) -> None:
         self._memory, self._temporaries = memory, temporaries
-        # The position of the last read, by memory; `_join` updates it.
+        # The position of the last read, by memory; `_unite_results` updates it.
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
         # A program that stops must leave the state unchanged.
         self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)
@@ -92,16 +92,16 @@ class _Owners:
         self.chosen: dict[Node, Any] = {}
         for i, node in enumerate(memory.order):
             twin = in_place_twin(node)
-            if twin is not None and self._may(node, i):
+            if twin is not None and self._can_donate(node, i):
                 self.chosen[node] = twin
-                self._join(node)
+                self._unite_results(node)
 
-    def _of(self, node: Node) -> list[int]:
+    def _memories_of(self, node: Node) -> list[int]:
         return [self._memory.find(m) for m in self._memory.shown(node)]
 
-    def _may(self, node: Node, i: int) -> bool:
-        first = _operands(node)
-        owned = [m for n in first for m in self._of(n)]
+    def _can_donate(self, node: Node, i: int) -> bool:
+        first = _first_operands(node)
+        owned = [m for n in first for m in self._memories_of(n)]
         if not first or len(set(owned)) != len(first) or len(self._memory.shown(node)) != len(first):
             return False
         if any(m in self._foreign or self._last.get(m, i) > i for m in owned):
@@ -110,15 +110,15 @@ class _Owners:
         if any(given) if i < self._stop else not self._temporaries and not all(given):
             return False
         # An operand may be used twice, element by element. No other operand may share the overwritten memory.
-        others = [n for n in _others(node) if n is not node.args[0]]
-        if any(m in owned for n in others for m in self._of(n)):
+        others = [n for n in _other_operands(node) if n is not node.args[0]]
+        if any(m in owned for n in others for m in self._memories_of(n)):
             return False
         listed = isinstance(node.args[0], list | tuple)
-        return _fits(first, node) and (not listed or all(u.target is operator.getitem for u in node.users))
+        return _can_hold(first, node) and (not listed or all(u.target is operator.getitem for u in node.users))
 
-    def _join(self, node: Node) -> None:
-        for source, made in zip(_operands(node), self._memory.shown(node), strict=True):
-            here, there = self._of(source)[0], self._memory.find(made)
+    def _unite_results(self, node: Node) -> None:
+        for source, made in zip(_first_operands(node), self._memory.shown(node), strict=True):
+            here, there = self._memories_of(source)[0], self._memory.find(made)
             last = self._last.get(there, -1)
             root = self._memory.unite(here, there)
             self._last[root] = last
@@ -148,27 +148,27 @@ def in_place_twin(node: Node) -> Any:
     if not elementwise or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     twin = getattr(getattr(torch.ops.aten, name + "_", None), overload, None)
-    return twin if twin is not None and _same_arguments(target._schema, twin._schema) else None
+    return twin if twin is not None and _has_same_arguments(target._schema, twin._schema) else None
 
 
-def _same_arguments(pure: Any, twin: Any) -> bool:
+def _has_same_arguments(pure: Any, twin: Any) -> bool:
     mine = [(a.name, str(a.type)) for a in pure.arguments]
     return twin.is_mutable and mine == [(a.name, str(a.type)) for a in twin.arguments]
 
 
-def _operands(node: Node) -> list[Node]:
+def _first_operands(node: Node) -> list[Node]:
     first = node.args[0] if node.args else None
     found = first if isinstance(first, list | tuple) else [first]
     return [n for n in found if isinstance(n, Node)]
 
 
-def _others(node: Node) -> list[Node]:
+def _other_operands(node: Node) -> list[Node]:
     rest: list[Node] = []
     map_arg((node.args[1:], node.kwargs), rest.append)
     return rest
 
 
-def _fits(first: list[Node], node: Node) -> bool:
+def _can_hold(first: list[Node], node: Node) -> bool:
     before = [t for n in first for t in tensors_of(n)]
     after = tensors_of(node)
     if len(before) != len(after):

@@ -49,7 +49,7 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
         ['x_1', 'mul', 'add', 'output']
     """
     if "draft" in gm.meta:
-        _rearrange(gm.graph, order)
+        _rearrange_nodes(gm.graph, order)
         return gm, dict(zip(order, order, strict=True))
     graph, new = Graph(), dict[Node, Node]()
     for node in order:
@@ -57,7 +57,7 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
     return finish(gm, graph), new
 
 
-def _rearrange(graph: Graph, order: Sequence[Node]) -> None:
+def _rearrange_nodes(graph: Graph, order: Sequence[Node]) -> None:
     kept = set(order)
     for node in reversed(list(graph.nodes)):
         if node not in kept:

@@ -49,7 +49,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         >>> exact_rows(gm) is gm
         True
     """
-    walk = _walked(gm)
+    walk = _walk_graph(gm)
     starts = [] if walk is None else walk.exact()
     if walk is None or not starts:
         return gm
@@ -72,7 +72,7 @@ def balanced_shares(gm: GraphModule) -> dict[Node, float]:
         >>> balanced_shares(make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2)))
         {}
     """
-    walk = _walked(gm)
+    walk = _walk_graph(gm)
     return {} if walk is None else {n: walk.balanced_share(n) for n in walk.short()}
 
 
@@ -86,7 +86,7 @@ def has_short_rows(node: Node) -> bool:
     return node.meta.get("short_rows", False)
 
 
-def _walked(gm: GraphModule) -> "_Walk | None":
+def _walk_graph(gm: GraphModule) -> "_Walk | None":
     """Returns the walk through a graph, or None if no rows come by an exchange."""
     return _Walk(Memory(gm)) if any(n.target is _ARRIVED for n in gm.graph.nodes) else None
 
@@ -106,7 +106,7 @@ class _Walk:
             if node.target is _ARRIVED:
                 self._note_exchange(node)
         for node in memory.order:
-            self._visit(node)
+            self._visit_node(node)
 
     def exact(self) -> list[Node]:
         """Returns the exchanges whose result may have exactly the rows that come."""
@@ -129,28 +129,28 @@ class _Walk:
             wait = wait.args[0]
         if not isinstance(wait, Node) or wait.target is not WAIT or start_of(wait).target is not _START:
             return
-        table, start = self._of_mark(mark), start_of(wait)
+        table, start = self._table_of(mark), start_of(wait)
         known = self._table.setdefault(wait, table)
         if known != table:
             self._whole |= {known, table}
         elif start not in self._starts.setdefault(table, []):
             self._starts[table].append(start)
 
-    def _of_mark(self, mark: Node) -> int:
+    def _table_of(self, mark: Node) -> int:
         return self._number[mark.args[1]]  # pyright: ignore[reportArgumentType]
 
-    def _visit(self, node: Node) -> None:
+    def _visit_node(self, node: Node) -> None:
         if node in self._table:  # the wait for an exchange
             return
         tables = {self._table[n] for n in node.all_input_nodes if n in self._table}
         if not tables:
             if node.target is _ARRIVED:  # a value of whole size is used as if it were not
-                self._whole.add(self._of_mark(node))
+                self._whole.add(self._table_of(node))
             return
         rule = _RULES.get(_rows_of(node))
         keeps = None if rule is None or len(tables) > 1 else rule(node, self._is_short)
-        if keeps is None or (node.target is _ARRIVED and self._of_mark(node) not in tables):
-            self._whole |= tables | ({self._of_mark(node)} if node.target is _ARRIVED else set())
+        if keeps is None or (node.target is _ARRIVED and self._table_of(node) not in tables):
+            self._whole |= tables | ({self._table_of(node)} if node.target is _ARRIVED else set())
         if keeps is not False:
             self._table[node] = min(tables)
 
@@ -168,16 +168,16 @@ def _rows_of(node: Node) -> str:
     return op.rows or ("each" if op.pointwise else "")
 
 
-def _each(node: Node, short: _Short) -> bool | None:
+def _check_each(node: Node, short: _Short) -> bool | None:
     results = list(tensors_of(node))
     if not results or _dim_of(node) == 0:
         return None
     num, ndim = {len(x) for x in results if x.dim()}, {x.dim() for x in results}
     alike = len(num) == 1 and len(ndim) == 1
-    return True if alike and all(_fits(n, short, *num, *ndim) for n in node.all_input_nodes) else None
+    return True if alike and all(_can_fit(n, short, *num, *ndim) for n in node.all_input_nodes) else None
 
 
-def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
+def _can_fit(operand: Node, short: _Short, num: int, ndim: int) -> bool:
     """Returns whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
     values = list(tensors_of(operand))
     if short(operand):
@@ -192,56 +192,56 @@ def _dim_of(node: Node) -> int:
         return -1
     names = [a.name for a in target._schema.arguments]
     if "dims" in names:  # of a permutation
-        return 0 if _argument(node, names, "dims")[0] != 0 else -1
+        return 0 if _argument_of(node, names, "dims")[0] != 0 else -1
     if "dim" not in names:
         return -1
     first = next(iter(tensors_of(node)))
-    return _argument(node, names, "dim") % max(first.dim(), 1)
+    return _argument_of(node, names, "dim") % max(first.dim(), 1)
 
 
-def _argument(node: Node, names: Sequence[str], name: str) -> Any:
+def _argument_of(node: Node, names: Sequence[str], name: str) -> Any:
     at = names.index(name)
     default = node.target._schema.arguments[at].default_value  # pyright: ignore
     return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
 
 
-def _places(node: Node, short: _Short) -> bool | None:
+def _check_places(node: Node, short: _Short) -> bool | None:
     source, places, *rest = node.args
     others = [n for n in rest if isinstance(n, Node)]
     return True if short(places) and all(map(short, others)) and isinstance(source, Node) else None
 
 
-def _first(node: Node, short: _Short) -> bool | None:
+def _check_first(node: Node, short: _Short) -> bool | None:
     operand = node.args[0]
-    if not short(operand) or any(map(short, _after(node, 1))) or _dim_of(node) == 0:
+    if not short(operand) or any(map(short, _nodes_after(node, 1))) or _dim_of(node) == 0:
         return None
     num = {len(x) for n in (operand, node) for x in tensors_of(n)}  # pyright: ignore[reportArgumentType]
     return True if len(num) == 1 else None
 
 
-def _sum(node: Node, short: _Short) -> bool | None:
+def _check_sum(node: Node, short: _Short) -> bool | None:
     first = node.args[:2]
-    return False if all(map(short, first)) and not any(map(short, _after(node, 2))) else None
+    return False if all(map(short, first)) and not any(map(short, _nodes_after(node, 2))) else None
 
 
-def _sent(node: Node, short: _Short) -> bool | None:
-    return False if short(node.args[0]) and not any(map(short, _after(node, 1))) else None
+def _check_sent(node: Node, short: _Short) -> bool | None:
+    return False if short(node.args[0]) and not any(map(short, _nodes_after(node, 1))) else None
 
 
-def _as_like(node: Node, short: _Short) -> bool | None:
+def _check_as_like(node: Node, short: _Short) -> bool | None:
     x, like = (next(iter(tensors_of(n))) for n in node.args)  # pyright: ignore[reportArgumentType]
     return True if short(node.args[1]) and len(x) == len(like) else None
 
 
-def _after(node: Node, start: int) -> Iterator[Node]:
+def _nodes_after(node: Node, start: int) -> Iterator[Node]:
     return (n for n in node.args[start:] if isinstance(n, Node))
 
 
 _RULES: dict[str, Callable[[Node, _Short], bool | None]] = {
-    "each": _each,
-    "places": _places,
-    "first": _first,
-    "sum": _sum,
-    "sent": _sent,
-    "like": _as_like,
+    "each": _check_each,
+    "places": _check_places,
+    "first": _check_first,
+    "sum": _check_sum,
+    "sent": _check_sent,
+    "like": _check_as_like,
 }

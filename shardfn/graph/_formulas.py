@@ -112,35 +112,35 @@ def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int
 # Bytes held meanwhile, of a node.
 
 
-def _argument(node: Node, i: int) -> Tensor:
+def _tensor_argument(node: Node, i: int) -> Tensor:
     value: Any = node.args[i]
     return tensors_in(value.meta["val"])[0]
 
 
 def if_16_bit(node: Node) -> int:
-    x = _argument(node, 0)
+    x = _tensor_argument(node, 0)
     return 4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0
 
 
 def a_copy(node: Node) -> int:
-    return num_bytes(_argument(node, 0))
+    return num_bytes(_tensor_argument(node, 0))
 
 
 def if_strided(node: Node) -> int:
-    return 0 if _argument(node, 0).is_contiguous() else a_copy(node)
+    return 0 if _tensor_argument(node, 0).is_contiguous() else a_copy(node)
 
 
 def flash_forward(node: Node) -> int:
     """Bytes per thread of fused attention: a tile of scores, two running statistics and an accumulator."""
-    q, k = _argument(node, 0), _argument(node, 1)
-    rows, columns = _tile(q.shape[2], k.shape[2])
+    q, k = _tensor_argument(node, 0), _tensor_argument(node, 1)
+    rows, columns = _tile_shape(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * (columns + 2 + q.shape[3])
 
 
 def flash_backward(node: Node) -> int:
     """Bytes per thread of its backward: two tiles of scores."""
-    q, k = _argument(node, 1), _argument(node, 2)
-    rows, columns = _tile(q.shape[2], k.shape[2])
+    q, k = _tensor_argument(node, 1), _tensor_argument(node, 2)
+    rows, columns = _tile_shape(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
@@ -150,7 +150,7 @@ def of_kernel(node: Node) -> int:
     return scratch_bytes(node.target, args)
 
 
-def _tile(queries: int, keys: int) -> tuple[int, int]:
+def _tile_shape(queries: int, keys: int) -> tuple[int, int]:
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return min(rows, queries), min(512, keys)
 

@@ -27,7 +27,7 @@ def grouped_product(use: OpUse) -> list[Strategy]:
     return [
         whole(use),
         *strategies(use, labels),
-        *_own_matrices(use, _multiplied(use.target), ends=False),
+        *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False),
     ]
 
 
@@ -43,18 +43,18 @@ def grouped_mm(use: OpUse) -> list[Strategy]:
         return out
     alone = use.arg(4, "out_dtype") is None
 
-    def run(outs: tuple[Form, ...]) -> Run | None:
+    def make_run(outs: tuple[Form, ...]) -> Run | None:
         del outs
-        return lambda ranks, args, kwargs: _torchs(*args, **kwargs)
+        return lambda ranks, args, kwargs: _padded_grouped_mm(*args, **kwargs)
 
     if use.operands[1].ndim == 3:
-        labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=run)
-        return [*out, *strategies(use, labels), *_own_matrices(use, _torchs_of_ends, ends=True)]
-    labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=run)
+        labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=make_run)
+        return [*out, *strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
+    labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=make_run)
     return [*out, *strategies(use, labels)]
 
 
-def _own_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:
+def _cut_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:
     w, form = use.operands[1], use.forms[1]
     if w.shape[0] < 2:
         return []
@@ -72,7 +72,7 @@ def _name_of(use: OpUse, at: int) -> str:
 def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
     """Returns the rows of this rank's groups are moved to the front, multiplied, and moved back."""
 
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def multiply_own(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x, own, sizes, *rest = (*args, *kwargs.values())
         start, stop = ranks.bounds(owner.num, owner.multiple)
         if start == stop:  # zeros that depend on both operands, since all ranks' gradients take part in sums
@@ -86,22 +86,24 @@ def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
         here = (back >= 0) & (back < num)
         return torch.where(here[:, None], y[torch.where(here, back, 0)], 0)
 
-    return run
+    return multiply_own
 
 
-def _multiplied(op: Any) -> _Multiply:
-    def multiply(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+def _multiply_by_sizes(op: Any) -> _Multiply:
+    def multiply_sizes(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
         return (ranks.functions.get(op) or op)(x, w, ends - torch.nn.functional.pad(ends[:-1], (1, 0)), *rest)
 
-    return multiply
+    return multiply_sizes
 
 
-def _torchs_of_ends(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+def _grouped_mm_by_ends(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
     del ranks, rest
-    return _torchs(x, w, ends.int())
+    return _padded_grouped_mm(x, w, ends.int())
 
 
-def _torchs(a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def _padded_grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """`_grouped_mm` of inputs and outputs of any number, which torch takes in multiples of 16 bytes alone."""
     step = 16 // a.element_size()
     k, n = a.shape[b.ndim == 3], b.shape[-1]

@@ -56,19 +56,19 @@ class Memory:
         self._known: dict[Node, tuple[Any, Sequence[tuple[int, Any]]]] = gm.meta.get("draft", {})
         # A snapshot: a pass may edit the graph and still ask.
         self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
-        acts = {n: _acts(n.target) if n.op == "call_function" else _NEVER for n in self.order}
+        acts = {n: _acts_of(n.target) if n.op == "call_function" else _NEVER for n in self.order}
         self._waits: dict[Node, Node] = {}
         for node in self.order:
-            self._raw[node] = self._numbers(node)
+            self._raw[node] = self._list_numbers(node)
             if acts[node].waits:
                 self._waits[node] = start_of(node)
-                self._tie(node)
+                self._unite_wait(node)
             elif node.target is operator.getitem and is_wait_input(node):
-                self._tie(node)
-        self._shown = {n: self._found(raw) for n, raw in self._raw.items()}
+                self._unite_wait(node)
+        self._shown = {n: self._find_all(raw) for n, raw in self._raw.items()}
         # From here on all memories that are the same have been united.
         self._view = {n: acts[n].may_view and self._is_view(n) for n in self.order}
-        self._writes = {n: self._of(written_by(n)) for n in self.order if acts[n].writes}
+        self._writes = {n: self._memories_of(written_by(n)) for n in self.order if acts[n].writes}
         self.mutated = {m for memories in self._writes.values() for m in memories}
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
@@ -89,7 +89,7 @@ class Memory:
         if self._view[node]:
             return ()
         start = self._waits.get(node)
-        return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
+        return self._memories_of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
         """Returns the memories that the node overwrites.
@@ -99,7 +99,7 @@ class Memory:
         start = self._waits.get(node)
         if start is None:
             return self.mutates(node)
-        return _once((*self._of(self.inputs[node]), *self.mutates(start)))
+        return _drop_repeats((*self._memories_of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
         """Returns the representative of all memories that were found to be the same."""
@@ -129,34 +129,34 @@ class Memory:
                 behind[node] = found
         return out
 
-    def _of(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+    def _memories_of(self, nodes: Sequence[Node]) -> tuple[int, ...]:
         if len(nodes) == 1:
             return self._shown[nodes[0]]
-        return _once(m for n in nodes for m in self._shown[n])
+        return _drop_repeats(m for n in nodes for m in self._shown[n])
 
-    def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
+    def _find_all(self, memories: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the representatives of these memories, each once."""
         if len(memories) == 1:
             return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
-        return _once(map(self.find, memories))
+        return _drop_repeats(map(self.find, memories))
 
-    def _numbers(self, node: Node) -> tuple[int, ...]:
+    def _list_numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
         # By the storage of the abstract value, which aliases share, as real tensors do.
         if "val" in node.meta:
-            return tuple([self._new(key, storage) for key, storage in self._storages(node)])
+            return tuple([self._new_memory(key, storage) for key, storage in self._storages_of(node)])
         if node.op != "call_function":
-            return (self._new((node.op, node.target)),)
+            return (self._new_memory((node.op, node.target)),)
         if isinstance(node.target, OpOverload) and not node.target._schema.returns:
             return ()
         # An op without an abstract value may return its arguments.
-        own = self._new(node)
+        own = self._new_memory(node)
         for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
-    def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
+    def _storages_of(self, node: Node) -> Sequence[tuple[int, Any]]:
         """Returns the storages of the node's abstract value, with their addresses; cached for a draft."""
         val, known = node.meta["val"], self._known.get(node)
         if known is None or known[0] is not val:
@@ -164,7 +164,7 @@ class Memory:
             known = self._known[node] = (val, [(x._cdata, x) for x in storages])
         return known[1]
 
-    def _new(self, key: object, storage: Any = None) -> int:
+    def _new_memory(self, key: object, storage: Any = None) -> int:
         found = self._number.get(key)
         if found is None:
             found = self._number[key] = len(self._parent)
@@ -172,7 +172,7 @@ class Memory:
             self.sizes.append(0 if storage is None else storage.nbytes())
         return found
 
-    def _tie(self, node: Node) -> None:
+    def _unite_wait(self, node: Node) -> None:
         """Unites the memory of a wait with that of its transfer, which abstract values may not show."""
         start = start_of(node)
         others = list(node.all_input_nodes)
@@ -203,14 +203,14 @@ _NEVER = _Acts(waits=False, may_view=False, writes=False)
 
 
 @by_identity
-def _acts(target: Any) -> _Acts:
+def _acts_of(target: Any) -> _Acts:
     op = known_op(target)
     moves = op.channel or op.move is not None or op.waits
     looks = isinstance(target, OpOverload) and not moves and not target._schema.is_mutable
     return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
 
 
-def _once(memories: Iterable[int]) -> tuple[int, ...]:
+def _drop_repeats(memories: Iterable[int]) -> tuple[int, ...]:
     """Returns the memories without repetitions, in order."""
     return tuple(dict.fromkeys(memories))
 
@@ -224,7 +224,9 @@ def keeps_its_place(node: Node) -> bool:
     """Returns whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
     if is_fetch(node):
         return False  # this rank's own affair, and repeatable
-    return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
+    return (
+        bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns_of(node)) or node.op == "placeholder"
+    )
 
 
 def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Node]]:
@@ -245,7 +247,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     readers: dict[int, list[Node]] = {}
     out: dict[Node, list[Node]] = {}
     for node in memory.order:
-        turns, writes = _turns(node), memory.writes(node)
+        turns, writes = _turns_of(node), memory.writes(node)
         # Nodes that must not run if the program stops before them, and must have run if it stops after them. Also
         # transfers: a rank that stops must have started exactly those that others wait for.
         stopped = (_EFFECT,) if writes or _RANDOM in turns or is_start(node) else ()
@@ -270,7 +272,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
 
 def is_stop(node: Node) -> bool:
     """Returns whether the program may end at the node, or the node has an unknown effect."""
-    return _EFFECT in _turns(node)
+    return _EFFECT in _turns_of(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
@@ -368,7 +370,7 @@ def _turn_of(target: Any) -> tuple[int, ...]:
     return (_EFFECT,) if op.effects else ()
 
 
-def _turns(node: Node) -> tuple[int, ...]:
+def _turns_of(node: Node) -> tuple[int, ...]:
     if node.op != "call_function":
         return ()
     if node.target is WAIT and is_message(start_of(node)):
@@ -378,4 +380,4 @@ def _turns(node: Node) -> tuple[int, ...]:
 
 def is_random(node: Node) -> bool:
     """Returns whether the node draws from torch's generator, or may do more than compute."""
-    return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns(node))
+    return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns_of(node))

@@ -37,23 +37,23 @@ class Labels:
 def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
     """Returns the rule of an op with labels."""
 
-    def rule(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         return [whole(use), *strategies(use, label(use))]
 
-    return rule
+    return apply_rule
 
 
 def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     """Returns the strategies that cut one label, and those that leave a sum to be taken."""
     out: list[Strategy] = []
-    for name, size in _sizes(use, labels).items():
+    for name, size in _label_sizes(use, labels).items():
         summed = not any(name in dims for dims in labels.outs)
         if size < 2 or (summed and not labels.sums):
             continue
-        for way in _ways(use, labels, name):
-            ins = tuple(_form(use, x, dims, name, way) for x, dims in zip(use.operands, labels.ins, strict=True))
+        for way in _ways_to_cut(use, labels, name):
+            ins = tuple(_form_of(use, x, dims, name, way) for x, dims in zip(use.operands, labels.ins, strict=True))
             outs = tuple(
-                PARTIAL if summed else _form(use, x, dims, name, way)
+                PARTIAL if summed else _form_of(use, x, dims, name, way)
                 for x, dims in zip(use.outs, labels.outs, strict=True)
             )
             if all(form != VARYING for form in outs):
@@ -65,16 +65,16 @@ def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     return out
 
 
-def _form(use: OpUse, x: Operand, dims: Dims, name: object, way: tuple[int, Parts]) -> Form:
+def _form_of(use: OpUse, x: Operand, dims: Dims, name: object, way: tuple[int, Parts]) -> Form:
     return use.cut(dims.index(name), x.shape[dims.index(name)], *way) if name in dims else VARYING
 
 
-def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
+def _label_sizes(use: OpUse, labels: Labels) -> dict[object, int]:
     sides = (*zip(use.operands, labels.ins, strict=True), *zip(use.outs, labels.outs, strict=True))
     return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
 
 
-def _ways(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
+def _ways_to_cut(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
     """Returns the multiples and parts by which operands are cut along a label, and the plain way."""
     found: set[tuple[int, Parts]] = {(1, ())}
     for form, dims in zip(use.forms, labels.ins, strict=True):
@@ -140,10 +140,10 @@ def product(*terms: str) -> Callable[[OpUse], Labels]:
 def keeps_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
     """Computes along some dims, on which nothing may be cut, for each index of the others; results have all dims."""
 
-    def label(use: OpUse) -> Labels:
+    def label_op(use: OpUse) -> Labels:
         x = use.operands[0]
         closed = {d % max(x.ndim, 1) for d in dims(use)}
         own: Dims = tuple(None if i in closed else i for i in range(x.ndim))
         return Labels(tuple(own for _ in use.operands), tuple(own for _ in use.outs))
 
-    return label
+    return label_op

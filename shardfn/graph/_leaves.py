@@ -38,13 +38,13 @@ class Updates:
             node = stack.pop()
             for user in node.users:
                 if user in self._takers:
-                    names.update(dict.fromkeys(self._leaf(user, node)))
+                    names.update(dict.fromkeys(self._find_leaf(user, node)))
                 elif user not in seen and _keeps_identity(user) and user.args[0] is node:
                     seen.add(user)
                     stack.append(user)
         return tuple(names)
 
-    def _leaf(self, taker: Node, grad: Node) -> tuple[str, ...]:
+    def _find_leaf(self, taker: Node, grad: Node) -> tuple[str, ...]:
         at = self._takers[taker].get(grad)
         if at is None:
             return ()
@@ -55,18 +55,18 @@ class Updates:
 
 def sources(node: Node) -> Iterator[Node]:
     """Yields the nodes that a value's elements come from by cuts, joins, casts, codes, transfers or copies."""
-    stack, seen = list(node.all_input_nodes) if _carries(node) else [], {node}
+    stack, seen = list(node.all_input_nodes) if _is_moving(node) else [], {node}
     while stack:
         n = stack.pop()
         if n in seen:
             continue
         seen.add(n)
         yield n
-        if _carries(n):
+        if _is_moving(n):
             stack.extend(n.all_input_nodes)
 
 
-def _carries(node: Node) -> bool:
+def _is_moving(node: Node) -> bool:
     """Returns whether `node` moves elements and computes nothing with them."""
     return node.op == "call_function" and (op_of(node).carries or is_view(node))
 

@@ -55,7 +55,7 @@ def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
     """
     nodes = list(gm.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
-    blocks = _stored(nodes, at)
+    blocks = _memories_of(nodes, at)
     hidden: list[Block] = []
     for local in moves(gm):
         _hold_operands(local, at, blocks)
@@ -63,12 +63,12 @@ def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
         _hold_operands(move, at, blocks)
         if move.wait is not None:
             if move.node.target is torch.ops.shardfn.psum_scatter_start.default:
-                hidden += _arriving(move, at, blocks)
+                hidden += _arriving_buffers(move, at, blocks)
     out = [*blocks.values(), *hidden]
     return sorted((b for b in out if b.nbytes), key=lambda b: b.born)
 
 
-def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
+def _memories_of(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
     """The memory that the values show, by identity."""
     end, blocks = len(nodes) - 1, dict[int, Block]()
     for i, node in enumerate(nodes):
@@ -96,7 +96,7 @@ def _hold_operands(move: Transfer | MemoryMove, at: Mapping[Node, int], blocks: 
             block.dies = max(block.dies, at[move.wait])
 
 
-def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
+def _arriving_buffers(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
     """The buffers of a psum_scatter; its result is allocated at the wait."""
     assert move.wait is not None
     start, wait = at[move.node], at[move.wait]

@@ -25,9 +25,11 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
     first: dict[Node, Node] = {}
     bases: dict[Node, tuple[Node, ...]] = {}  # by view, all values that it is a view of, the earliest first
     # Tensors that get another shape are not what they were captured as.
-    reshaped = {storage_of(x) for step in steps if _reshapes(step) for n in step.all_input_nodes for x in tensors_of(n)}
+    reshaped = {
+        storage_of(x) for step in steps if _is_reshaping(step) for n in step.all_input_nodes for x in tensors_of(n)
+    }
     for step in steps:
-        of = _viewed(step) if isinstance(step, Node) else None
+        of = _viewed_node(step) if isinstance(step, Node) else None
         if isinstance(step, Node) and of is not None and reshaped.isdisjoint(map(storage_of, tensors_of(step))):
             bases[step] = (*bases.get(of, ()), of)
             base = next((base for base in bases[step] if _shows_all(step, base)), None)
@@ -41,7 +43,7 @@ def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node
     read: set[Node] = set()
     kept: list[Node | Region] = []
     for step in reversed(steps):
-        if isinstance(step, Node) and step not in read and is_view(step) and not _reshapes(step):
+        if isinstance(step, Node) and step not in read and is_view(step) and not _is_reshaping(step):
             continue
         kept.append(step)
         read.update(reads(step, first))
@@ -55,13 +57,13 @@ def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
     return [first[step]] if step in first else step.all_input_nodes
 
 
-def _viewed(node: Node) -> Node | None:
+def _viewed_node(node: Node) -> Node | None:
     # `as_strided` counts in memory, whose strides at run time may be others.
     of = node.args[0] if is_view(node) and node.target is not torch.ops.aten.as_strided.default else None
     return of if isinstance(of, Node) else None
 
 
-def _reshapes(step: Node | Region) -> TypeGuard[Node]:
+def _is_reshaping(step: Node | Region) -> TypeGuard[Node]:
     """Returns whether it changes the shape of a tensor, or its memory, in place."""
     target: Any = step.target if isinstance(step, Node) else None
     return torch.Tag.inplace_view in getattr(target, "tags", ()) or getattr(target, "overloadpacket", None) in _RESIZES

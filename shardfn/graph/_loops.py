@@ -62,7 +62,7 @@ def bodies_of(graph: Graph) -> tuple[list[Node], dict[Node, Body]]:
     bodies: dict[Node, Body] = {}
     for node in graph.nodes:  # inner loops end before those around them
         if node.target is looped:
-            bodies[node] = _body(node, within.get(node.meta["body"], []), bodies)
+            bodies[node] = _add_body(node, within.get(node.meta["body"], []), bodies)
     for nodes in within.values():
         _check_scope(nodes, bodies)
     return within[None], bodies
@@ -76,7 +76,7 @@ def reads(node: Node, bodies: dict[Node, Body]) -> list[Node]:
     return list(dict.fromkeys([*args[0], *(n for x in args[1] for n in x), *bodies[node].outside]))
 
 
-def _body(node: Node, nodes: Sequence[Node], bodies: dict[Node, Body]) -> Body:
+def _add_body(node: Node, nodes: Sequence[Node], bodies: dict[Node, Body]) -> Body:
     args: Any = node.args
     carry, _, given, ends = args
     own = {*nodes}
@@ -93,7 +93,7 @@ def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
         mark = node.meta.get("loop") if node.op != "get_attr" else None
         for n in reads(node, bodies):
             made_in = None if n.op == "get_attr" else n.meta.get("loop")
-            if made_in is not None and made_in is not mark and not _around(made_in, node, bodies):
+            if made_in is not None and made_in is not mark and not _is_around(made_in, node, bodies):
                 raise ValueError(
                     f"{where_of(n) or 'a line unknown'}: a tensor that the function of a scan has made is used outside"
                     " of it, and is neither in the carry nor in y; return it, since the function's Python runs for one"
@@ -101,7 +101,7 @@ def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
                 )
 
 
-def _around(mark: LoopMark, node: Node, bodies: dict[Node, Body]) -> bool:
+def _is_around(mark: LoopMark, node: Node, bodies: dict[Node, Body]) -> bool:
     """Returns whether a node is in a loop that is inside the one of this mark."""
     here = node.meta.get("loop")
     while here is not None and here is not mark:

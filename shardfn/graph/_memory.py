@@ -80,20 +80,24 @@ class MemoryAnalysis:
 
     def __str__(self) -> str:
         """A table: kinds, then the largest pieces."""
-        head = f"peak {_mib(self.peak)} in {self.phase} at {self.node}" + (f" ({self.where})" if self.where else "")
+        head = f"peak {_format_mib(self.peak)} in {self.phase} at {self.node}" + (
+            f" ({self.where})" if self.where else ""
+        )
         kinds = [
-            f"  {k:<12} {_mib(self.by_kind[k])}   (at most {_mib(self.max_by_kind[k])})"
+            f"  {k:<12} {_format_mib(self.by_kind[k])}   (at most {_format_mib(self.max_by_kind[k])})"
             for k in KINDS
             if self.max_by_kind[k]
         ]
-        rows = [f"  {_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest]
-        return "\n".join([head, *kinds, *self._elsewhere(), "largest:", *rows])
+        rows = [
+            f"  {_format_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest
+        ]
+        return "\n".join([head, *kinds, *self._other_kinds(), "largest:", *rows])
 
-    def _elsewhere(self) -> list[str]:
+    def _other_kinds(self) -> list[str]:
         """A line for each other kind of memory that is used."""
         used = [m for m in MEMORIES[1:] if self.by_memory[m]]
-        shown = {m: [f"{k} {_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
-        return [f"{m} peak {_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
+        shown = {m: [f"{k} {_format_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
+        return [f"{m} peak {_format_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
 
 
 def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = False) -> MemoryAnalysis:
@@ -124,8 +128,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     blocks = blocks_of(gm, sent)
     if balanced:
         shares = balanced_shares(gm)
-        blocks = [_shrunk(b, shares) for b in blocks]
-    kinds = _kinds(blocks, sent, phases)
+        blocks = [_shrink_block(b, shares) for b in blocks]
+    kinds = _kinds_of(blocks, sent, phases)
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
     at, scratch = walk.at, _scratch_in("device", nodes)
@@ -133,25 +137,25 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,
-        by_kind=_sums(alive, scratch[at]),
+        by_kind=_sum_by_kind(alive, scratch[at]),
         max_by_kind=walk.most,
         node=nodes[at].name,
         where=where_of(nodes[at]),
         phase=phases[nodes[at]],
         timeline=tuple(walk.timeline),
-        begins=_begins(nodes, phases),
-        largest=tuple(_live(b, k) for b, k in top),
+        begins=_phase_begins(nodes, phases),
+        largest=tuple(_describe_live(b, k) for b, k in top),
         by_memory={m: max(w.peak, 0) for m, w in walks.items()},
         max_by_memory={m: w.most for m, w in walks.items()},
     )
 
 
-def _shrunk(block: Block, shares: Mapping[Node, float]) -> Block:
+def _shrink_block(block: Block, shares: Mapping[Node, float]) -> Block:
     share = next((shares[h] for h in block.holders if h in shares), 1.0)
     return dataclasses.replace(block, nbytes=math.ceil(block.nbytes * share))
 
 
-def _begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
+def _phase_begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
     begins: dict[str, int] = {}
     for i, node in enumerate(nodes):
         if node.op == "call_function":
@@ -175,15 +179,15 @@ class _RunningTotals:
 def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _RunningTotals:
     mine = [memory_of(b.maker) == memory for b in blocks]
     chosen = list(itertools.compress(blocks, mine)), list(itertools.compress(kinds, mine))
-    return _walk(*chosen, _scratch_in(memory, nodes))
+    return _walk_blocks(*chosen, _scratch_in(memory, nodes))
 
 
 def _scratch_in(memory: str, nodes: Sequence[Node]) -> list[int]:
     return [scratch_bytes(n) if memory_of(n) == memory else 0 for n in nodes]
 
 
-def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _RunningTotals:
-    born, dead = _events(blocks, kinds, len(scratch))
+def _walk_blocks(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _RunningTotals:
+    born, dead = _births_and_deaths(blocks, kinds, len(scratch))
     now = {k: sum(n for kind, n in born[-1] if kind == k) for k in KINDS}
     total, walk = sum(now.values()), _RunningTotals(0, -1, dict(now), [])
     for i, extra in enumerate(scratch):
@@ -204,7 +208,7 @@ def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int])
 _Events = list[list[tuple[str, int]]]
 
 
-def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
+def _births_and_deaths(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
     """The blocks allocated at each node, and freed after it. The last births are of blocks that exist before the step.
 
     Blocks that are alive at the last node outlive the step.
@@ -218,7 +222,7 @@ def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[
     return born, dead
 
 
-def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
+def _sum_by_kind(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
     sums = dict.fromkeys(KINDS, 0)
     for block, kind in alive:
         sums[kind] += block.nbytes
@@ -226,7 +230,7 @@ def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
     return sums
 
 
-def _live(block: Block, kind: str) -> Live:
+def _describe_live(block: Block, kind: str) -> Live:
     maker = block.maker
     # Memory that rows do not fill is larger than its block.
     fits = [t for t in tensors_of(maker) if t.untyped_storage().nbytes() >= block.nbytes]
@@ -238,19 +242,19 @@ def _live(block: Block, kind: str) -> Live:
     return Live(maker.name, kind, block.nbytes, shape, dtype, leaf, where_of(maker))
 
 
-def _mib(nbytes: int) -> str:
+def _format_mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
 # Kinds of memory.
 
 
-def _kinds(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
-    gathered, summed = _moved(moves)
-    return [_kind(b, gathered, summed, phases) for b in blocks]
+def _kinds_of(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
+    gathered, summed = _moved_nodes(moves)
+    return [_kind_of(b, gathered, summed, phases) for b in blocks]
 
 
-def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[Node, str]) -> str:
+def _kind_of(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[Node, str]) -> str:
     maker = block.maker
     if maker.op != "call_function":
         kind = maker.meta.get("kind", "other")
@@ -272,7 +276,7 @@ def _kind_by_use(made: str, used: set[str]) -> str:
     return "other" if "output" in used else "temporaries"
 
 
-def _moved(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
+def _moved_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
     """The nodes that show gathered values, and the nodes that show sums over ranks or their parts."""
     gathered, summed = set[Node](), set[Node]()
     for move in moves:

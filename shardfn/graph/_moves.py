@@ -50,7 +50,7 @@ def moves(gm: GraphModule) -> list[MemoryMove]:
         [('device', 'host', 12)]
     """
     phases = phases_of(gm)
-    found = [_move(node, phases[node]) for node in gm.graph.nodes if is_move(node)]
+    found = [_move_of(node, phases[node]) for node in gm.graph.nodes if is_move(node)]
     return [move for move in found if move.nbytes]
 
 
@@ -90,7 +90,7 @@ def stored_bytes(node: Node) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _move(node: Node, phase: str) -> MemoryMove:
+def _move_of(node: Node, phase: str) -> MemoryMove:
     src, dst, _ = crossing(node)
     wait = next((u for u in node.users if op_of(u).waits), None)
     return MemoryMove(node, wait, src, dst, moved_bytes(node), phase, where_of(node))

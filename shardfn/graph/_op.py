@@ -112,7 +112,7 @@ def with_schema(row: Op, target: Any) -> Op:
         constant=row.constant and not writes,
         casts=row.casts and not writes,
         copies=row.copies and not writes,
-        views=None if writes else _viewed(schema) if row.views is None else row.views,
+        views=None if writes else _viewed_argument(schema) if row.views is None else row.views,
         writes=writes,
         draws=torch.Tag.nondeterministic_seeded in tags,
         pointwise=torch.Tag.pointwise in tags,
@@ -133,13 +133,13 @@ def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
     """
     known: dict[int, tuple[Any, _Fact]] = {}
 
-    def remembered(target: Any) -> _Fact:
+    def find_fact(target: Any) -> _Fact:
         found = known.get(id(target))
         if found is None:
             found = known[id(target)] = (target, f(target))  # the op itself, too, or its number might be given again
         return found[1]
 
-    return functools.wraps(f)(remembered)
+    return functools.wraps(f)(find_fact)
 
 
 @by_identity
@@ -153,7 +153,7 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _viewed(schema: Any) -> int | None:
+def _viewed_argument(schema: Any) -> int | None:
     """Returns the argument that the op's only result is a view of."""
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
         return None

@@ -54,10 +54,10 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     memory = Memory(gm)
     before = dependences(memory)
     # Starts first go up as far as they may; from there on only waits move.
-    order = put_forward(memory.order, before, _eager(memory, dependents(before)))
-    leaving = _leaving(memory)
-    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flat(leaving)}
-    wish = [*_limited([n for n in order if n not in lazy][:-1], limit, leaving)]
+    order = put_forward(memory.order, before, _find_eager(memory, dependents(before)))
+    leaving = _find_leaving(memory)
+    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flatten_chains(leaving)}
+    wish = [*_limit_starts([n for n in order if n not in lazy][:-1], limit, leaving)]
     return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
 
 
@@ -67,7 +67,7 @@ def reduced_bytes(start: Node) -> int:
     return sum(v.numel() * v.element_size() for v in values)
 
 
-def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
+def _find_eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     """Returns the starts of reductions, with the copies and views that only they need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
@@ -78,7 +78,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     return eager
 
 
-def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
+def _find_leaving(memory: Memory) -> dict[Node | None, list[Node]]:
     """For each reduction, the nodes that send its sum on, to the host or over another hop, with copies and views."""
     behind: dict[Node, Node] = {}
     chains: dict[Node | None, list[Node]] = {}
@@ -99,11 +99,11 @@ def _goes_on(node: Node) -> bool:
     return node.target is TO_HOST or is_reduction(node)
 
 
-def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
+def _flatten_chains(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
     return [node for chain in chains.values() for node in chain]
 
 
-def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
+def _limit_starts(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
     """Puts waits before starts that would exceed the limit. All others are put where their value is needed."""
     flying: collections.deque[tuple[Node, int]] = collections.deque()
     before: Node | None = None  # the reduction before

@@ -18,22 +18,22 @@ def taken_apart(at: int) -> Callable[[OpUse], list[Strategy]]:
     """`slice`, `split`, `split_with_sizes`, whose argument `at` is the dim: other dims, and parts of this one."""
     label = closed(at)
 
-    def rule(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         out = [whole(use), *strategies(use, label(use))]
         x, form = use.operands[0], use.forms[0]
         dim = use.arg(at, "dim", 0) % max(x.ndim, 1)
         if not (form.kind == "cut" and form.dim == dim and form.parts):
             return out
-        pieces = _pieces(use, x.shape[dim], form.parts)
+        pieces = _find_pieces(use, x.shape[dim], form.parts)
         if pieces is not None:
             outs = tuple(use.cut(dim, sum(s for s, _ in form.parts[a:b]), 1, form.parts[a:b]) for a, b in pieces)
-            out.append(Strategy((form,), outs, _taken(form, x.shape[dim], pieces, single=at == 1)))
+            out.append(Strategy((form,), outs, _take_parts(form, x.shape[dim], pieces, single=at == 1)))
         return out
 
-    return rule
+    return apply_rule
 
 
-def _pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
+def _find_pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
     """Returns the range of parts that each result consists of, or None if a result cuts through a part."""
     ends = [0, *itertools.accumulate(n for n, _ in parts)]
     if use.target.__name__ == "slice.Tensor":
@@ -52,14 +52,14 @@ def _pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None
     return [(ends.index(a), ends.index(b)) for a, b in bounds]
 
 
-def _taken(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: bool) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _take_parts(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: bool) -> Run:
+    def take_pieces(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del kwargs
         ends = [0, *itertools.accumulate(ranks.own(size, form))]
         found = [args[0].narrow(form.dim, ends[a], ends[b] - ends[a]) for a, b in pieces]
         return found[0] if single else found
 
-    return run
+    return take_pieces
 
 
 def joined(use: OpUse) -> list[Strategy]:

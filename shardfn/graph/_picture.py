@@ -25,7 +25,7 @@ def picture_of_time(found: Estimate) -> "Figure":
         ImportError: there is no matplotlib.
     """
     lanes = ["compute", *dict.fromkeys(e.lane for e in found.events if e.lane not in ("compute", "wait"))]
-    figure = _figure(1.2 + 0.5 * len(lanes))
+    figure = _format_height(1.2 + 0.5 * len(lanes))
     axes, known = figure.add_subplot(), set[str]()
     for event in found.events:
         here = event.lane in ("compute", "wait")
@@ -49,7 +49,7 @@ def picture_of_memory(found: MemoryAnalysis) -> "Figure":
     Raises:
         ImportError: there is no matplotlib.
     """
-    figure = _figure(3.6)
+    figure = _format_height(3.6)
     over, at_peak = figure.subplots(1, 2, width_ratios=[3, 1])
     mib = [nbytes / (1 << 20) for nbytes in found.timeline]
     over.fill_between(range(len(mib)), mib, color=_COLORS["compute"], alpha=0.5)
@@ -68,7 +68,7 @@ def picture_of_memory(found: MemoryAnalysis) -> "Figure":
     return figure
 
 
-def _figure(height: float) -> Any:
+def _format_height(height: float) -> Any:
     try:
         from matplotlib.figure import Figure  # of an extra, and it takes as long to import as shardfn
     except ImportError as error:

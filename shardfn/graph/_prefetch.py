@@ -63,21 +63,21 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     # The time when a gather could run depends on its inputs alone. `before` and the queue keep the gathers' order.
     free = dependences(memory, channels=False)
 
-    def used(node: Node) -> bool:  # the update bounds its moves in flight by its own order
+    def is_used(node: Node) -> bool:  # the update bounds its moves in flight by its own order
         return phases[node] != "update"
 
-    def late(node: Node) -> bool:
-        return (_lands(node) and (used(node) or _gathers(node))) or _returns(node)
+    def is_late(node: Node) -> bool:
+        return (_is_landing(node) and (is_used(node) or _is_gathering(node))) or _is_return(node)
 
-    order = put_off(memory.order, before, waits_and_views(memory, late))
+    order = put_off(memory.order, before, waits_and_views(memory, is_late))
     far = memory.far
-    stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _gathers(n) and n not in far, budget)]
+    stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _is_gathering(n) and n not in far, budget)]
     if far:
         stages.append((far.__contains__, FAR_AHEAD * budget))
     if any(map(is_fetch, memory.order)):
-        stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
-        stages += [(lambda n: n.target is ROWS_TO_DEVICE and used(n), budget)]
-        stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
+        stages += [(lambda n: n.target is TO_DEVICE and is_used(n), budget)]
+        stages += [(lambda n: n.target is ROWS_TO_DEVICE and is_used(n), budget)]
+        stages += [(lambda n: n.target is READ and is_used(n), READ_AHEAD * budget)]
     # One stage after another, the nearest first: moves that feed a gather are placed by the gather's new position.
     for which, limit in stages:
         ready = ready_after(order, free, memory)
@@ -85,15 +85,15 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     return reordered(gm, order)[0]
 
 
-def _lands(node: Node) -> bool:
+def _is_landing(node: Node) -> bool:
     return is_wait(node) and (is_gather(start_of(node)) or is_fetch(node))
 
 
-def _returns(node: Node) -> bool:
+def _is_return(node: Node) -> bool:
     return is_wait(node) and start_of(node).target is ROWS_TO_HOST
 
 
-def _gathers(node: Node) -> bool:
+def _is_gathering(node: Node) -> bool:
     return is_gather(start_of(node) if is_wait(node) else node)
 
 
@@ -119,32 +119,32 @@ class _Starter:
             if node in self._chosen:
                 continue
             if is_wait(node) and start_of(node) in self._chosen:
-                out += self._land(start_of(node))
+                out += self._land_gather(start_of(node))
             # No transfer starts among the placeholders, which come first in a graph.
             if node.op != "placeholder":
-                out += self._admit(i)
+                out += self._admit_starts(i)
             out.append(node)
         return out
 
-    def _land(self, start: Node) -> list[Node]:
+    def _land_gather(self, start: Node) -> list[Node]:
         """Starts the gather and those before it, if they have not started, and takes its bytes off the budget."""
         late: list[Node] = []
         while self._starts and start not in self._flying:
-            late.append(self._take())
+            late.append(self._take_start())
         self._bytes -= self._flying.pop(start, 0)
         return late
 
-    def _admit(self, i: int) -> list[Node]:
+    def _admit_starts(self, i: int) -> list[Node]:
         out: list[Node] = []
-        while self._starts and self._ready[self._starts[0]] < i and self._fits(gathered_bytes(self._starts[0])):
-            out.append(self._take())
+        while self._starts and self._ready[self._starts[0]] < i and self._has_room(gathered_bytes(self._starts[0])):
+            out.append(self._take_start())
         return out
 
-    def _fits(self, nbytes: int) -> bool:
+    def _has_room(self, nbytes: int) -> bool:
         # At least one, of any size: else a leaf above the budget would never be gathered ahead.
         return self._bytes == 0 or self._bytes + nbytes <= self._budget
 
-    def _take(self) -> Node:
+    def _take_start(self) -> Node:
         start = self._starts.popleft()
         self._flying[start] = gathered_bytes(start)
         self._bytes += self._flying[start]

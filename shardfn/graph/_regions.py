@@ -60,7 +60,7 @@ class Region:
             >>> Region((), (), ()).num_bytes
             0
         """
-        return sum(_bytes(node) for node in (*self.inputs, *self.outputs))
+        return sum(_bytes_of(node) for node in (*self.inputs, *self.outputs))
 
 
 def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> list[Node | Region]:
@@ -88,7 +88,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
     groups = _Groups(gm)
     for node in gm.graph.nodes:
         groups.take(node)
-    return _in_order(groups, min_nodes, min_bytes)
+    return _sort_steps(groups, min_nodes, min_bytes)
 
 
 def peel(node: Node) -> Node:
@@ -120,7 +120,7 @@ def is_view(node: Node) -> bool:
 # Which nodes fuse.
 
 
-def _fuses(node: Node) -> bool:
+def _can_fuse(node: Node) -> bool:
     op = op_of(node)
     if not (op.pointwise or op.fuses) or getattr(node.target, "namespace", "") != "aten":
         return False
@@ -132,10 +132,10 @@ def _fuses(node: Node) -> bool:
     if any(map(has_short_rows, around)):
         return False
     near = [tensors_of(n) for n in around]
-    return all(near) and all(_plain(t) for tensors in near for t in tensors)
+    return all(near) and all(_is_plain(t) for tensors in near for t in tensors)
 
 
-def _plain(value: Tensor) -> bool:
+def _is_plain(value: Tensor) -> bool:
     sizes = (*value.shape, *value.stride())
     static = all(type(size) is int for size in sizes)
     if value.dtype in _ROUNDED and value.device.type == "cpu" and not INDUCTOR_ROUNDS:
@@ -143,15 +143,15 @@ def _plain(value: Tensor) -> bool:
     return static and value.dtype in _DTYPES and value.layout == torch.strided and value.numel() > 0
 
 
-def _storages(node: Node) -> list[int]:
+def _storages_of(node: Node) -> list[int]:
     return [storage_of(t) for t in tensors_of(node)]
 
 
-def _bytes(node: Node) -> int:
+def _bytes_of(node: Node) -> int:
     return sum(map(num_bytes, tensors_of(node)))
 
 
-def _written(node: Node) -> list[Node]:
+def _written_arguments(node: Node) -> list[Node]:
     """The arguments that a node writes. A wait counts as writing its operands and those that its start writes."""
     if not is_wait(node):
         return written_by(node)
@@ -173,7 +173,7 @@ class _LiveValues:
                 given = nodes[born.setdefault(key, i)].op == "placeholder"
                 self.size[key] = 0 if given else value.untyped_storage().nbytes()
             for used in (node, *node.all_input_nodes):
-                self.last.update(dict.fromkeys(_storages(used), i))
+                self.last.update(dict.fromkeys(_storages_of(used), i))
         change = [0] * (len(nodes) + 1)
         for key, start in born.items():
             change[start] += self.size[key]
@@ -210,89 +210,89 @@ class _Groups:
         if isinstance(maker, Node) and maker in self.of:
             self.of[node] = self.of[maker]
             self.of[node].nodes.append(node)
-        elif _fuses(node):
-            self._join(node)
+        elif _can_fuse(node):
+            self._join_group(node)
         elif not is_view(node):
-            self._fix(node)
+            self._fix_node(node)
 
-    def _join(self, node: Node) -> None:
+    def _join_group(self, node: Node) -> None:
         given = [peel(n) for n in node.all_input_nodes]
         near = [g for g in self.open if any(self.of.get(n) is g for n in given)]
-        group = near[0] if near else self._earlier(node, given) or self._new()
+        group = near[0] if near else self._earlier_group(node, given) or self._open_group()
         for other in near[1:]:
-            self._merge(group, other)
+            self._merge_groups(group, other)
         self.of[node] = group
         group.nodes.append(node)
-        group.reads.update(dict.fromkeys(s for n in given if self.of.get(n) is not group for s in _storages(n)))
+        group.reads.update(dict.fromkeys(s for n in given if self.of.get(n) is not group for s in _storages_of(n)))
 
-    def _new(self) -> _Group:
+    def _open_group(self) -> _Group:
         group = _Group()
         self.all.append(group)
         self.open.append(group)
         return group
 
-    def _merge(self, into: _Group, other: _Group) -> None:
+    def _merge_groups(self, into: _Group, other: _Group) -> None:
         self.of.update(dict.fromkeys(other.nodes, into))
         into.nodes = sorted(into.nodes + other.nodes, key=self.index.__getitem__)
         into.reads |= other.reads
         self.open.remove(other)
         self.all.remove(other)
 
-    def _earlier(self, node: Node, given: list[Node]) -> _Group | None:
+    def _earlier_group(self, node: Node, given: list[Node]) -> _Group | None:
         """The closed group that the node can still join: its inputs exist there, unchanged, and its value is small."""
         groups = [self.of[n] for n in given if n in self.of]
-        if not groups or _bytes(node) * 8 > max(_bytes(n) for n in given):
+        if not groups or _bytes_of(node) * 8 > max(_bytes_of(n) for n in given):
             return None
         group = max(groups, key=lambda g: g.slot or 0)
         slot = group.slot or 0
         there = all(
-            self.of[n] is group if n in self.of and self.of[n].slot == slot else self._time(n) < slot for n in given
+            self.of[n] is group if n in self.of and self.of[n].slot == slot else self._time_of(n) < slot for n in given
         )
-        unchanged = all(max(self.written.get(s, -1), self.unknown) < slot for n in given for s in _storages(n))
+        unchanged = all(max(self.written.get(s, -1), self.unknown) < slot for n in given for s in _storages_of(n))
         same = node.meta.get("phase") == group.nodes[0].meta.get("phase")
         return group if there and unchanged and same else None
 
-    def _time(self, node: Node) -> int:
+    def _time_of(self, node: Node) -> int:
         slot = self.of[node].slot if node in self.of else self.index[node]
         return self.index[node] if slot is None else slot
 
-    def _fix(self, node: Node) -> None:
+    def _fix_node(self, node: Node) -> None:
         at = self.index[node]
         needed = {id(self.of[n]) for n in map(peel, node.all_input_nodes) if n in self.of}
-        written = _written(node)
-        storages = {s for n in written for s in _storages(n)}
-        unknown = any(not _storages(n) for n in written)
+        written = _written_arguments(node)
+        storages = {s for n in written for s in _storages_of(n)}
+        unknown = any(not _storages_of(n) for n in written)
         self.unknown = at if unknown else self.unknown
         self.written.update(dict.fromkeys(storages, at))
         for group in list(self.open):
             # The node overwrites an input of the group, or needs its values: the group runs directly before.
             if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
-                self._close(group, at)
-        growth = [max(0, self._growth(group, at)) for group in self.open]
+                self._close_group(group, at)
+        growth = [max(0, self._held_growth(group, at)) for group in self.open]
         if any(growth) and self.live.at[at] + sum(growth) > self.live.peak:
             for group, more in zip(list(self.open), growth, strict=True):
                 if more:
-                    self._close(group, at)
+                    self._close_group(group, at)
         self.fixed.append(node)
 
-    def _close(self, group: _Group, at: int) -> None:
+    def _close_group(self, group: _Group, at: int) -> None:
         group.slot = at
         self.open.remove(group)
 
-    def _growth(self, group: _Group, at: int) -> int:
+    def _held_growth(self, group: _Group, at: int) -> int:
         """How many bytes more are alive at `at` if the group runs after it."""
         kept = sum(self.live.size[s] for s in group.reads if self.live.last[s] < at)
-        made = {s for node in group.nodes for s in _storages(node)}
+        made = {s for node in group.nodes for s in _storages_of(node)}
         return kept - sum(self.live.size[s] for s in made if self.live.last[s] >= at)
 
 
 # From groups to the list of steps.
 
 
-def _in_order(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Region]:
+def _sort_steps(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Region]:
     timed: list[tuple[float, Node | Region]] = [(groups.index[node], node) for node in groups.fixed]
     for group in groups.all:
-        region = _region(group)
+        region = _make_region(group)
         if not region.outputs:
             continue
         if _num_ops(region) >= min_nodes and region.num_bytes >= min_bytes:
@@ -321,7 +321,7 @@ def _num_ops(region: Region) -> int:
     return sum(op_of(node).weight for node in region.nodes if node.target is not operator.getitem)
 
 
-def _region(group: _Group) -> Region:
+def _make_region(group: _Group) -> Region:
     mine = set(group.nodes)
     inputs = dict.fromkeys(r for n in group.nodes for r in map(peel, n.all_input_nodes) if r not in mine)
     outputs = [n for n in group.nodes if _is_read_outside(n, mine)]

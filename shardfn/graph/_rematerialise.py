@@ -56,47 +56,47 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"rematerialise(budget={budget}): a budget of bytes must not be negative.")
     replay = Replay(gm)
-    steps, peak = _search(replay, budget)
+    steps, peak = _search_plan(replay, budget)
     again = sum(isinstance(s.value, Again) for s in steps)
-    out = _build(gm, replay.memory, steps)
+    out = _build_graph(gm, replay.memory, steps)
     out.meta["rematerialise"] = {"budget": budget, "reached": peak, "again": again}
     return out
 
 
-def _plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[Step], int]:
+def _make_plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[Step], int]:
     plan = ReplayPlan(replay, replay.thinned(chosen, reach))
     return plan.steps, plan.peak()
 
 
-def _search(replay: Replay, budget: int) -> tuple[list[Step], int]:
+def _search_plan(replay: Replay, budget: int) -> tuple[list[Step], int]:
     """Returns the plan that computes the fewest activations again and fits.
 
     If none fits, the plan with the lowest peak.
     """
-    best = _plan(replay, [])
+    best = _make_plan(replay, [])
     ranking = [] if best[1] <= budget else replay.ranking()
     for reach in _REACH if ranking else ():
         for part in (4, 3, 2, 1):
-            plan = _plan(replay, ranking[: -(-len(ranking) * part // 4)], reach)
+            plan = _make_plan(replay, ranking[: -(-len(ranking) * part // 4)], reach)
             best = min(best, plan, key=lambda p: p[1])
             if plan[1] <= budget:
-                return _fewest(replay, ranking[: -(-len(ranking) * part // 4)], reach, budget, plan)
+                return _find_fewest(replay, ranking[: -(-len(ranking) * part // 4)], reach, budget, plan)
     return best
 
 
-def _fewest(
+def _find_fewest(
     replay: Replay, ranking: Sequence[int], reach: int, budget: int, fits: tuple[list[Step], int]
 ) -> tuple[list[Step], int]:
     low, high = 0, len(ranking)
     while high - low > 1:
         middle = (low + high) // 2
-        plan = _plan(replay, ranking[:middle], reach)
+        plan = _make_plan(replay, ranking[:middle], reach)
         low, high = (low, middle) if plan[1] <= budget else (middle, high)
         fits = plan if plan[1] <= budget else fits
     return fits
 
 
-def _build(gm: GraphModule, memory: Memory, steps: Sequence[Step]) -> GraphModule:
+def _build_graph(gm: GraphModule, memory: Memory, steps: Sequence[Step]) -> GraphModule:
     graph, new, changed = Graph(), dict[Node | Again, Node](), set[Node]()
     for step in steps:
         old = step.value.node if isinstance(step.value, Again) else step.value

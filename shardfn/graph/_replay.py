@@ -81,7 +81,7 @@ class Replay:
         self.activations = self._find_activations()
         self.late_uses = {n: found for n in memory.order if (found := self._late_uses(n))}
         self.needs = {n: needed_by(n) for n in memory.order}
-        self.held = {n: self._held(n) for n in memory.order}
+        self.held = {n: self._held_memories(n) for n in memory.order}
         self._chains: dict[int, Chain | None] = {}
         self._number = value_numbers(memory)
         self._twins: dict[int, list[Node]] = {}
@@ -128,10 +128,10 @@ class Replay:
     def chain(self, m: int) -> Chain | None:
         """Returns the ops that compute activation m again, or None if that is impossible."""
         if m not in self._chains:
-            self._chains[m] = self._follow(m)
+            self._chains[m] = self._follow_chain(m)
         return self._chains[m]
 
-    def _follow(self, m: int, limit: int = 2048) -> Chain | None:
+    def _follow_chain(self, m: int, limit: int = 2048) -> Chain | None:
         out, stack, seen, i = Chain(), [self._makers[m]], set[Node](), self.activations[m]
         while stack:
             node = stack.pop()
@@ -144,22 +144,22 @@ class Replay:
                 if taken is None:
                     stack.append(a)
                 # It is read later than before: a write in between would change the value.
-                elif not self._steady(a, node):
+                elif not self._is_steady(a, node):
                     return None
                 elif taken is a:
-                    self._note(out, a, i)
+                    self._note_chain(out, a, i)
             if out.nodes > limit:
                 return None
         return out
 
-    def _note(self, chain: Chain, taken: Node, i: int) -> None:
+    def _note_chain(self, chain: Chain, taken: Node, i: int) -> None:
         for u in self.memory.shown(taken):
             if u in self.activations:
                 chain.inputs.add(u)
             elif u not in self.memory.given and self._last.get(u, -1) < i:
                 chain.held += self.memory.sizes[u]
 
-    def _steady(self, node: Node, reader: Node) -> bool:
+    def _is_steady(self, node: Node, reader: Node) -> bool:
         """Returns whether the memory of `node` stays unchanged from `reader` to the end of the backward."""
         begin = self.memory.position[reader]
         return not any(begin < i <= self._end for m in self.memory.shown(node) for i in self._writes.get(m, ()))
@@ -179,7 +179,7 @@ class Replay:
         early = [a for a in node.all_input_nodes if self.phases[a] == "forward"]
         return [a for a in early if any(m in self.activations for m in self.memory.shown(a))]
 
-    def _held(self, node: Node) -> set[int]:
+    def _held_memories(self, node: Node) -> set[int]:
         shown = {m for a in (node, *self.needs[node]) for m in self.memory.shown(a)}
         return shown - self.memory.given
 
@@ -216,18 +216,18 @@ class ReplayPlan:
         self._done: set[Node] = set()
         self.steps: list[Step] = []
         for node in replay.memory.order:
-            self._emit(node)
+            self._emit_node(node)
 
     def peak(self) -> int:
         """Returns the most bytes of values, arguments excepted, that are alive at any step."""
-        first, last, sizes = _lifetimes(self._replay, self.steps)
+        first, last, sizes = _lifetimes_of(self._replay, self.steps)
         change = [0] * (len(self.steps) + 1)
         for m, begin in first.items():
             change[begin] += sizes[m]
             change[last[m] + 1] -= sizes[m]
         return max(itertools.accumulate(change))
 
-    def _emit(self, target: Node) -> None:
+    def _emit_node(self, target: Node) -> None:
         """Runs the node, after those that must come before it."""
         # By hand and not by recursion: chains are as long as a model is deep.
         stack = [target]
@@ -238,19 +238,19 @@ class ReplayPlan:
             if not missing:
                 stack.pop()
                 if node not in self._done:
-                    self._run(node)
+                    self._run_node(node)
 
-    def _run(self, node: Node) -> None:
+    def _run_node(self, node: Node) -> None:
         swaps: dict[Node, Node | Again] = {}
         replay = self._replay
         for a in replay.late_uses.get(node, ()) if self._chosen else ():
             if any(m in self._chosen for m in replay.memory.shown(a)):
-                swaps[a] = self._need(a, replay.memory.position[node])
+                swaps[a] = self._need_again(a, replay.memory.position[node])
         if node not in self._done:
             self._done.add(node)
             self.steps.append(Step(node, swaps))
 
-    def _need(self, root: Node, i: int) -> Again:
+    def _need_again(self, root: Node, i: int) -> Again:
         """Runs `root` again before position i, with the inputs that must run again, unless it did already."""
         stack = [root]
         while stack:
@@ -269,13 +269,13 @@ class ReplayPlan:
         # A replacement may come later in the graph: it runs now.
         for taken in inputs.values():
             if taken is not None:
-                self._emit(taken)
+                self._emit_node(taken)
         swaps = {a: self._again[a] if taken is None else taken for a, taken in inputs.items() if taken is not a}
         self._again[node] = Again(node)
         self.steps.append(Step(self._again[node], swaps))
 
 
-def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
+def _lifetimes_of(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """Returns the first and the last step at which each memory that is not given is held, and all sizes."""
     memory, sizes = replay.memory, list(replay.memory.sizes)
     # By value, its memories in the plan, where they differ from the graph's.
@@ -288,14 +288,16 @@ def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], d
         if isinstance(value, Node) and not step.swaps and names.keys().isdisjoint(replay.needs[value]):
             held = replay.held[value]
         else:
-            held = _held(memory, step, names, sizes)
+            held = _alive_memories(memory, step, names, sizes)
         for m in held:
             first.setdefault(m, i)
             last[m] = i
     return first, last, sizes
 
 
-def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]) -> set[int]:
+def _alive_memories(
+    memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]
+) -> set[int]:
     """Returns the memories alive while the step runs, by their names in the plan.
 
     Gives names to those that it makes.

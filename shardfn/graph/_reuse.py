@@ -80,34 +80,34 @@ class _Recent:
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._total = 0
         self._first: dict[int, Node] = {}
-        self._last_use, private = _uses(memory)
+        self._last_use, private = _last_uses(memory)
         self._leaf: dict[int, int] = {}
         self.stands: dict[Node, Node] = {}
         for node in memory.order:
             wait = wait_of(node) if which(node) else None
             if wait is not None and not private.intersection(memory.shown(wait)):
-                self._gather(node, wait)
+                self._reuse_gather(node, wait)
             for m in memory.reads(node):
                 if m in self._leaf:
-                    self._touch(self._leaf[m], memory.sizes[m])
+                    self._touch_leaf(self._leaf[m], memory.sizes[m])
 
-    def _gather(self, start: Node, wait: Node) -> None:
+    def _reuse_gather(self, start: Node, wait: Node) -> None:
         leaf, m = self._number[start], self._memory.shown(wait)[0]
         first = self._first.get(leaf)
         # The dropped value's uses are the first one's from here on.
-        if first is not None and (leaf in self._recent or self._alive(first, start)):
+        if first is not None and (leaf in self._recent or self._is_alive(first, start)):
             self.stands[wait] = first
             kept = self._memory.shown(first)[0]
             self._last_use[kept] = max(self._last_use.get(kept, 0), self._last_use.get(m, 0))
         else:
             self._first[leaf] = wait
         self._leaf[m] = leaf
-        self._touch(leaf, gathered_bytes(start))
+        self._touch_leaf(leaf, gathered_bytes(start))
 
-    def _alive(self, wait: Node, start: Node) -> bool:
+    def _is_alive(self, wait: Node, start: Node) -> bool:
         return self._last_use.get(self._memory.shown(wait)[0], 0) > self._memory.position[start]
 
-    def _touch(self, leaf: int, nbytes: int) -> None:
+    def _touch_leaf(self, leaf: int, nbytes: int) -> None:
         self._total += nbytes - self._recent.pop(leaf, 0)
         self._recent[leaf] = nbytes
         # All others were used after the oldest one: that one stays only while they fit the budget.
@@ -122,7 +122,7 @@ def _lone_fetches(memory: Memory) -> set[Node]:
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 
 
-def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
+def _last_uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
     """Returns the last position at which each memory is read, and the memories that are overwritten or returned."""
     last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
     return last, memory.mutated.union(memory.reads(memory.order[-1]))

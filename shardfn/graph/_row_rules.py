@@ -20,10 +20,10 @@ Keeps = Callable[[OpUse, list[bool]], bool]
 def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
     """Returns a rule, and own rows for results of operands that have them."""
 
-    def more(use: OpUse) -> list[Strategy]:
-        return [*rule(use), *_own_rows(use, keeps)]
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        return [*rule(use), *_keep_own_rows(use, keeps)]
 
-    return more
+    return apply_rule
 
 
 def clearing_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
@@ -33,11 +33,11 @@ def clearing_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
     gradient.
     """
 
-    def more(use: OpUse) -> list[Strategy]:
-        kept = _own_rows(use, keeps)
-        return [*rule(use), *(kept or [_cleared(use, x) for x in _own_rows(use, lambda use, have: True)])]
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        kept = _keep_own_rows(use, keeps)
+        return [*rule(use), *(kept or [_clear_strategy(use, x) for x in _keep_own_rows(use, lambda use, have: True)])]
 
-    return more
+    return apply_rule
 
 
 def starts_of(owner: Owner, sizes: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ def starts_of(owner: Owner, sizes: Tensor) -> Tensor:
     return torch.nn.functional.pad(sizes.long() if owner.ends else sizes.cumsum(0), (1, 0))
 
 
-def _cleared(use: OpUse, kept: Strategy) -> Strategy:
+def _clear_strategy(use: OpUse, kept: Strategy) -> Strategy:
     (owned,) = kept.outs
     assert owned.owner is not None
-    return kept._replace(run=_clear(use.target, owned.owner), beside=(owned.owner.sizes,))
+    return kept._replace(run=_clear_rows(use.target, owned.owner), beside=(owned.owner.sizes,))
 
 
-def _clear(op: Any, owner: Owner) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _clear_rows(op: Any, owner: Owner) -> Run:
+    def run_cleared(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         *given, sizes = args
         y, bounds = op(*given, **kwargs), starts_of(owner, sizes)
         start, stop = ranks.bounds(owner.num, owner.multiple)
@@ -60,10 +60,10 @@ def _clear(op: Any, owner: Owner) -> Run:
         own = (row >= bounds[start]) & (row < bounds[stop])
         return torch.where(own.view(-1, *(1,) * (y.ndim - 1)), y, 0)
 
-    return run
+    return run_cleared
 
 
-def _own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:
+def _keep_own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:
     owned = next((form for form in use.forms if form.kind == "rows"), None)
     if owned is None:
         return []

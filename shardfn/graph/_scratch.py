@@ -24,20 +24,20 @@ def scratch_bytes(node: Node) -> int:
         >>> [scratch_bytes(n) for n in gm.graph.nodes if n.name == "add"]
         [32]
     """
-    if node.op != "call_function" or _device(node) != "cpu":
+    if node.op != "call_function" or _device_of(node) != "cpu":
         return 0
     op = op_of(node)
     if op.scratch is not None:
         return op.scratch(node)
-    return _casts(node) if op.pointwise else 0
+    return _is_cast(node) if op.pointwise else 0
 
 
-def _device(node: Node) -> str:
+def _device_of(node: Node) -> str:
     first = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
     return first.device.type if first is not None else ""
 
 
-def _casts(node: Node) -> int:
+def _is_cast(node: Node) -> int:
     operands = [t for n in node.all_input_nodes for t in tensors_of(n)]
     if len({t.dtype for t in operands}) < 2:
         return 0

@@ -11,7 +11,7 @@ from ._labelled import Dims, Labels, aligned, strategies
 from ._view_rules import shaped
 
 
-def _moved(use: OpUse, order: Sequence[object]) -> Labels:
+def _move_dims(use: OpUse, order: Sequence[object]) -> Labels:
     """Labels for an operand whose dims keep their elements; `order` labels the result's dims."""
     x = use.operands[0]
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
@@ -28,14 +28,14 @@ def transposed(use: OpUse) -> Labels:
         order[a], order[b] = order[b], order[a]
     else:
         order = [d % len(order) for d in rest[0]]
-    return _moved(use, order)
+    return _move_dims(use, order)
 
 
 def unsqueezed(use: OpUse) -> Labels:
     """Returns a new dim of size 1."""
     order: list[object] = list(range(use.operands[0].ndim))
     order.insert(use.args[1] % use.outs[0].ndim, None)
-    return _moved(use, order)
+    return _move_dims(use, order)
 
 
 def squeezed(use: OpUse) -> Labels:
@@ -43,7 +43,7 @@ def squeezed(use: OpUse) -> Labels:
     x = use.operands[0]
     named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
     dims = {d % max(x.ndim, 1) for d in ([named] if isinstance(named, int) else named)}
-    labels = _moved(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
+    labels = _move_dims(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
     # By shape: a block may be of size 1 where the dim is not.
     return dataclasses.replace(labels, run=shaped(use, "reshape"))
 
@@ -69,17 +69,17 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
     `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`.
     """
 
-    def label(use: OpUse) -> Labels:
+    def label_op(use: OpUse) -> Labels:
         x = max(use.operands, key=lambda one: one.ndim)
         dim = use.arg(at, name, default) % max(x.ndim, 1)
-        own: Dims = tuple(None if i == dim and not _untouched(use, dim) else i for i in range(x.ndim))
+        own: Dims = tuple(None if i == dim and not _is_untouched(use, dim) else i for i in range(x.ndim))
         fewer = tuple(i for i in range(x.ndim) if i != dim)
         outs = tuple(own if out.ndim == x.ndim else fewer for out in use.outs)
         # Joined with others an empty value of one dim is as if it were not there.
         ins = tuple(own if one.ndim == x.ndim else (None,) * one.ndim for one in use.operands)
         return Labels(ins, outs, together=tuple(range(len(use.operands))))
 
-    return label
+    return label_op
 
 
 def put_in(use: OpUse) -> Labels:
@@ -99,7 +99,7 @@ def stacked(use: OpUse) -> Labels:
     return Labels((own,) * len(every), (tuple(order),), together=every)
 
 
-def _untouched(use: OpUse, dim: int) -> bool:
+def _is_untouched(use: OpUse, dim: int) -> bool:
     """Returns whether a slice takes all of its dim, at any length."""
     if use.target.__name__ != "slice.Tensor":
         return False
@@ -131,12 +131,12 @@ def looked_up(use: OpUse) -> list[Strategy]:
         form = use.forms[0]
         multiple = form.multiple if form.kind == "cut" and form.dim == 0 else 1
         rows = use.cut(0, table.shape[0], multiple)
-        out.append(Strategy((rows, VARYING), (PARTIAL,), _own_rows(table.shape[0], rows.multiple)))
+        out.append(Strategy((rows, VARYING), (PARTIAL,), _look_up_own(table.shape[0], rows.multiple)))
     return out
 
 
-def _own_rows(size: int, multiple: int) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _look_up_own(size: int, multiple: int) -> Run:
+    def look_up(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del kwargs
         table, index = args[:2]
         start, stop = ranks.bounds(size, multiple)
@@ -148,7 +148,7 @@ def _own_rows(size: int, multiple: int) -> Run:
         at = (index - start).clamp(0, stop - start - 1)
         return table[at].masked_fill(~own.unsqueeze(-1), 0)
 
-    return run
+    return look_up
 
 
 def selected(use: OpUse) -> Labels:
@@ -219,7 +219,7 @@ def made_of_nothing(use: OpUse) -> list[Strategy]:
 def made_like(rule: Rule) -> Rule:
     """Returns a rule for constants of an operand's shape, whole where each rank's operand has the whole shape."""
 
-    def more(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         return [*rule(use), *([] if use.forms[0].kind == "cut" else made_of_nothing(use))]
 
-    return more
+    return apply_rule

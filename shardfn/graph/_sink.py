@@ -51,10 +51,10 @@ def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:
     """Returns the nodes that `which` accepts, and the views of their results."""
     lazy: set[Node] = set()
     for node in memory.order:
-        if which(node) or (memory.is_view(node) and _all(lazy, node.all_input_nodes)):
+        if which(node) or (memory.is_view(node) and _has_all(lazy, node.all_input_nodes)):
             lazy.add(node)
     return lazy
 
 
-def _all(nodes: set[Node], wanted: Iterable[Node]) -> bool:
+def _has_all(nodes: set[Node], wanted: Iterable[Node]) -> bool:
     return all(n in nodes for n in wanted)

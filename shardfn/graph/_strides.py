@@ -29,7 +29,7 @@ def grouped_mm(
     return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
 
 
-def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
+def _restride(out: Tensor, stride: Sequence[int]) -> Tensor:
     """`out`, which is new memory, in other strides."""
     if out.stride() == tuple(stride):
         return out
@@ -39,18 +39,18 @@ def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
 def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
     """Returns the strides of an elementwise kernel's result, which follow the first operands first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
-    return _restrided(out, compute_elementwise_output_strides(*operands))
+    return _restride(out, compute_elementwise_output_strides(*operands))
 
 
 def contiguous(out: Tensor, args: Sequence[Any]) -> Tensor:
     del args
-    return _restrided(out, make_contiguous_strides_for(out.shape))
+    return _restride(out, make_contiguous_strides_for(out.shape))
 
 
 def in_format_of(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
     """Channels last if that argument is, else contiguous."""
 
     def lay_out(out: Tensor, args: Sequence[Any]) -> Tensor:
-        return _restrided(out, torch.empty_like(out, memory_format=suggest_memory_format(args[position])).stride())
+        return _restride(out, torch.empty_like(out, memory_format=suggest_memory_format(args[position])).stride())
 
     return lay_out

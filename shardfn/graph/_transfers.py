@@ -71,7 +71,7 @@ def transfers(gm: GraphModule) -> list[Transfer]:
     phases = phases_of(gm)
     starts = [n for n in gm.graph.nodes if is_start(n) and not is_move(n)]
     updates = Updates(gm)
-    return [_transfer(n, gm.meta, phases[n], updates) for n in starts]
+    return [_transfer_of(n, gm.meta, phases[n], updates) for n in starts]
 
 
 def is_start(node: Node) -> bool:
@@ -128,7 +128,7 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
     return sorted({(tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts})
 
 
-def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates) -> Transfer:
+def _transfer_of(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates) -> Transfer:
     read = op_of(node).transfer
     assert read is not None
     wait = wait_of(node)

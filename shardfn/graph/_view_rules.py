@@ -23,18 +23,18 @@ def viewed(use: OpUse) -> list[Strategy]:
         return [whole(use)]
     out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
     x, y = use.operands[0].shape, use.outs[0].shape
-    for p, q in _groups(x, y):
+    for p, q in _group_dims(x, y):
         for i, j in ((i, j) for i in p for j in q if x[i] > 1 and y[j] > 1):
-            out += _passed(use, p, q, i, j)
+            out += _pass_cut(use, p, q, i, j)
     return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
 
 
-def _passed(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy]:
+def _pass_cut(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy]:
     """From a cut of dim i of the group p to one of dim j of the group q."""
     x, y = use.operands[0].shape, use.outs[0].shape
     lead, into_lead = math.prod(x[p.start : i]), math.prod(y[q.start : j])
     each, into = math.prod(x[i + 1 : p.stop]), math.prod(y[j + 1 : q.stop])
-    for form in _cuts(use, i, each, into, own_only=lead > 1):
+    for form in _cuts_to_try(use, i, each, into, own_only=lead > 1):
         if len(set(form.parts)) > 1:
             if (lead, each, into_lead, into) == (1, 1, 1, 1):
                 yield Strategy((form,), (use.cut(j, y[j], 1, form.parts),))
@@ -52,7 +52,7 @@ def _passed(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy
             yield Strategy((form,), (use.cut(j, y[j], multiple, into_parts),))
 
 
-def _cuts(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list[Form]:
+def _cuts_to_try(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list[Form]:
     """Returns the cuts of the operand along a dim to try.
 
     Its own, and, for the first dim of a group, others that may pass.
@@ -65,7 +65,7 @@ def _cuts(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list
     return sorted({*own, *(use.cut(dim, size, g) for g in multiples)})
 
 
-def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
+def _group_dims(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
     """Runs of dims with the same number of elements; without empty values."""
     out: list[tuple[range, range]] = []
     i = j = 0
@@ -94,11 +94,11 @@ def whole_look(node: Node) -> Run | None:
 def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
     """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
 
-    def made(outs: tuple[Form, ...]) -> Run:
-        def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def make_run(outs: tuple[Form, ...]) -> Run:
+        def call_method(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             del kwargs
             return getattr(args[0], name)(ranks.local(use.outs[0].shape, outs[0]))
 
-        return run
+        return call_method
 
-    return made
+    return make_run

@@ -30,12 +30,12 @@ def by_layer(norms: PyTree, prefix: str = "norm") -> dict[str, Tensor]:
     """
     squares: dict[str, list[Tensor]] = {}
     for entries, norm in zip(tree_entries(norms), tree_leaves(norms), strict=True):
-        for name, x in _layers(entries, norm):
+        for name, x in _split_layers(entries, norm):
             squares.setdefault(f"{prefix}/{name}" if name else prefix, []).append(x.square())
     return {name: torch.stack(xs).sum().sqrt() for name, xs in squares.items()}
 
 
-def _layers(entries: tuple[Any, ...], norm: Tensor) -> list[tuple[str, Tensor]]:
+def _split_layers(entries: tuple[Any, ...], norm: Tensor) -> list[tuple[str, Tensor]]:
     """Returns the layers of a leaf, with its norm in each."""
     parts = [part for entry in entries for part in str(entry).split(".")]
     if norm.ndim:

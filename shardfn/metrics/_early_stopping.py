@@ -60,7 +60,7 @@ class EarlyStopping(NamedTuple):
     @property
     def stop(self) -> bool:
         """Returns whether the run should end."""
-        _check(self)
+        _check_options(self)
         return self.waited >= self.patience
 
     def update(self, value: Any) -> "EarlyStopping":
@@ -73,7 +73,7 @@ class EarlyStopping(NamedTuple):
             ValueError: a field is out of range.
             TypeError: `value` is neither.
         """
-        _check(self)
+        _check_options(self)
         if wrong := not_scalar(value):
             raise TypeError(f"EarlyStopping.update takes a number or a 0-d tensor, and this is {wrong}.")
         new, sign = float(value), 1.0 if self.mode == "min" else -1.0
@@ -98,7 +98,7 @@ class EarlyStopping(NamedTuple):
         return self._replace(**state)
 
 
-def _check(x: EarlyStopping) -> None:
+def _check_options(x: EarlyStopping) -> None:
     if x.mode not in ("min", "max") or x.patience < 1 or not x.min_delta >= 0:
         raise ValueError(
             f"EarlyStopping(patience={x.patience}, min_delta={x.min_delta}, mode={x.mode!r}): patience is at least 1,"

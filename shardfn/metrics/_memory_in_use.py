@@ -29,11 +29,11 @@ def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
-        now, peak = _of_this_process()
+        now, peak = _process_memory()
     return {"memory_bytes": float(now), "peak_memory_bytes": float(peak)}
 
 
-def _of_this_process() -> tuple[int, int]:
+def _process_memory() -> tuple[int, int]:
     try:
         import resource
     except ImportError:  # on Windows

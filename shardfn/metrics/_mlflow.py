@@ -54,7 +54,7 @@ class MLflow:
         self._client, self._metric = mlflow.MlflowClient(self._uri), entities.Metric
         with stored_id(folder / "mlflow_run", start) as known:
             if known.value is None:
-                known.value = self._begun()
+                known.value = self._begin_run()
             else:
                 self._client.update_run(known.value, status="RUNNING")
             self._run = known.value
@@ -69,7 +69,7 @@ class MLflow:
         """Ends the run."""
         self._client.set_terminated(self._run)
 
-    def _begun(self) -> str:
+    def _begin_run(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         run = self._client.create_run(number, run_name=self._name, tags=self._tags).info.run_id

@@ -79,7 +79,7 @@ class Delivery:
             self._wait = 1
         except Exception as error:
             self._next, self._wait = len(rows) + self._wait, min(2 * self._wait, _LONGEST_WAIT)
-            self._failed(f"could not write step {rows[self._done]['step']}", error)
+            self._note_failure(f"could not write step {rows[self._done]['step']}", error)
 
     def close(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Gives the remaining rows, and closes the sink."""
@@ -89,9 +89,9 @@ class Delivery:
         try:
             self._sink.close()
         except Exception as error:
-            self._failed("could not be closed", error)
+            self._note_failure("could not be closed", error)
 
-    def _failed(self, event: str, error: Exception) -> None:
+    def _note_failure(self, event: str, error: Exception) -> None:
         if self._warned:
             return
         self._warned = True

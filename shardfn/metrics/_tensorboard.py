@@ -46,20 +46,20 @@ class TensorBoard:
         if start:
             again = self._session(status=self._session.START)
             records_.append(self._event(wall_time=time.time(), session_log=again, **begin))
-        self._append(records_)
+        self._append_records(records_)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Writes an event for each metric."""
         now = time.time()
         values = [self._summary(value=[self._summary.Value(tag=name, simple_value=x)]) for name, x in row.items()]
-        self._append([self._event(wall_time=now, step=step, summary=x) for x in values])
+        self._append_records([self._event(wall_time=now, step=step, summary=x) for x in values])
 
     def close(self) -> None:
         """Closes the file."""
         assert self._file is not None
         self._file.close()
 
-    def _append(self, events: list[Any]) -> None:
+    def _append_records(self, events: list[Any]) -> None:
         """Writes records: length, its checksum, bytes, their checksum."""
         assert self._file is not None
         out = []

@@ -1,4 +1,4 @@
-"""The schedules that have a name: one table, for steps and for plans."""
+"""Table of schedules by name, for steps and for plans."""
 
 from collections.abc import Callable, Mapping
 
@@ -23,7 +23,7 @@ def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], Pipel
     """Returns the schedule with this name and number of chunks, as a function of the numbers of ranks and microbatches.
 
     Raises:
-        ValueError: the name is unknown, or the schedule has another number of chunks.
+        ValueError: the name is unknown (such as "gpipe2"), or the schedule has another number of chunks.
 
     Example:
         >>> named_schedule("interleaved", 3)(2, 4).num_chunks

@@ -24,7 +24,7 @@ def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
     found: dict[PlannedValue, Form] = {}
     spread: set[PlannedValue] = set()  # values computed from a product that is cut by columns, before the next product
 
-    def settle(value: PlannedValue, dim: int) -> Form:
+    def settle_form(value: PlannedValue, dim: int) -> Form:
         leaf, dims = _leaf_of(value, scope)
         if leaf is None or dims[dim] is None:
             return WHOLE
@@ -36,14 +36,14 @@ def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
         wide = any(v in spread for v in operands)
         weight = operands[1] if packet in _PRODUCTS and _leaf_of(operands[1], scope)[0] else None
         if weight is not None:
-            settle(weight, -2 if operands[0] in spread else -1)
+            settle_form(weight, -2 if operands[0] in spread else -1)
             wide = operands[0] not in spread
         elif packet is _ATEN.embedding:
-            settle(operands[0], 0)
+            settle_form(operands[0], 0)
         elif packet in _POINTWISE and wide:
             for value in operands:
                 if value not in spread and len(value.seen.shape) == 1:
-                    settle(value, 0)
+                    settle_form(value, 0)
         if wide:
             spread.update(v for v in scope.made[node] if v is not None)
     return found

@@ -18,16 +18,16 @@ def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
         ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it, or a function is partitioned
             twice.
     """
-    loss = _bound(unwrapped.loss, LeafViews(planner))
+    loss = _bind_function(unwrapped.loss, LeafViews(planner))
     mixed = of_whole_batch(loss)
     return unwrapped._replace(loss=loss, mixed=mixed if isinstance(mixed, Mixed) else unwrapped.mixed)
 
 
-def _bound(f: Any, views: LeafViews) -> Any:
+def _bind_function(f: Any, views: LeafViews) -> Any:
     if isinstance(f, Accumulated | Mixed):
-        return dataclasses.replace(f, inner=_bound(f.inner, views))
+        return dataclasses.replace(f, inner=_bind_function(f.inner, views))
     if isinstance(f, Pipelined):
-        return dataclasses.replace(_bound_stages(f, views), views=views)
+        return dataclasses.replace(_bind_stages(f, views), views=views)
     if not isinstance(f, Partitioned):
         return f
     for axis in set(f.axes) & set(views.planner.batch_axes):
@@ -38,7 +38,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
     bound = dataclasses.replace(f, views=views)
     if isinstance(f.inner, Pipelined):
         _check_apart(f, f.inner)
-        if _bound_stages(f.inner, views) is not f.inner:
+        if _bind_stages(f.inner, views) is not f.inner:
             raise ValueError(
                 "partition(pipeline(...)) of functions that are partitioned themselves: drop the partition around the"
                 " pipeline, or those inside."
@@ -47,17 +47,17 @@ def _bound(f: Any, views: LeafViews) -> Any:
     return bound
 
 
-def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
+def _bind_stages(of: Pipelined, views: LeafViews) -> Pipelined:
     """Returns the loss with its partitioned functions bound; the loss itself if it has no such functions."""
     found: list[Partitioned] = []
 
-    def change(f: Any, pick: Pick) -> Any:
+    def change_function(f: Any, pick: Pick) -> Any:
         if isinstance(f, Partitioned):
             _check_apart(f, of)
             found.append(f)
-        return _bound(f, dataclasses.replace(views, pick=pick))
+        return _bind_function(f, dataclasses.replace(views, pick=pick))
 
-    made = of.with_functions(change)
+    made = of.with_functions(change_function)
     return made if found else of
 
 

@@ -50,14 +50,14 @@ class EveryRank:
 
     def taken(self, program: PartitionProgram) -> list[Strategy]:
         """Returns the strategies that a program of the graph takes at its crossings, in order."""
-        found = dict(_computed(program))
+        found = dict(_computed_steps(program))
         return [found[n] for n in self._nodes]
 
 
-def _computed(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]]:
+def _computed_steps(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]]:
     for step in program.steps:
         if isinstance(step, Loop):
-            yield from _computed(step.body)
+            yield from _computed_steps(step.body)
         elif isinstance(step, Compute):
             yield step.node, step.strategy
 
@@ -69,25 +69,25 @@ def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[
     """
     held: dict[str, list[tuple[int, ...]]] = {}
     for program in programs:
-        sizes = [x for x in _held(program) if len(set(x)) > 1]
+        sizes = [x for x in _held_lengths(program) if len(set(x)) > 1]
         if sizes:
             before = held.setdefault(program.axis, [()] * program.num)
             held[program.axis] = [(*old, *new) for old, new in zip(before, zip(*sizes, strict=True), strict=True)]
     return {axis: [i for i, x in enumerate(kinds) if x not in kinds[:i]] for axis, kinds in held.items()}
 
 
-def _held(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
+def _held_lengths(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
     """Yields the length of each rank's block for each value that is cut."""
     for step in program.steps:
         if isinstance(step, Loop):
-            yield from _held(step.body)
+            yield from _held_lengths(step.body)
             continue
-        for form, shape in _forms(step):
+        for form, shape in _forms_of(step):
             if form.kind == "cut":
                 yield tuple(map(sum, zip(*blocks(shape[form.dim], program.num, form), strict=True)))
 
 
-def _forms(step: Compute | Convert) -> list[tuple[Form, tuple[int, ...]]]:
+def _forms_of(step: Compute | Convert) -> list[tuple[Form, tuple[int, ...]]]:
     if isinstance(step, Convert):
         return [(step.before, step.shape), (step.after, step.shape)]
     given = [tuple(n.meta["val"].shape) for n in operands_of(step.node)]

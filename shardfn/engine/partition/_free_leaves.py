@@ -41,9 +41,9 @@ def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
         for value in scope.operands[node]:
             users.setdefault(value, []).append(node)
 
-    def apart(node: Node) -> bool:
+    def is_apart(node: Node) -> bool:
         of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
         made = [v for v in scope.made[node] if v is not None]
         return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
 
-    return {v for v in scope.inputs if v in users and all(map(apart, users[v]))}
+    return {v for v in scope.inputs if v in users and all(map(is_apart, users[v]))}

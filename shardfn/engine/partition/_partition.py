@@ -84,7 +84,7 @@ class _ProgramWriter:
     def enter(self, value: PlannedValue, form: Form) -> int:
         """Returns the slot of an input."""
         self._forms[value] = form
-        return self._slot(value, form)
+        return self._new_slot(value, form)
 
     def written(self, ends: Sequence[Any], forms: Sequence[Form | None]) -> PartitionProgram:
         """Returns the program, once its inputs are entered.
@@ -94,11 +94,11 @@ class _ProgramWriter:
             forms: the form of each; None: the form in which it is made.
         """
         for node in self._scope.nodes:
-            self._add(node)
+            self._add_node(node)
         self._line, self._because, self._section = "the results", "", None
         for x, form in zip(ends, forms, strict=True):
             is_value = isinstance(x, PlannedValue)
-            slot = self._need(x, self._forms[x] if form is None else form) if is_value else x
+            slot = self._need_slot(x, self._forms[x] if form is None else form) if is_value else x
             self.program.outputs.append((is_value, slot))
         self.program.last_use = last_uses(self.program)
         self.program.passages = passages(self.program)
@@ -116,13 +116,13 @@ class _ProgramWriter:
 
     # Steps.
 
-    def _add(self, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         self._line, self._section = short(node.meta.get("where")), node.meta.get("section")
         choice = self._plan.choices[node]
         made = [v for v in self._scope.made[node] if v is not None]
         self._forms |= zip(made, choice.strategy.outs, strict=True)
         if node in self._scope.loops:
-            self._loop(node, self._scope.loops[node], choice)
+            self._write_loop(node, self._scope.loops[node], choice)
             return
         strategy, operands = choice.strategy, self._scope.operands[node]
         pairs = [(self._forms[v], f) for v, f in zip(operands, strategy.ins, strict=True)]
@@ -133,66 +133,66 @@ class _ProgramWriter:
             shape = made[0].seen.shape
             self.program.sent.append(Conversion(strategy.note, shape, half, half, self._line))
         if not is_look(node):
-            self._compute(node)
+            self._write_compute(node)
 
-    def _need(self, value: PlannedValue, form: Form) -> int:
+    def _need_slot(self, value: PlannedValue, form: Form) -> int:
         """Returns the slot of a value in a form, made if it is not there."""
         form = needed_form(value, form)
         if value.outer is not None and not self.has(value, form):
             self.asked.append((value, form))
-            return self._slot(value, form)
+            return self._new_slot(value, form)
         move = move_to(value, form, self)
         if move.kind == "made":
-            self._compute(value.node)
+            self._write_compute(value.node)
         elif move.kind == "look":
             self._look_again(value, move, form)
         elif move.kind == "convert":
-            self._convert(value, move.before, form)
+            self._write_convert(value, move.before, form)
         return self._slots[value][form]
 
-    def _slot(self, value: PlannedValue, form: Form) -> int:
+    def _new_slot(self, value: PlannedValue, form: Form) -> int:
         slot = self._slots.setdefault(value, {})[form] = self.program.num_slots
         self.program.num_slots += 1
         return slot
 
-    def _write(self, step: Step) -> None:
+    def _write_step(self, step: Step) -> None:
         self.program.steps.append(step)
         self.program.sections.append(self._section)
 
-    def _convert(self, value: PlannedValue, before: Form, form: Form) -> None:
-        src = self._need(value, before)
+    def _write_convert(self, value: PlannedValue, before: Form, form: Form) -> None:
+        src = self._need_slot(value, before)
         before = PARTIAL if before.kind == "rows" else before
         if form == before:  # own rows are a summand as they are
             self._slots[value][form] = src
             return
-        dst, shape = self._slot(value, form), value.seen.shape
-        self._write(Convert(src, dst, before, form, shape, value.differentiable, self._line))
+        dst, shape = self._new_slot(value, form), value.seen.shape
+        self._write_step(Convert(src, dst, before, form, shape, value.differentiable, self._line))
         name, forward, backward = sent_by(value, before, form, self.program.num)
         if forward or backward:
             self.program.sent.append(Conversion(name, shape, forward, backward, self._line, self._because))
 
     def _look_again(self, value: PlannedValue, move: FormMove, form: Form) -> None:
         assert move.source is not None
-        src = self._need(move.source, form)
-        others = tuple(self._need(v, WHOLE) for v in self._scope.operands[value.node][1:])
-        dst = self._slot(value, form)
+        src = self._need_slot(move.source, form)
+        others = tuple(self._need_slot(v, WHOLE) for v in self._scope.operands[value.node][1:])
+        dst = self._new_slot(value, form)
         # The strategy's own `run` has the shape of a block. This view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
             ins=(form, *(WHOLE for _ in others)), outs=(form,), run=whole_look(value.node)
         )
-        self._write(Compute(value.node, (src, *others), {0: dst}, strategy, True, self._line))
+        self._write_step(Compute(value.node, (src, *others), {0: dst}, strategy, True, self._line))
 
-    def _compute(self, node: Node) -> None:
+    def _write_compute(self, node: Node) -> None:
         strategy = self._plan.choices[node].strategy
         operands = self._scope.operands[node]
-        slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
-        slots += tuple(self._need(self._named[name], WHOLE) for name in strategy.beside)
+        slots = tuple(self._need_slot(v, f) for v, f in zip(operands, strategy.ins, strict=True))
+        slots += tuple(self._need_slot(self._named[name], WHOLE) for name in strategy.beside)
         self._named |= {name_of(v): v for v in operands}
-        dsts = {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
+        dsts = {v.at: self._new_slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
         single = isinstance(node.meta.get("val"), Tensor)
-        self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
+        self._write_step(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
 
-    def _loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:
+    def _write_loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:
         assert choice.plan is not None
         body = _ProgramWriter(PartitionProgram(self.program.axis, self.program.num), loop.scope, choice.plan)
         forms = [*choice.strategy.ins, *(self._forms[v] for v in loop.layers[0])]
@@ -203,14 +203,14 @@ class _ProgramWriter:
         carry, x = forms[: loop.num_carry], forms[loop.num_carry :]
         step = Loop(
             body.program,
-            tuple(self._need(v, form) for v, form in zip(loop.carry, carry, strict=True)),
-            tuple(tuple(self._need(v, form) for v, form in zip(layer, x, strict=True)) for layer in loop.layers),
-            tuple(self._need(v.outer, form) for v, form in body.asked if v.outer is not None),
-            {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None},
+            tuple(self._need_slot(v, form) for v, form in zip(loop.carry, carry, strict=True)),
+            tuple(tuple(self._need_slot(v, form) for v, form in zip(layer, x, strict=True)) for layer in loop.layers),
+            tuple(self._need_slot(v.outer, form) for v, form in body.asked if v.outer is not None),
+            {v.at: self._new_slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None},
             self._line,
         )
         self.program.sent += [sent._replace(times=sent.times * loop.num) for sent in body.program.sent]
-        self._write(step)
+        self._write_step(step)
 
 
 def short(line: str | None) -> str:

@@ -32,22 +32,24 @@ class NotedRanks(Ranks):
 
     def psum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
-        return _noted(psum, x, (self.axis,), list(x.shape), self._notes)
+        return _note_call(psum, x, (self.axis,), list(x.shape), self._notes)
 
     def pmax(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
-        return _noted(pmax, x, (self.axis,), list(x.shape), self._notes)
+        return _note_call(pmax, x, (self.axis,), list(x.shape), self._notes)
 
     def pvary(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
-        return _noted(pvary, x, (self.axis,), list(x.shape), self._notes)
+        return _note_call(pvary, x, (self.axis,), list(x.shape), self._notes)
 
     def convert(self, x: Any, step: Convert) -> Any:
         """Returns a conversion, noted; for values that the capture does not follow, done."""
-        if not _followed(x, self._notes):
+        if not _is_followed(x, self._notes):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
-        return _noted(sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes)
+        return _note_call(
+            sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes
+        )
 
 
 def ranks_along(axis: str) -> Ranks:
@@ -61,11 +63,11 @@ def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int])
     return converted(x, Convert(0, 0, Form(*before), Form(*after), tuple(shape), True, ""), axis)
 
 
-def _followed(x: Any, notes: Noting) -> bool:
+def _is_followed(x: Any, notes: Noting) -> bool:
     return isinstance(x, FakeTensor) and get_proxy_slot(x, notes.tracer, None) is not None
 
 
-def _noted(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
+def _note_call(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
     """Writes a call of a primitive down. Its result is a tensor without data."""
     tracer = notes.tracer
     proxy = tracer.create_proxy("call_function", target, (tracer.proxy(node_of(x, notes)), *args), {})

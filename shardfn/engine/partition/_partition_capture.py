@@ -70,7 +70,7 @@ class Noting(Recorder):
         if self.sections:
             node.meta["section"] = self.sections[0]
         top = saved_tensors_hooks()
-        if top is not None and top[0] is not _as_it_is:
+        if top is not None and top[0] is not _keep_value:
             raise ValueError(
                 f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are recomputed or moved"
                 " by saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
@@ -95,7 +95,7 @@ def apart() -> Iterator[None]:
     names = "register_hook", "register_post_accumulate_grad_hook"
     before = {name: getattr(torch.Tensor, name) for name in names}
 
-    def refuse(self: Tensor, hook: Any) -> Any:
+    def refuse_hook(self: Tensor, hook: Any) -> Any:
         del self, hook
         raise ValueError(
             "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of its forward;"
@@ -103,9 +103,9 @@ def apart() -> Iterator[None]:
         )
 
     for name in names:
-        setattr(torch.Tensor, name, refuse)
+        setattr(torch.Tensor, name, refuse_hook)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep_value, _keep_value):
             yield
     finally:
         for name, method in before.items():
@@ -147,5 +147,5 @@ def refuse_functions(out: Sequence[Any]) -> None:
     )
 
 
-def _as_it_is(x: Any) -> Any:
+def _keep_value(x: Any) -> Any:
     return x

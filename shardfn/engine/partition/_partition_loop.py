@@ -31,7 +31,7 @@ def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
     notes = recorder()
     flat, carry_def = tree_flatten(carry)
     xs = [tree_leaves(x) for x in layers]
-    if len(layers) == 1 or not isinstance(notes, Noting) or transforming() or not _traced([*flat, *xs[0]], notes):
+    if len(layers) == 1 or not isinstance(notes, Noting) or transforming() or not _is_traced([*flat, *xs[0]], notes):
         return plain_loop(run, carry, layers)
     able = [t.requires_grad for t in flat]
     ys: list[PyTree] = []
@@ -52,7 +52,7 @@ def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
     return body.looped(flat, xs, ends, (out_carry, y))
 
 
-def _traced(tensors: Sequence[Any], notes: Noting) -> bool:
+def _is_traced(tensors: Sequence[Any], notes: Noting) -> bool:
     return all(isinstance(t, FakeTensor) and get_proxy_slot(t, notes.tracer, None) is not None for t in tensors)
 
 
@@ -86,7 +86,7 @@ class _BoundBody:
             args = tree_unflatten(carry_def, given[: self._num_carry]), tree_unflatten(x_def, given[self._num_carry :])
             outs, self.out_def = tree_flatten(run(*args, ys))
         refuse_functions(outs)
-        if not _traced(outs, self._notes):
+        if not _is_traced(outs, self._notes):
             raise CaptureError(
                 f"{self._notes.line() or 'a scan'}: the function of a scan returns a tensor that it was not given and"
                 " has not computed; compute it there, or put it into xs."
@@ -110,7 +110,7 @@ class _BoundBody:
         proxy = tracer.create_proxy("call_function", looped, torch.fx.map_arg(args, tracer.proxy), {})
         (last, y), num = like, len(layers)
         flat, y_flat = tree_leaves(last), tree_leaves(y)
-        outs = [_like(t) for t in flat] + [_like(t) for _ in range(num) for t in y_flat]
+        outs = [_placeholder_like(t) for t in flat] + [_placeholder_like(t) for _ in range(num) for t in y_flat]
         track_tensor_tree(outs, proxy, constant=None, tracer=tracer)
         proxy.node.meta |= {"val": outs, "body": self._mark}
         ys = [outs[len(flat) + i * len(y_flat) :][: len(y_flat)] for i in range(num)]
@@ -118,6 +118,6 @@ class _BoundBody:
         return last_carry, [tree_unflatten(tree_structure(y), one) for one in ys]
 
 
-def _like(t: Any) -> Tensor:
+def _placeholder_like(t: Any) -> Tensor:
     made = without_data(t.fake_mode, t.dtype, t.shape, t.device, t.stride())
     return made.requires_grad_(t.requires_grad)

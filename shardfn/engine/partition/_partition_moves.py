@@ -53,10 +53,10 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
         like = known.form_of(source).kind == "cut" if own.kind == "cut" else known.form_of(source) == own
         if like and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
             return FormMove("look", source=source)
-    return FormMove("convert", _from(value, own, form, known))
+    return FormMove("convert", _moves_from(value, own, form, known))
 
 
-def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
+def _moves_from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
     if form == VARYING and (own.kind in ("partial", "rows") or known.has(value, WHOLE)):
         return WHOLE
     again = form.kind == own.kind == "cut"

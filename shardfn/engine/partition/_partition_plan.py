@@ -135,10 +135,10 @@ def captured_forward(
 def constants_of(gm: GraphModule) -> Callable[[Any], Tensor]:
     """Finds the constants of a graph, by node."""
 
-    def find(node: Any) -> Tensor:
+    def find_constant(node: Any) -> Tensor:
         x: Any = gm
         for name in node.target.split("."):
             x = getattr(x, name)
         return x
 
-    return find
+    return find_constant

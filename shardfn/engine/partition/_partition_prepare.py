@@ -24,16 +24,16 @@ def prepare(gm: GraphModule) -> GraphModule:
         ValueError: lists ops whose write no operation replaces, or that draw without a key, send, or have an effect,
             with their lines.
     """
-    refused = list(_refused(gm)) or list(without_writes(gm))
+    refused = list(_find_refused(gm)) or list(without_writes(gm))
     raise_all(ValueError, "partition(loss) cannot hold these operations of the loss:", refused)
     for node in list(gm.graph.nodes):
         if node.target in _PRODUCTS and not (node.kwargs or node.args[3:]):
-            _apart(gm.graph, node)
+            _split_addmm(gm.graph, node)
     gm.graph.eliminate_dead_code()
     return gm
 
 
-def _refused(gm: GraphModule) -> Iterator[str]:
+def _find_refused(gm: GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -57,7 +57,7 @@ def _draws_nothing(node: Node) -> bool:
     return "dropout_p" in names and not given.get("dropout_p")
 
 
-def _apart(graph: Graph, node: Node) -> None:
+def _split_addmm(graph: Graph, node: Node) -> None:
     """`addmm(b, x, y)` as `mm(x, y) + b`, so that the sum over ranks can be taken between."""
     added, x, y = node.args
     with graph.inserting_before(node):

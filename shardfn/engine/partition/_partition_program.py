@@ -136,13 +136,13 @@ class PartitionProgram:
     sent: list[Conversion] = dataclasses.field(default_factory=list)
 
 
-def _read(step: Step) -> tuple[int, ...]:
+def _read_slots(step: Step) -> tuple[int, ...]:
     if isinstance(step, Loop):
         return (*step.carry, *(slot for x in step.layers for slot in x), *step.outside)
     return (step.src,) if isinstance(step, Convert) else step.slots
 
 
-def _made(step: Step) -> tuple[int, ...]:
+def _made_slots(step: Step) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 
@@ -151,11 +151,13 @@ def passages(program: PartitionProgram) -> list[Passage]:
     steps, sections = program.steps, program.sections
     starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
     kept = [x for is_slot, x in program.outputs if is_slot]
-    read_last = {slot: i for i, step in enumerate(steps) for slot in _read(step)} | dict.fromkeys(kept, len(steps))
+    read_last = {slot: i for i, step in enumerate(steps) for slot in _read_slots(step)} | dict.fromkeys(
+        kept, len(steps)
+    )
     out: list[Passage] = []
     for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made(step))
-        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read(step) if slot not in own)
+        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made_slots(step))
+        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read_slots(step) if slot not in own)
         later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
         out.append(Passage(sections[start], range(start, stop), tuple(needed), later))
     return out
@@ -167,9 +169,9 @@ def last_uses(program: PartitionProgram) -> list[list[int]]:
     out: list[list[int]] = [[] for _ in program.steps]
     seen = set(kept)
     for i, step in reversed(list(enumerate(program.steps))):
-        for slot in _read(step):
+        for slot in _read_slots(step):
             if slot not in seen:
                 seen.add(slot)
                 out[i].append(slot)
-        out[i] += [slot for slot in _made(step) if slot not in seen]
+        out[i] += [slot for slot in _made_slots(step) if slot not in seen]
     return out

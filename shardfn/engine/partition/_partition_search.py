@@ -116,15 +116,15 @@ class Search:
     ) -> SearchedPlan:
         """Returns the cheapest plan that is found with a width."""
         begun = self.numbered(start)
-        states, at = [SearchState(0.0, 0.0, {}, None)], self._known_by((scope, width))
+        states, at = [SearchState(0.0, 0.0, {}, None)], self._number_key((scope, width))
         for inputs, nodes in self._runs_of(scope):
-            at = self._known_by((at, *(begun[v] for v in inputs)))
+            at = self._number_key((at, *(begun[v] for v in inputs)))
             if at not in self._reached:
-                self._reached[at] = self._through(scope, nodes, states, begun, width)
+                self._reached[at] = self._search_nodes(scope, nodes, states, begun, width)
             states = self._reached[at]
-        return min((self._ended(scope, state, start, ends) for state in states), key=lambda p: p.total)
+        return min((self._end_state(scope, state, start, ends) for state in states), key=lambda p: p.total)
 
-    def _through(
+    def _search_nodes(
         self,
         scope: Scope,
         nodes: Sequence[Node],
@@ -158,7 +158,7 @@ class Search:
             self._runs[scope] = runs
         return self._runs[scope]
 
-    def _known_by(self, key: Any) -> int:
+    def _number_key(self, key: Any) -> int:
         return self._keys.setdefault(key, len(self._keys))
 
     def numbered(self, held: Mapping[PlannedValue, Held]) -> dict[PlannedValue, int]:
@@ -186,7 +186,8 @@ class Search:
         if key not in self._changes:
             before = dict(zip(reads, key[1:], strict=True))
             self._changes[key] = [
-                self._numbered_change(change, before, scope.dead[node]) for change in self._made(scope, node, before)
+                self._numbered_change(change, before, scope.dead[node])
+                for change in self._made_changes(scope, node, before)
             ]
         return self._changes[key]
 
@@ -195,14 +196,14 @@ class Search:
     ) -> NumberedChange:
         new, mark = self.numbered(change.held), 0
         for value, number in new.items():
-            mark ^= self._mark(value, number)
+            mark ^= self._mark_value(value, number)
             if value in before:
-                mark ^= self._mark(value, before[value])
+                mark ^= self._mark_value(value, before[value])
         for value in dead:
-            mark ^= self._mark(value, new[value] if value in new else before[value])
+            mark ^= self._mark_value(value, new[value] if value in new else before[value])
         return NumberedChange(change.costs, change.outside, new, change.choice, mark)
 
-    def _mark(self, value: PlannedValue, number: int) -> int:
+    def _mark_value(self, value: PlannedValue, number: int) -> int:
         key = value, number
         if key not in self._marks:
             self._marks[key] = self._random.getrandbits(128)
@@ -220,7 +221,7 @@ class Search:
             self._reads[node] = list(found)
         return self._reads[node]
 
-    def _ended(
+    def _end_state(
         self,
         scope: Scope,
         state: SearchState,
@@ -244,11 +245,11 @@ class Search:
 
     # The strategies of an op.
 
-    def _made(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
+    def _made_changes(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
         operands, weight, loop = scope.operands[node], scope.weights.get(node, 1), scope.loops.get(node)
         known: Callable[[PlannedValue], Held] = lambda v: self._known[held[v]]  # noqa: E731
         if loop is not None:
-            for choice in self._of_loop(loop, known):
+            for choice in self._loop_changes(loop, known):
                 asked = [] if choice.plan is None else choice.plan.outside
                 pairs = [*zip(loop.carry, choice.strategy.ins, strict=True), *((v.outer, f) for v, f in asked)]
                 yield Draft(self._prices, known, weight).decide(scope, node, choice, pairs)
@@ -275,21 +276,21 @@ class Search:
             self.offers[key] = made if self._every_rank is None else self._every_rank.offered(node, made)
         return self.offers[key]
 
-    def _of_loop(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:
+    def _loop_changes(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
         begin = {v: known(outer) for v, outer in given.items()}
-        greedy = {forms: self._body(loop, begin, forms, 1) for forms in _carries(loop, self.num)}
+        greedy = {forms: self._search_body(loop, begin, forms, 1) for forms in _carry_forms(loop, self.num)}
         most = self._margin * min(plan.total for plan in greedy.values())
         for forms, once in greedy.items():
             if not once.total <= most:
                 continue
-            plan = min(once, self._body(loop, begin, forms, self.width), key=lambda p: p.total)
+            plan = min(once, self._search_body(loop, begin, forms, self.width), key=lambda p: p.total)
             ys = plan.forms[loop.num_carry :]
             strategy = Strategy(forms, (*forms, *(ys * loop.num)), None, loop.num * plan.price)
             yield SearchChoice(strategy, plan)
 
-    def _body(
+    def _search_body(
         self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
     ) -> SearchedPlan:
         """Returns the plan of a body whose carry is in these forms, searched once."""
@@ -307,7 +308,7 @@ def _can_be(own: Form, form: Form) -> bool:
     return form.kind not in ("partial", "rows") or own == form or (form == PARTIAL and own.kind == "rows")
 
 
-def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
+def _carry_forms(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
     """Yields the forms in which a carry may pass from layer to layer.
 
     Whole, or one shape of value cut along one dim.
@@ -324,12 +325,12 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:
     """Returns an op as its rule sees it."""
     given, counter = iter(operands), iter(range(len(operands)))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _named(next(given), next(counter)))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _name_operand(next(given), next(counter)))
     outs = tuple(seen(x) for x in results(node) if x is not None)
     return OpUse(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
 
 
-def _named(value: PlannedValue, number: int) -> Operand:
+def _name_operand(value: PlannedValue, number: int) -> Operand:
     return value.seen._replace(number=number, name=name_of(value))
 
 

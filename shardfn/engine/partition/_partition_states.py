@@ -216,7 +216,7 @@ class Draft:
         work = sum(1.0 if f.kind == "cut" else self.prices.num for f in strategy.outs)
         self.costs.append(self._weight * (strategy.sent + _PER_ELEMENT * work))
         if self.prices.work and choice.plan is None:  # that of a loop is in the price of its body
-            self.costs.append(self._weight * self.prices.work * self._operations(scope, node, strategy))
+            self.costs.append(self._weight * self.prices.work * self._count_operations(scope, node, strategy))
         made = [v for v in scope.made[node] if v is not None]
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
@@ -227,7 +227,7 @@ class Draft:
             self.new[value] = Held(form, there, leaf)
         return Change(tuple(self.costs), tuple(self.outside), self.new, choice)
 
-    def _operations(self, scope: Scope, node: Node, strategy: Strategy) -> float:
+    def _count_operations(self, scope: Scope, node: Node, strategy: Strategy) -> float:
         """Floating-point operations of the rank with the most, forward and backward."""
         flops = scope.flops(node)
         if not flops:

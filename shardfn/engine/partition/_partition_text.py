@@ -17,10 +17,10 @@ def program_text(program: PartitionProgram) -> str:
         f'along "{program.axis}", {program.num} ranks: {number} collectives, {forward} bytes a rank in the forward'
         f" and {backward} in the backward"
     )
-    return "\n".join([head, *map(_line, sent)])
+    return "\n".join([head, *map(_format_line, sent)])
 
 
-def _line(x: object) -> str:
+def _format_line(x: object) -> str:
     name, shape, forward, backward, line, because, times = x  # pyright: ignore[reportGeneralTypeIssues]
     why = f"; {because} takes it whole" if because else ""
     often = f"{times} x " if times > 1 else ""

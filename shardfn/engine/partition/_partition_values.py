@@ -140,8 +140,8 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
         if node.op in ("placeholder", "get_attr"):
             x = constants(node) if node.op == "get_attr" else node.meta["val"]
             able = x.requires_grad if node.op == "get_attr" else trained(node)
-            _enter(scope, node, x, able and _has_gradients(x))
-    _fill(scope, [n for n in nodes if n.op == "call_function"], bodies)
+            _enter_value(scope, node, x, able and _has_gradients(x))
+    _fill_scope(scope, [n for n in nodes if n.op == "call_function"], bodies)
     outputs: Any = nodes[-1].args[0]
     ends = [scope.one(n) for n in outputs if isinstance(n, Node)]
     find_last_uses(scope, ends)
@@ -176,14 +176,14 @@ def seen(x: Tensor) -> Operand:
     return Operand(tuple(x.shape), x.element_size())
 
 
-def _enter(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> PlannedValue:
+def _enter_value(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> PlannedValue:
     value = PlannedValue(node, 0, seen(x), differentiable)
     scope.made[node] = [value]
     scope.inputs.append(value)
     return value
 
 
-def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
+def _fill_scope(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
     for node in nodes:
         if node.target is operator.getitem:
             source, at = node.args
@@ -192,7 +192,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
         scope.nodes.append(node)
         packet = getattr(node.target, "overloadpacket", None)
         if node.target is looped:
-            loop = scope.loops[node] = _loop(scope, node, bodies)
+            loop = scope.loops[node] = _add_loop(scope, node, bodies)
             scope.operands[node] = [scope.one(n) for n in reads(node, bodies)]
             able = [v.differentiable for v in loop.ends]
             num_ys = len(able) - loop.num_carry
@@ -222,7 +222,7 @@ def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
     return bool(roots) and all(v in scope.inputs for v in roots)
 
 
-def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
+def _add_loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
     body = bodies[node]
     args: Any = node.args
     carry, layers = [scope.one(n) for n in args[0]], [[scope.one(n) for n in x] for x in args[1]]
@@ -230,13 +230,13 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
     while True:
         inner = Scope()
         for n, flag in zip(body.given, able, strict=True):
-            _enter(inner, n, n.meta["val"], flag)
+            _enter_value(inner, n, n.meta["val"], flag)
         for n in body.outside:
             outer = scope.one(n)
             value = PlannedValue(n, 0, outer.seen, outer.differentiable, outer=outer, times=len(layers))
             inner.made[n] = [value]
             inner.inputs.append(value)
-        _fill(inner, body.nodes, bodies)
+        _fill_scope(inner, body.nodes, bodies)
         ends = [inner.one(n) for n in body.ends]
         more = [a or v.differentiable for a, v in zip(able, ends[: body.num_carry], strict=False)]
         if more == able[: body.num_carry]:
@@ -249,14 +249,14 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
 
 def find_last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
     """Fills `scope.dead`. A view keeps its source alive, as it may be made again from that."""
-    alive = set(_with_sources(ends))
+    alive = set(_add_sources(ends))
     for node in reversed(scope.nodes):
-        used = dict.fromkeys(_with_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))
+        used = dict.fromkeys(_add_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))
         scope.dead[node] = [v for v in used if v not in alive]
         alive |= used.keys()
 
 
-def _with_sources(values: Sequence[PlannedValue]) -> list[PlannedValue]:
+def _add_sources(values: Sequence[PlannedValue]) -> list[PlannedValue]:
     out: list[PlannedValue] = []
     for value in values:
         at: PlannedValue | None = value

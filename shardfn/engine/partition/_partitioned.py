@@ -99,7 +99,7 @@ class Partitioned(Transform):
             tuple(x.dtype for x in leaves),
             tuple((type(x), x) for x in loss.static),
             looks,
-            _autocast(leaves),
+            _autocast_dtypes(leaves),
             is_evaluating(),
         )
         # The blocks that the axes before this one leave are planned with this rank's sizes.
@@ -155,7 +155,7 @@ _IN_TORCH_FUNC = (
 _Programs = dict[Any, _PreparedLoss]
 
 
-def _autocast(leaves: Sequence[Any]) -> Any:
+def _autocast_dtypes(leaves: Sequence[Any]) -> Any:
     """Returns the dtypes that autocast gives to products, which captures depend on."""
     kinds = sorted({x.device.type for x in leaves})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

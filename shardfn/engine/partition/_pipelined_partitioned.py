@@ -74,7 +74,7 @@ class PartitionedPipeline(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "enter"), params, batch, None, *key)
+        return self._run_function(StageFunction(self.of, "enter"), params, batch, None, *key)
 
     @property
     def begins(self) -> tuple[str, Callable[..., Any]]:
@@ -88,17 +88,17 @@ class PartitionedPipeline(Pipelined):
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "stage", place), params, batch, given, *key)
+        return self._run_function(StageFunction(self.of, "stage", place), params, batch, given, *key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "between", place), params, batch, h, *key)
+        return self._run_function(StageFunction(self.of, "between", place), params, batch, h, *key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "leave"), params, h, batch, *key)
+        return self._run_function(StageFunction(self.of, "leave"), params, h, batch, *key)
 
-    def _run(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
+    def _run_function(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
         return dataclasses.replace(self.parted, inner=f)(params, *args)
 
     # `of` defines how layers are cut.

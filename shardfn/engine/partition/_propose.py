@@ -93,71 +93,71 @@ class Proposer:
 
     def least(self) -> list[Form]:
         """For each group the form with the fewest bytes on a rank."""
-        return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
+        return [min(self._leaf_forms(i), key=lambda f: self._leaf_bytes(i, f)) for i in range(len(self._groups))]
 
     def least_held(self) -> float:
         """Returns the least bytes, over all forms, that the rank with the most keeps."""
-        return self._held(self.least())
+        return self._held_bytes(self.least())
 
     def proposal(self, forms: Sequence[Form]) -> Proposal:
         """Returns the groups' forms by leaf, with their costs."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
-        return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
+        return Proposal(by_leaf, self._held_bytes(forms), self._search_plan(self._search, forms).total)
 
-    def _domain(self, i: int) -> list[Form]:
+    def _leaf_forms(self, i: int) -> list[Form]:
         first = self._groups[i][0]
         shape, rows = first.seen.shape, first in self._rows
         return [WHOLE, *(cut(d, n, self._num) for d, n in enumerate(shape) if n > 1 and not (rows and d == 0))]
 
-    def _held_of(self, i: int, form: Form) -> float:
+    def _leaf_bytes(self, i: int, form: Form) -> float:
         return sum(
             self._kept[v].per_element * held_elements(v, form, self._num) + self._kept[v].fixed for v in self._groups[i]
         )
 
-    def _held(self, forms: Sequence[Form]) -> float:
-        return sum(self._held_of(i, f) for i, f in enumerate(forms))
+    def _held_bytes(self, forms: Sequence[Form]) -> float:
+        return sum(self._leaf_bytes(i, f) for i, f in enumerate(forms))
 
-    def _plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
+    def _search_plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(f) for g, f in zip(self._groups, forms, strict=True) for v in g}
         return search.best(self._scope, start, self._ends)
 
-    def _sent(self, forms: Sequence[Form]) -> float:
+    def _sent_cost(self, forms: Sequence[Form]) -> float:
         key = tuple(forms)
         if key not in self._priced:
-            self._priced[key] = self._plan(self._narrow, forms).total
+            self._priced[key] = self._search_plan(self._narrow, forms).total
         return self._priced[key]
 
-    def _cost(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
-        held = self._held(forms)
-        return max(0.0, held - limit), self._sent(forms) + _PER_HELD_BYTE * held
+    def _cost_of(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
+        held = self._held_bytes(forms)
+        return max(0.0, held - limit), self._sent_cost(forms) + _PER_HELD_BYTE * held
 
     # The search.
 
     def best(self, limit: float) -> Proposal:
         """Returns the cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
-        if self._held(whole) <= limit and not self._work_price:
-            return self.proposal(self._improved(whole, limit))
-        begun = self._begun(limit)
+        if self._held_bytes(whole) <= limit and not self._work_price:
+            return self.proposal(self._improve_forms(whole, limit))
+        begun = self._find_starts(limit)
         # The best forms under a tight limit are a good starting point for a looser one.
         tight = min(limit, _TIGHT * self.least_held())
-        alternated = self._released(self._fitted(self._alternated(), limit), limit)
-        found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
-        found = [self._improved(x, limit) for x in self._cheapest([*found, *begun], limit)[:_IMPROVED]]
+        alternated = self._release_leaves(self._fit_forms(self._alternate_forms(), limit), limit)
+        found = [alternated, self._improve_forms(self._sort_by_cost(begun, tight)[0], tight)]
+        found = [self._improve_forms(x, limit) for x in self._sort_by_cost([*found, *begun], limit)[:_IMPROVED]]
         return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
 
-    def _begun(self, limit: float) -> list[list[Form]]:
+    def _find_starts(self, limit: float) -> list[list[Form]]:
         """Starting points: the least, columns and rows in turn, and results at prices that approach the limit."""
-        found = [self.least(), self._alternated()]
+        found = [self.least(), self._alternate_forms()]
         low, high = _LEAST_PRICE, _MOST_PRICE
         for _ in range(_HALVINGS):
             price = (low * high) ** 0.5
-            found.append(self._at_price(price))
-            low, high = (low, price) if self._held(found[-1]) <= limit else (price, high)
+            found.append(self._forms_at_price(price))
+            low, high = (low, price) if self._held_bytes(found[-1]) <= limit else (price, high)
         return found
 
-    def _alternated(self) -> list[Form]:
+    def _alternate_forms(self) -> list[Form]:
         found = alternate(self._scope, self._num)
         for loop in self._scope.loops.values():
             inner = alternate(loop.scope, self._num)
@@ -167,57 +167,57 @@ class Proposer:
                     found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
         return [next((found[v] for v in g if v in found), WHOLE) for g in self._groups]
 
-    def _cheapest(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
+    def _sort_by_cost(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
         """Made fit, without repetitions, the cheapest first."""
-        fitted = dict.fromkeys(tuple(self._fitted(x, limit)) for x in begun)
-        return [list(x) for x in sorted(fitted, key=lambda x: self._cost(x, limit))]
+        fitted = dict.fromkeys(tuple(self._fit_forms(x, limit)) for x in begun)
+        return [list(x) for x in sorted(fitted, key=lambda x: self._cost_of(x, limit))]
 
-    def _fitted(self, forms: list[Form], limit: float) -> list[Form]:
+    def _fit_forms(self, forms: list[Form], limit: float) -> list[Form]:
         """Gives leaves their least forms until they fit, those with the largest excess of bytes first."""
         forms, least = list(forms), self.least()
-        excess = {i: self._held_of(i, f) - self._held_of(i, least[i]) for i, f in enumerate(forms)}
+        excess = {i: self._leaf_bytes(i, f) - self._leaf_bytes(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
-            if self._held(forms) <= limit:
+            if self._held_bytes(forms) <= limit:
                 break
             forms[i] = least[i]
         return forms
 
-    def _improved(self, forms: list[Form], limit: float) -> list[Form]:
+    def _improve_forms(self, forms: list[Form], limit: float) -> list[Form]:
         while True:
-            before, forms = forms, self._released(forms, limit)
-            for changes in (self._single, self._double):
+            before, forms = forms, self._release_leaves(forms, limit)
+            for changes in (self._single_changes, self._double_changes):
                 for change in changes():
-                    tried = _with(forms, change)
+                    tried = _apply_change(forms, change)
                     # A change that does not fit is not worth a search.
-                    fits = tried != forms and self._held(tried) <= max(limit, self._held(forms))
-                    if fits and self._cost(tried, limit) < self._cost(forms, limit):
+                    fits = tried != forms and self._held_bytes(tried) <= max(limit, self._held_bytes(forms))
+                    if fits and self._cost_of(tried, limit) < self._cost_of(forms, limit):
                         forms = tried
             if forms == before:
                 return forms
 
-    def _released(self, forms: list[Form], limit: float) -> list[Form]:
+    def _release_leaves(self, forms: list[Form], limit: float) -> list[Form]:
         """Makes leaves whole for which there is room: first those that save most per byte, or most in all."""
         saved: dict[int, float] = {}
         a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
-            tried = _with(forms, [(i, WHOLE)])
-            if form != WHOLE and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
-                saved[i] = self._sent(forms) - self._sent(tried)
-                a_byte[i] = saved[i] / max(self._held(tried) - self._held(forms), 1.0)
+            tried = _apply_change(forms, [(i, WHOLE)])
+            if form != WHOLE and self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
+                saved[i] = self._sent_cost(forms) - self._sent_cost(tried)
+                a_byte[i] = saved[i] / max(self._held_bytes(tried) - self._held_bytes(forms), 1.0)
         found = [self._released_by(gain, forms, limit) for gain in (a_byte, saved)]
-        return min(found, key=lambda x: self._cost(x, limit))
+        return min(found, key=lambda x: self._cost_of(x, limit))
 
     def _released_by(self, gain: dict[int, float], forms: list[Form], limit: float) -> list[Form]:
         for i in sorted(gain, key=gain.__getitem__, reverse=True):
-            tried = _with(forms, [(i, WHOLE)])
-            if self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+            tried = _apply_change(forms, [(i, WHOLE)])
+            if self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
                 forms = tried
         return forms
 
-    def _single(self) -> Iterator[Change]:
-        return ([(i, form)] for i in range(len(self._groups)) for form in self._domain(i))
+    def _single_changes(self) -> Iterator[Change]:
+        return ([(i, form)] for i in range(len(self._groups)) for form in self._leaf_forms(i))
 
-    def _double(self) -> Iterator[Change]:
+    def _double_changes(self) -> Iterator[Change]:
         """Two that are read one after the other: in the same way, or where one makes room for the other."""
         least = self.least()
         for i, j in itertools.pairwise(self._in_order):
@@ -227,7 +227,7 @@ class Proposer:
 
     # The first step.
 
-    def _at_price(self, price: float) -> list[Form]:
+    def _forms_at_price(self, price: float) -> list[Form]:
         """Returns the forms that a search chooses when a byte that a rank holds has this price."""
         search = Search(self._num, _FREE_WIDTH, price, work_price=self._work_price)
         search.offers = self._search.offers
@@ -255,7 +255,7 @@ class Proposer:
         return leaf if leaf in self._layers and leaf in self._kept else None
 
 
-def _with(forms: Sequence[Form], change: Change) -> list[Form]:
+def _apply_change(forms: Sequence[Form], change: Change) -> list[Form]:
     changed = list(forms)
     for i, form in change:
         changed[i] = form

@@ -89,7 +89,7 @@ class Unplaced:
         inside = tree_leaves(inner.stacks(tree_unflatten(treedef, list(range(len(leaves))))))
         for i in inside if num > 1 else ():
             rows[i] = chunk_bounds(len(leaves[i]), num, 0)[1]
-        return Unplaced(_unpartitioned(inner), params, args, rows, inner.axis if num > 1 else None, num)
+        return Unplaced(_without_partition(inner), params, args, rows, inner.axis if num > 1 else None, num)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,55 +122,55 @@ class SpecSearch:
         treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
         with bind_mesh(Mesh(shape, torch.device("cpu"), abstract=True)):
-            found = self._within()
-        specs = [self._spec(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
+            found = self._fit_limit()
+        specs = [self._spec_of(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
         return tree_unflatten(treedef, specs)
 
-    def _within(self) -> "_CutLeaves":
+    def _fit_limit(self) -> "_CutLeaves":
         """Cuts leaves to fit the limit, if possible.
 
         Earlier axes keep leaves whole for later ones to cut. If these cannot, earlier ones cut more, and at last all.
         """
-        limit = self._limit()
-        found = self._cuts(limit, 1.0)
+        limit = self._bytes_limit()
+        found = self._cut_axes(limit, 1.0)
         for all_cut in (False, True) if len(self.axes) > 1 else ():
             if found.held > limit:
-                found = self._cuts(limit, 0.0 if all_cut else limit / found.held)
+                found = self._cut_axes(limit, 0.0 if all_cut else limit / found.held)
         if found.held > limit and self.limit is not None:
-            self._refuse(found.held)
+            self._refuse_limit(found.held)
         return found
 
-    def _limit(self) -> float:
+    def _bytes_limit(self) -> float:
         if self.limit is not None:
             return self.limit
-        return _SHARE * sum(self._totals()) / math.prod(self.mesh.shape[a] for a in self.axes)
+        return _SHARE * sum(self._total_bytes()) / math.prod(self.mesh.shape[a] for a in self.axes)
 
-    def _cuts(self, limit: float, room: float) -> "_CutLeaves":
+    def _cut_axes(self, limit: float, room: float) -> "_CutLeaves":
         """Cuts along one axis after another; all but the last leave a rank `room` of the bytes for later ones."""
         leaves = tree_leaves(self.of.params)
         views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
         scanned: list[bool] = []
         held, later = 0.0, math.prod(self.mesh.shape[a] for a in self.axes)
         for k, axis in enumerate(self.axes):
-            call = self._call(k, views)
+            call = self._make_call(k, views)
             gm = call.captured()
             nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-            scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
+            scanned = scanned or list(map(_is_scanned, nodes[: len(leaves)]))
             later //= self.mesh.shape[axis]
             # A rank does not hold the parts that later axes cut.
             most = limit if axis == self.axes[-1] else room * limit * later
-            found = self._along(k, gm, nodes, call.trained(nodes), most)
+            found = self._forms_along(k, gm, nodes, call.trained(nodes), most)
             held = found.held
-            views = [_cut(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
+            views = [_cut_leaf(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
         return _CutLeaves([v.spec for v in views], scanned, held)
 
-    def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
+    def _make_call(self, k: int, views: Sequence[LeafView]) -> LossCall:
         """Returns the call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
         names, of = self.axes, self.of
         before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
         return LossCall.of(before, of.params, of.args, views, names[k:])
 
-    def _along(
+    def _forms_along(
         self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
     ) -> Proposal:
         """Returns the forms of leaves along axis `k`, in a graph of blocks along those before.
@@ -178,13 +178,13 @@ class SpecSearch:
         Within a limit, or the least.
         """
         nodes, of = inputs[: len(self.kept)], self.of
-        kept = {n: self._held(i) for i, n in enumerate(nodes)}
+        kept = {n: self._held_bytes(i) for i, n in enumerate(nodes)}
         rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
-        num, price = self.mesh.shape[self.axes[k]], self._price(k, gm)
+        num, price = self.mesh.shape[self.axes[k]], self._axis_price(k, gm)
         proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=price)
         return proposer.best(max(limit, proposer.least_held()))
 
-    def _price(self, k: int, gm: GraphModule) -> float:
+    def _axis_price(self, k: int, gm: GraphModule) -> float:
         """Returns the bytes that axis `k` sends in the time of a floating-point operation."""
         if self.cluster is None:
             return 0.0
@@ -196,7 +196,7 @@ class SpecSearch:
         wire = self.cluster.link(self.mesh.shape, self.axes[k])
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
-    def _held(self, i: int) -> HeldBytes:
+    def _held_bytes(self, i: int) -> HeldBytes:
         """Returns the bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
@@ -204,14 +204,14 @@ class SpecSearch:
         share = most / len(tree_leaves(self.of.params)[i])
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
-    def _totals(self) -> list[float]:
+    def _total_bytes(self) -> list[float]:
         """Returns the bytes that are kept of each leaf, before any of these axes cuts it."""
-        held = map(self._held, range(len(self.kept)))
+        held = map(self._held_bytes, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
 
-    def _refuse(self, least: float) -> None:
-        total = self._totals()
+    def _refuse_limit(self, least: float) -> None:
+        total = self._total_bytes()
         sizes = sorted(zip(total, tree_paths(self.of.params, "params"), strict=True), reverse=True)[:_TOLD]
         biggest = "; ".join(f"{path}, {int(size)} bytes" for size, path in sizes)
         most = math.ceil(least)
@@ -223,7 +223,7 @@ class SpecSearch:
             f" {names}, or let ZeRO cut the states along another axis."
         )
 
-    def _spec(self, i: int, spec: P, scanned: bool) -> P | Sharding:
+    def _spec_of(self, i: int, spec: P, scanned: bool) -> P | Sharding:
         stages, most = self.of.stages, self.of.rows[i]
         if most is not None:
             spec = P(stages, *spec.entries[1:])
@@ -242,7 +242,7 @@ class _CutLeaves:
     held: float
 
 
-def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
+def _cut_leaf(view: LeafView, form: Form, axis: str) -> LeafView:
     """Returns a leaf that is cut along one more axis, within the blocks that others leave."""
     if form.kind != "cut":
         return view
@@ -251,12 +251,12 @@ def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
     return LeafView(view.shape, P(*names), view.block)
 
 
-def _scanned(node: Node) -> bool:
+def _is_scanned(node: Node) -> bool:
     """Returns whether an input is taken apart into the layers of a scan, and used in no other way."""
-    return bool(node.users) and all(map(_in_layers, node.users))
+    return bool(node.users) and all(map(_is_layer_split, node.users))
 
 
-def _in_layers(node: Node) -> bool:
+def _is_layer_split(node: Node) -> bool:
     """Returns whether an op takes a leaf apart into the layers of a scan."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     along: Any = node.args[1] if len(node.args) > 1 else 0
@@ -264,6 +264,6 @@ def _in_layers(node: Node) -> bool:
     return layers and all(u.target is looped for part in node.users for u in part.users)
 
 
-def _unpartitioned(of: Pipelined) -> Pipelined:
+def _without_partition(of: Pipelined) -> Pipelined:
     """Returns a pipelined loss whose functions are those for one device."""
     return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

@@ -35,20 +35,20 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
     tied: list[list[PlannedValue]] = []
     done: set[_Repetition] = set()
     while True:
-        run = _longest(scope, done)
+        run = _find_longest(scope, done)
         if run is None:
             return tied
         done.add(run)
-        found = _same_inputs(scope, run)
-        if found is not None and _shorten(scope, run, ends):
+        found = _find_same_inputs(scope, run)
+        if found is not None and _shorten_run(scope, run, ends):
             tied += found
             done.clear()
 
 
-def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
+def _find_longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
     """Returns the longest run of three layers or more that is not in `done`."""
     kinds: dict[Any, int] = {}
-    keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
+    keys = torch.tensor([kinds.setdefault(_kind_of(n, scope), len(kinds)) for n in scope.nodes])
     best: _Repetition | None = None
     for period in range(4, len(keys) // 3 + 1):
         same = torch.cat([torch.tensor([False]), keys[period:] == keys[:-period], torch.tensor([False])])
@@ -65,7 +65,7 @@ def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
     return best
 
 
-def _kind(node: Node, scope: Scope) -> Any:
+def _kind_of(node: Node, scope: Scope) -> Any:
     given = tuple((v.seen.shape, v.seen.itemsize, v.differentiable) for v in scope.operands[node])
     static = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     return (
@@ -79,7 +79,7 @@ def _kind(node: Node, scope: Scope) -> Any:
     )
 
 
-def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
+def _find_same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
     """Returns the inputs that correspond in a run's layers.
 
     None if some operations do not read corresponding values.
@@ -109,7 +109,7 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
     return [list(x) for x in {id(x): x for x in group.values()}.values()]
 
 
-def _shorten(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
+def _shorten_run(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
     """Leaves two layers, and returns whether that was possible: if later operations read only the last layer."""
     start, period = run.start, run.period
     num = (run.stop - start) // period

@@ -12,11 +12,11 @@ def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
     """Adds unused rows of zeros to a stack, so that each stage has one row per layer of the longest stage."""
     most = max(per_stage)
 
-    def pad(x: Tensor) -> Tensor:
+    def pad_rows(x: Tensor) -> Tensor:
         parts = x.split(list(per_stage))
         return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
 
-    return tree_map(pad, stack)
+    return tree_map(pad_rows, stack)
 
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
@@ -39,10 +39,10 @@ def used_rows(per_stage: Sequence[int]) -> list[int]:
 def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
     """Returns a stack with unused rows, whose used rows are replaced."""
 
-    def fill(old: Tensor, new: Tensor) -> Tensor:
+    def fill_rows(old: Tensor, new: Tensor) -> Tensor:
         return old.index_copy(0, torch.tensor(used, device=old.device), new)
 
-    return tree_map(fill, stack, layers)
+    return tree_map(fill_rows, stack, layers)
 
 
 def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:

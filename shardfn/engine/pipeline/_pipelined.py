@@ -142,7 +142,7 @@ class Pipelined(Transform):
         """
         h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
-            lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
+            lengths = [[_count_layers(self.filled(s))] for s in self.stacks(params)]
             for chunk, row in enumerate(self.firsts(lengths, 0)):
                 h = self.between(params, batch, h, Place(chunk, row, False, False), key)
         else:
@@ -252,7 +252,7 @@ class Pipelined(Transform):
         """Returns the stage, by rank and chunk."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
-    def _varying(self, params: PyTree, rows: StageRows) -> PyTree:
+    def _vary_params(self, params: PyTree, rows: StageRows) -> PyTree:
         """Returns the parameters, and leaves that are not cut along the axis vary along it."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
@@ -279,10 +279,10 @@ class Pipelined(Transform):
         tie = None
         if torch.is_grad_enabled() or transforming():
             # Each rank uses leaves for its own layers alone, so their gradients are summed along the axis.
-            params = self._varying(params, rows_of_kinds)
+            params = self._vary_params(params, rows_of_kinds)
             # So that autograd follows h on all ranks or on none: a collective that it follows on one rank, it must
             # follow on all.
-            tie = _tie(self.tied(params))
+            tie = _tie_stacks(self.tied(params))
         for stage in range(num * self.num_chunks):
             there, chunk = homes[stage]
             mine = pvary(h, self.axis)
@@ -290,7 +290,7 @@ class Pipelined(Transform):
                 mine = self.between(params, batch, mine, Place(chunk, firsts[rank][chunk], False, False), key)
             if self.has_state:
                 put_part(blocks=self.shared_layers(current_state(), stage, there == rank).blocks)
-            h = tree_map(lambda x, given, on=there == rank: _passed_on(x, given, on, self.axis, tie), mine, h)
+            h = tree_map(lambda x, given, on=there == rank: _pass_on(x, given, on, self.axis, tie), mine, h)
         return h
 
 
@@ -355,7 +355,7 @@ class PipelinedLayers(Enclosed):
         alone, every = self.num_chunks == 1, current_state().blocks
         old = every if alone else every[place.chunk]
         h, new = self.through((stack, self.filled(old)), place, h, key)
-        new = new if self.per_stage is None else refilled(old, new, self._used_rows())
+        new = new if self.per_stage is None else refilled(old, new, self._find_used_rows())
         put_part(blocks=new if alone else [new if c == place.chunk else x for c, x in enumerate(every)])
         return h
 
@@ -370,7 +370,7 @@ class PipelinedLayers(Enclosed):
             h: a tree of tensors.
             key: the loss's, or none; layer l gets `fold_in(key, l)`.
         """
-        num = _length(stacks[0])
+        num = _count_layers(stacks[0])
         if not num:
             return h, stacks[-1]
         back = self.reverses(place.chunk)
@@ -398,7 +398,7 @@ class PipelinedLayers(Enclosed):
         """Returns the leaves that `block` may be called with, from a tree of `LeafView`s: a row of each stack."""
         return [tree_map(lambda view: view.row(), stack) for stack in self.stacks(tree)]
 
-    def _used_rows(self) -> list[int]:
+    def _find_used_rows(self) -> list[int]:
         """Which rows of this rank's block of a stack are layers."""
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
@@ -448,7 +448,7 @@ def lengths_text(lengths: dict[str, int]) -> str:
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
 
-def _length(stack: PyTree) -> int:
+def _count_layers(stack: PyTree) -> int:
     """Returns how many layers a stack has.
 
     Raises:
@@ -475,11 +475,11 @@ def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
 def _rows_by_rank(stack: PyTree, axis: str) -> list[int]:
     """By rank, how many layers of a stack it has, from the ranks themselves."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
-    own[axis_index(axis)] = _length(stack)
+    own[axis_index(axis)] = _count_layers(stack)
     return psum(own, axis).tolist()
 
 
-def _tie(stacks: PyTree) -> Tensor | None:
+def _tie_stacks(stacks: PyTree) -> Tensor | None:
     """Returns a sum that depends on the leaves that this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
@@ -489,7 +489,7 @@ def _tie(stacks: PyTree) -> Tensor | None:
 LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages return its result."
 
 
-def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
+def _pass_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
     """One rank's result of a stage on `given`, on all ranks, which must agree on the axes along which it varies."""
     mode = following_now(begin=False)
     if mode is None:

@@ -56,12 +56,12 @@ class PipelinedFunctions(Enclosed):
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
         """None."""
-        self._owned(params)
+        self._leaves_by_function(params)
         return []
 
     def tied(self, params: PyTree) -> PyTree:
         """Returns all leaves of the layers."""
-        return self._owned(params)
+        return self._leaves_by_function(params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
         """Returns the stage, by chunk."""
@@ -71,8 +71,8 @@ class PipelinedFunctions(Enclosed):
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """Returns the functions of a stage, whose number is `place.row`."""
         del batch
-        owned, states = self._owned(params), self._states()
-        for i in self._of_stage(place.row):
+        owned, states = self._leaves_by_function(params), self._state_by_function()
+        for i in self._functions_of(place.row):
             own = [fold_in(k, i) for k in key]
             if self.has_state:
                 h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
@@ -84,7 +84,7 @@ class PipelinedFunctions(Enclosed):
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
         """With the states of a stage's functions from the rank that runs them."""
-        own = self._of_stage(stage)
+        own = self._functions_of(stage)
         share = functools.partial(from_one, here=here, axis=self.axis)
         return state._replace(blocks=[tree_map(share, x) if i in own else x for i, x in enumerate(state.blocks)])
 
@@ -93,10 +93,10 @@ class PipelinedFunctions(Enclosed):
         functions = tuple(change(f, LeavesOf(self, i)) for i, f in enumerate(self.functions))
         return dataclasses.replace(super().with_functions(change), functions=functions)
 
-    def _of_stage(self, stage: int) -> range:
+    def _functions_of(self, stage: int) -> range:
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
 
-    def _states(self) -> list[PyTree]:
+    def _state_by_function(self) -> list[PyTree]:
         """By function, its model state, empty without one.
 
         Raises:
@@ -111,7 +111,7 @@ class PipelinedFunctions(Enclosed):
             )
         return list(found)
 
-    def _owned(self, params: PyTree) -> Sequence[PyTree]:
+    def _leaves_by_function(self, params: PyTree) -> Sequence[PyTree]:
         """By function, its leaves.
 
         Raises:

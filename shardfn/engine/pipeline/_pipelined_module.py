@@ -46,7 +46,7 @@ class PipelinedModule(Pipelined):
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the loss."""
         if axis_size(self.axis) == 1:
-            return self.loss(self._adapted(params), batch, *key)
+            return self.loss(self._adapt_params(params), batch, *key)
         return super().__call__(params, batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
@@ -71,7 +71,7 @@ class PipelinedModule(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """Returns the arguments of the first layer."""
-        return self._run(params, batch, LayerSpan(0, 0, None, False), key)
+        return self._run_span(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
         """Returns the stacks of each kind of layers, with their adapters."""
@@ -93,16 +93,16 @@ class PipelinedModule(Pipelined):
         if not num and not place.ends:
             return given
         start = place.row if num else self.function.num_layers
-        return self._run(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
+        return self._run_span(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """Returns the loss from its first own layer to the end of the last."""
         num = self._num_layers(params, place)
-        return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
+        return h if not num else self._run_span(params, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the part of the loss after the layers."""
-        return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
+        return self._run_span(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def _num_layers(self, params: PyTree, place: Place) -> int:
         kinds = self.function.kinds
@@ -112,7 +112,7 @@ class PipelinedModule(Pipelined):
         last = int(axis_index(self.axis)) == axis_size(self.axis) - 1
         return kinds.end(place.row, rows, last=last) - place.row
 
-    def _adapted(self, params: PyTree) -> PyTree:
+    def _adapt_params(self, params: PyTree) -> PyTree:
         """Returns the module's parameters, with the adapters in their places, and without unused rows."""
         path, stack = self.function.path, self.filled(self.blocks(params))
         if self.adapters is None:
@@ -120,8 +120,8 @@ class PipelinedModule(Pipelined):
         base, lora = {**params["base"], path: stack["base"]}, {**params["lora"], **stack["lora"]}
         return self.adapters.apply(base, lora)
 
-    def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
-        given = self._adapted(params)
+    def _run_span(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
+        given = self._adapt_params(params)
         stack = given[self.function.path]
         hidden: Any = tree_map(ElsewhereTensor.of, stack, is_leaf=lambda x: isinstance(x, Tensor))
         span.stack, span.shown = stack, hidden

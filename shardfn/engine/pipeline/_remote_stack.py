@@ -24,7 +24,7 @@ class ElsewhereTensor(MetadataTensor):
     def of(x: Tensor) -> "ElsewhereTensor":
         """Returns a cached placeholder with the shape, dtype and device of this rank's block of a stacked leaf."""
         with DisableTorchFunctionSubclass():
-            return _like(tuple(x.shape), x.dtype, x.device)
+            return _placeholder_like(tuple(x.shape), x.dtype, x.device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,5 +40,5 @@ class ElsewhereTensor(MetadataTensor):
 
 
 @functools.lru_cache(maxsize=256)
-def _like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ElsewhereTensor:
+def _placeholder_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ElsewhereTensor:
     return ElsewhereTensor.empty(shape, dtype, device)

@@ -104,9 +104,9 @@ class Staged:
         self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
         given = (batches[0], *rest), model_state
-        self._shape = _shape(plan, of, self._mixed, given)
+        self._shape = _find_shape(plan, of, self._mixed, given)
         # Found after this rank's layers have run: the result of a layer may be known only by then.
-        self._ends = functools.partial(_ends, plan, loss, self._shape, given, has_aux)
+        self._ends = functools.partial(_find_ends, plan, loss, self._shape, given, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         # The message that `receive` has taken for the one action that runs now.
@@ -122,14 +122,14 @@ class Staged:
     def forward(self, action: Action, params: PyTree) -> Value | None:
         """Runs this rank's layers and sends their result on; at the last stage, returns the loss."""
         stage = self._table.stages[self._rank][action.chunk]
-        inputs, given = self._entered(stage)
-        loss = self._part(action.chunk, stage, given)
+        inputs, given = self._enter_stage(stage)
+        loss = self._stage_loss(action.chunk, stage, given)
         args = self._batches[action.microbatch], *self._rest
         if stage == self._table.num_stages - 1:
             value = evaluate(loss, params, args, self._has_aux)
             self._open[action[1:]] = _Underway(inputs, [value.total], value)
             return value
-        outputs = self._checked(loss(params, *args).h)
+        outputs = self._check_result(loss(params, *args).h)
         self._open[action[1:]] = _Underway(inputs, outputs, None)
         self._line.send(action, outputs)
         return None
@@ -167,18 +167,18 @@ class Staged:
         if plan.captured:
             ends = stages.take_ends(self._ends())
         elif stages.ends is None:
-            ends = stages.take_ends(next(x for x in self._comms.control.gather(_kinds(seen)) if x is not None))
+            ends = stages.take_ends(next(x for x in self._comms.control.gather(_kinds_of(seen)) if x is not None))
         else:
             ends = stages.ends
-        if seen and _kinds(seen) != ends:
+        if seen and _kinds_of(seen) != ends:
             raise ValueError(
-                f"the loss returned {ends} in the first step, and now {_kinds(seen)}; return the same always."
+                f"the loss returned {ends} in the first step, and now {_kinds_of(seen)}; return the same always."
             )
         dtype, weight_dtype, names, device = *ends, plan.mesh.device
         width = 2 + 2 * len(names)
         row = torch.zeros(width, dtype=torch.float64, device=device)
         if seen:
-            row = _row(seen, names)
+            row = _row_of(seen, names)
         row = psum(row, self.late_axes)
         aux = {name: WeightedMean(row[2 + 2 * k], row[3 + 2 * k]) for k, name in enumerate(names)}
         weight = None if weight_dtype is None else row[1].to(weight_dtype)
@@ -216,7 +216,7 @@ class Staged:
         stage = self._table.stages[self._rank][action.chunk]
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
-    def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
+    def _enter_stage(self, stage: int) -> tuple[list[Tensor], PyTree]:
         """This stage's inputs: the tensors that get a gradient, and the tree, empty and None at the first stage."""
         if stage == 0:
             return [], None
@@ -229,17 +229,17 @@ class Staged:
         inputs = [x for x in self._arrived if x.is_floating_point()]
         return inputs, tree_unflatten(self._shape.treedef, self._arrived)
 
-    def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
+    def _stage_loss(self, chunk: int, stage: int, given: PyTree) -> Loss:
         """This stage as a loss that begins with `given`, but for the last one, it returns the values to send on."""
         of, final = self._of, stage == self._table.num_stages - 1
 
-        def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        def run_part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
             out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
             return out if final else _StageOutput(out)
 
-        return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
+        return run_part if self._mixed is None else dataclasses.replace(self._mixed, inner=run_part)
 
-    def _checked(self, h: PyTree) -> list[Tensor]:
+    def _check_result(self, h: PyTree) -> list[Tensor]:
         """Returns the leaves of a stage's result, which must be like those of its input.
 
         Raises:
@@ -264,7 +264,7 @@ class Staged:
         return [varying_along(f"{path} of a stage", x, axes, LET_FIRST) for path, x, axes in named]
 
 
-def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
+def _find_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
     """Returns the shapes of the result of `first`, found once for batches of one shape.
 
     Args:
@@ -275,15 +275,17 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
     """
     leaves, treedef = tree_flatten(given)
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return plan.learnt.stages.shapes(key, lambda: _found_shape(plan, of, mixed, leaves, treedef))
+    return plan.learnt.stages.shapes(key, lambda: _evaluate_shape(plan, of, mixed, leaves, treedef))
 
 
-def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[Any], treedef: Any) -> ActivationShapes:
-    """See `_shape`; evaluates `first` on tensors without data."""
+def _evaluate_shape(
+    plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[Any], treedef: Any
+) -> ActivationShapes:
+    """See `_find_shape`; evaluates `first` on tensors without data."""
     plain, axes = of.without_collectives
     first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
     first = first if mixed is None else dataclasses.replace(mixed, inner=first)
-    with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
+    with _run_abstract(plan, leaves, axes) as (params, abstract), _explain_read(*of.begins):
         args, state = tree_unflatten(treedef, abstract)
         with ModelState(state).through(), plan.follows():
             out = first(params, *args).h
@@ -298,24 +300,24 @@ def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[An
     return ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
 
 
-def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
-    """Returns the `_kinds` of the last stage's result: found on any rank, without computing it. See `_shape`."""
+def _find_ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
+    """Returns the `_kinds_of` of the last stage's result: found on any rank, without computing. See `_find_shape`."""
     of = pipelined_in(loss)
     assert of is not None
     leaves, treedef = tree_flatten(given)
     num = len(leaves)
     plain, axes = of.without_collectives
-    with _on_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
+    with _run_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
         args, state = tree_unflatten(treedef, abstract[:num])
         h = tree_unflatten(shape.treedef, abstract[num:])
         last: Callable[..., Any] = lambda params, batch, *key: plain.leave(params, h, batch, *key)  # noqa: E731
         last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
         with ModelState(state).through():
-            return _kinds([evaluate(last, params, args, has_aux)])
+            return _kinds_of([evaluate(last, params, args, has_aux)])
 
 
 @contextlib.contextmanager
-def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
+def _run_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
     """The parameters and some leaves as tensors without data, apart from a capture that may be running.
 
     Along `axes` parameters are whole.
@@ -333,7 +335,7 @@ def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator
 
 
 @contextlib.contextmanager
-def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
+def _explain_read(what: str, first: Callable[..., Any]) -> Iterator[None]:
     """Explains the error of a function, passed as `what`, that reads values of tensors: it runs without data.
 
     Raises:
@@ -353,7 +355,7 @@ def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
         ) from error
 
 
-def _kinds(seen: list[Value]) -> Any:
+def _kinds_of(seen: list[Value]) -> Any:
     """Returns the dtypes of the loss and its weight, and the names of aux, or None without a loss."""
     if not seen:
         return None
@@ -361,7 +363,7 @@ def _kinds(seen: list[Value]) -> Any:
     return last.total.dtype, None if last.weight is None else last.weight.dtype, sorted(last.aux)
 
 
-def _row(seen: list[Value], names: list[str]) -> Tensor:
+def _row_of(seen: list[Value], names: list[str]) -> Tensor:
     zero = torch.zeros_like(seen[0].total)
     total = torch.stack([v.total for v in seen]).sum()
     weight = torch.stack([zero if v.weight is None else v.weight for v in seen]).sum()
