@@ -1,4 +1,4 @@
-"""Back ends: they run a captured graph op by op, or with its arithmetic compiled."""
+"""Back ends run a captured graph op by op, or with compiled arithmetic."""
 
 import dataclasses
 import time
@@ -25,15 +25,15 @@ _WARNED: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A graph that runs.
+    """Graph that runs.
 
     Attributes:
-        function: the tensors of the graph's arguments -> the tuple of its outputs; without autograd.
-        backend: the back end that runs it.
-        seconds: how long it took to make the function.
-        num_regions: regions of arithmetic, each one call.
-        num_compiled: how many different regions were compiled.
-        cache_hits: how many of these were found in the cache on disk.
+        function: function from the tensors of the graph's arguments to the tuple of outputs, without autograd.
+        backend: back end that runs the graph, for example "inductor".
+        seconds: seconds that compilation took.
+        num_regions: number of regions of arithmetic. Each region is a single call.
+        num_compiled: number of different regions that were compiled.
+        cache_hits: number of different regions found in the cache on disk.
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -91,24 +91,25 @@ def resolve_backend(backend: str | None) -> Backend:
 def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes: int = 1 << 16) -> Compiled:
     """Makes a function that runs a captured graph.
 
-    "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
-    and reductions become compiled calls (see `cut`); transfers, writes in place, matrix products and attention are as
-    in "graph", at the same places, and so are ops on rows that come by an exchange, whose number is data, and those
-    that were captured under `op_by_op`. Either way a value is dropped after its last use.
+    "graph": each node is a call, in the graph's order, bit-identical to eager. "inductor": runs of pointwise ops and
+    reductions become compiled calls (see `cut`). Transfers, writes in place, matrix products and attention are as in
+    "graph", at the same places. So are ops on rows that come by an exchange, since the number of such rows is data, and
+    ops captured under `op_by_op`. With either back end a value is dropped after the last use.
 
     Args:
-        gm: a flat graph of aten ops with `meta["val"]`.
-        backend: None is the best that this machine can run.
-        min_bytes: runs that read and write fewer bytes are not compiled.
+        gm: flat graph of aten ops with `meta["val"]`.
+        backend: name of the back end. None is the best that this machine can run.
+        min_bytes: lower limit. Runs that read and write fewer bytes are not compiled.
 
     Returns:
-        The callable, with the time and counts of its compilation.
+        The callable, with the time and counts of the compilation.
 
     Raises:
         ValueError: no such backend.
         RuntimeError: "inductor" without a working C++ compiler.
 
-    The callable raises ValueError if an argument of compiled code has another shape or strides than the traced one.
+    The callable raises ValueError if an argument of compiled code has another shape or strides than the traced
+    argument.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

@@ -18,10 +18,10 @@ from ._transfers import is_wait, start_of, wait_of
 def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     """Merges neighbouring gathers, and neighbouring psum_scatters, into messages of up to `limit` bytes.
 
-    They must run over the same axes, in the same dtype and phase. Rank r's part of the merged message is its parts of
-    the members, one after another: [a_r, b_r, ...]. Sums are elementwise and in rank order as before, so the bits are
-    the same. A gather moves up to the first of its bucket, a psum_scatter down to the last, unless a member needs
-    another's value before that; messages of `limit` bytes or more travel alone.
+    Members run over the same axes, in the same dtype and phase. Rank r's part of the merged message is this rank's
+    parts of the members in order: [a_r, b_r, ...]. Sums are elementwise and in rank order as before, so the bits are
+    the same. A gather moves up to the first member of the bucket, a psum_scatter down to the last, unless a member
+    needs another member's value before. Messages of `limit` bytes or more travel separately.
 
         a = wait(all_gather_start(a_r, [2, 2]))        o = cat([a_r, b_r])
         b = wait(all_gather_start(b_r, [1, 1]))        w = wait(all_gather_start(o, [3, 3]))
@@ -30,8 +30,8 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
                                                        b = v[:, 2:].clone().view(-1)
 
     Args:
-        gm: a captured step.
-        limit: bytes of the gathered, or of the whole summed, values.
+        gm: captured step.
+        limit: bytes of the gathered values, or of the whole summed values.
 
     Returns:
         A new graph with the same bits.
@@ -51,14 +51,14 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     if limit < 0:
         raise ValueError(f"bucket(limit={limit}): a limit of bytes must not be negative.")
     memory = Memory(gm)
-    if memory.far:  # apart, as those that they bring to do not move up past them
+    if memory.far:  # separately, as gathers that feed other gathers do not move up past these
         gm = _bucket_gathers(memory, gm, limit, memory.far)
         memory = Memory(gm)
     gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is ALL_GATHER} - memory.far)
     return _bucket_scatters(gm, limit)
 
 
-# all_gather: up to the first
+# all_gather: up to the first member
 
 
 def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node]) -> GraphModule:
@@ -66,7 +66,7 @@ def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node
     ready = ready_after(memory.order, before, memory)
 
     def can_join(start: Node, members: Sequence[Node]) -> bool:
-        # The message leaves where the first member did: every other one must be there by then.
+        # The message leaves where the first member did, so every other member must be there by then.
         return ready[start] < memory.position[members[0]]
 
     groups = _group_starts(memory, which, gathered_bytes, can_join, limit)
@@ -78,7 +78,7 @@ def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node
     return _revalue_views(out, new, memory, values)
 
 
-# psum_scatter: down to the last
+# psum_scatter: down to the last member
 
 
 def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
@@ -87,7 +87,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     needed = _needed_at(memory, before)
 
     def can_join(start: Node, members: Sequence[Node]) -> bool:
-        # The message leaves with its last member: no node may need another member's sum before that.
+        # The message leaves with the last member, so no node may need another member's sum before.
         return memory.position[start] < min(needed[m] for m in members)
 
     groups = _group_starts(
@@ -105,7 +105,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
 
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
-    """Returns the position of the first node that needs each psum_scatter's result; waits and views do not count."""
+    """Returns the position of the first node that needs each psum_scatter's result. Waits and views do not count."""
     lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is PSUM_SCATTER)
     after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
     for node in reversed(memory.order):
@@ -115,7 +115,7 @@ def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int
 
 
 def _has_results(memory: Memory) -> Callable[[Node], bool]:
-    """Returns whether the step returns a value, which must then not share memory with others."""
+    """Returns whether the step returns a value. A returned value must not share memory with other values."""
     returned = set(memory.reads(memory.order[-1]))
     return lambda node: not returned.isdisjoint(memory.shown(node))
 
@@ -125,7 +125,7 @@ def _has_results(memory: Memory) -> Callable[[Node], bool]:
 
 @dataclasses.dataclass
 class _Open:
-    """A bucket that is being filled: its members, their bytes, and those of other transfers since the first."""
+    """Bucket that is being filled: members, bytes of members, and bytes of other transfers since the first member."""
 
     members: list[Node]
     nbytes: int
@@ -147,13 +147,14 @@ def _group_starts(
             continue
         key, nbytes = _bucket_key(node), size(node)
         total += nbytes
-        # By a key that all ranks have in common, in the order of the graph: so all ranks merge the same.
+        # The key is the same on all ranks, and nodes come in the order of the graph. So all ranks merge the same
+        # transfers.
         group = filling.get(key)
         fits = group is not None and group.nbytes + nbytes <= limit and total - group.passed <= 4 * limit
         if group is not None and fits and joins(node, group.members):
             group.members.append(node)
             group.nbytes += nbytes
-        # The bucket before of this key is closed: a later member would jump over this one.
+        # The previous bucket of this key is closed: a later member would jump over this node.
         elif nbytes < limit:
             filling[key] = _Open([node], nbytes, total)
             filled.append(filling[key])

@@ -20,17 +20,17 @@ _SIZES = (1 << 10, 1 << 18, 1 << 22)
 def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """Measures a `Cluster`: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
-    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time. The link's latency is the
-    time of the smallest transfer, its bandwidth that of the bytes and the time by which the largest exceeds it. Each
-    figure is the best of several runs. Collective over the mesh: all ranks get the same figures, those of the slowest
-    rank, so that decisions drawn from them agree.
+    rate = 2 n^3 / time of an n x n product, and bandwidth = bytes moved by a copy / time of the copy. The link's
+    latency is the time of the smallest transfer. The link's bandwidth is the bytes of the largest transfer over the
+    further time of the largest transfer. Each figure is the best of several runs. Collective over the mesh: all ranks
+    get the same figures, the slowest rank's, so that decisions drawn from the figures agree.
 
     Args:
-        mesh: the ranks. Default: this one alone.
-        seconds: about how long it may take.
+        mesh: mesh whose ranks are measured. Default: only this rank.
+        seconds: approximate time of the measurement.
 
     Returns:
-        A cluster whose `inside` and `between` are the one wire that was measured.
+        A cluster with the measured wire as `inside` and as `between`.
 
     Example:
         >>> box = calibrate(seconds=0.05)
@@ -52,7 +52,7 @@ def _supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """Operations a second of a matrix product."""
+    """Returns the operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
     return 2 * n**3 / _time_best(lambda: torch.mm(a, a), device, seconds)
@@ -65,7 +65,7 @@ def _measure_bandwidth(device: torch.device, seconds: float) -> float:
 
 
 def _measure_link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
-    """Bandwidth and latency of a gather over all ranks. A single rank has no link in use, and gets round numbers."""
+    """Returns bandwidth and latency of a gather over all ranks. A single rank uses no link, and gets round numbers."""
     if mesh is None or mesh.size == 1:
         return 1e9, 1e-5
     times = []
@@ -88,7 +88,7 @@ def _time_best(run: Callable[[], object], device: torch.device, seconds: float) 
 def _time_repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
     """Returns the shortest time of `count` runs.
 
-    The number is fixed, as all ranks must run equally many collectives.
+    The number is fixed, as all ranks must run the same number of collectives.
     """
     return min([_time_run(run, device) for _ in range(count)][1:])
 
@@ -102,7 +102,7 @@ def _time_run(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _reduce_slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
-    """For each figure the lowest of all ranks. For latency, which comes last, the highest."""
+    """Returns for each figure the lowest of all ranks. For latency, the last figure, the highest."""
     if mesh is None or mesh.size == 1:
         return list(measured)
     with bind_mesh(mesh):

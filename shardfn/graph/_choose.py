@@ -1,8 +1,8 @@
 """Chooses a schedule: of a few candidates that fit in memory, the fastest by the cost model.
 
-Each candidate's passes run on the graph, `estimate` gives the seconds of the result, `memory_analysis` its peak.
-Candidates that begin with the same passes share the result of these, and a graph that two candidates lead to is scored
-once.
+Each candidate's passes run on the graph. `estimate` gives the seconds of the result, and `memory_analysis` the peak.
+Candidates that begin with the same passes share the result of the passes, and a graph that two candidates lead to is
+scored once.
 """
 
 import dataclasses
@@ -20,23 +20,23 @@ from ._prefetch import gathered_bytes
 from ._schedule import Schedule, Stage
 from ._transfers import is_gather, is_reduction, transfers
 
-# Estimates that differ by less are ties: the model is no better than that.
+# Estimates that differ by less are ties: the model is no better.
 _TIE = 1e-3
-# Messages, in units of latency x bandwidth; windows of transfers ahead, in units of the largest one.
+# Messages, in units of latency x bandwidth, and windows of transfers ahead, in units of the largest transfer.
 _MESSAGES = (1, 8)
 _WINDOWS = (0, 4)
-# Bytes for the step's own values when nothing fits, as parts of the memory that its arguments leave free.
+# Bytes for the step's values when nothing fits, as parts of the memory that the arguments leave free.
 _PARTS = (1.0, 0.85, 0.7, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A schedule, and the cost model's prediction for it.
+    """Schedule with the prediction of the cost model.
 
     Attributes:
-        schedule: the schedule.
-        seconds: the simulated time of the scheduled step.
-        peak: bytes alive at its peak.
+        schedule: schedule.
+        seconds: simulated time of the scheduled step.
+        peak: bytes alive at the peak.
         by_kind: kind -> bytes alive there.
     """
 
@@ -48,14 +48,14 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen schedule, and those that it was compared with.
+    """Chosen schedule, with the schedules compared.
 
     Attributes:
-        schedule: the schedule.
-        seconds: the simulated time of the step under it.
+        schedule: schedule.
+        seconds: simulated time of the step under the schedule.
         peak: bytes alive at the step's peak.
         memory: bytes that the device may hold.
-        table: all candidates, in the order in which they were proposed.
+        table: all candidates, in the order in which the candidates were proposed.
     """
 
     schedule: Schedule
@@ -65,7 +65,7 @@ class Choice:
     table: tuple[Scored, ...]
 
     def __str__(self) -> str:
-        """Returns a table with a line for each candidate; a star marks the chosen one."""
+        """Returns a table with a line for each candidate. A star marks the chosen schedule."""
         rows = [self._format_row(s) for s in self.table]
         return "\n".join([f"chosen of {len(rows)}, for a device that holds {_format_mib(self.memory)}:", *rows])
 
@@ -86,14 +86,14 @@ def choose(
     candidates: Sequence[Schedule] | None = None,
     fuses: bool = False,
 ) -> Choice:
-    """Returns the schedule under which `gm` is fastest on `cluster`, of those that keep its peak within `memory`.
+    """Returns the schedule under which `gm` is fastest on `cluster`, among schedules with a peak within `memory`.
 
         argmin over S of estimate(S(gm)).seconds,  subject to  memory_analysis(S(gm)).peak <= memory
 
-    Times within a thousandth of the least are ties; of these the lowest peak, then the first candidate, is taken. It is
-    a function of its arguments alone. With g the bytes of the largest gather, r those of the largest gradient that is
-    reduced, and m = latency x bandwidth of the wire (the message that takes as long to travel as to set out), the
-    candidates are, each group only if the graph has something that it could change:
+    Times within a thousandth of the least are ties. Among ties the lowest peak wins, then the first candidate. The
+    result depends only on the arguments. Let g be the bytes of the largest gather, r the bytes of the largest gradient
+    that is reduced, and m = latency x bandwidth of the wire (a message that takes as long to travel as to set out). The
+    candidates are, each group only if the graph has something to change:
 
         the default
         bucket                 None, m, 8 m;        prefetch, reductions = g, r
@@ -102,12 +102,12 @@ def choose(
             fastest of these
 
     Args:
-        gm: a captured step, not yet scheduled.
-        cluster: the machines that it runs on.
+        gm: captured step, not yet scheduled.
+        cluster: machines that run the step.
         memory: bytes that the device may hold at the step's peak. Default: the cluster's `device.memory`.
-        given: fields of `Schedule` that are not to be chosen.
-        candidates: schedules to choose from, in place of all these.
-        fuses: whether it is for a back end that fuses elementwise ops.
+        given: fields of `Schedule` that are not to be chosen, for example `{"donate": False}`.
+        candidates: schedules to choose from, in place of the candidates above.
+        fuses: whether the back end fuses elementwise ops.
 
     Returns:
         The choice, with the scores of all candidates.
@@ -146,11 +146,11 @@ def check_fits(gm: GraphModule, memory: int) -> None:
     """Refuses a scheduled graph whose peak is above `memory` bytes.
 
     Args:
-        gm: a scheduled step.
+        gm: scheduled step.
         memory: bytes that the device may hold.
 
     Raises:
-        ValueError: it does not fit. The message has the peak and the remedies.
+        ValueError: the step does not fit. The message has the peak and the remedies.
 
     Example:
         >>> import torch
@@ -166,7 +166,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
 
 
 class _Candidates:
-    """The schedules worth trying for a graph on a cluster; only the default one for a graph that sends nothing."""
+    """Schedules worth trying for a graph on a cluster. Only the default for a graph that sends nothing."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
@@ -214,16 +214,16 @@ _Todo = Sequence[tuple[Schedule, tuple[Stage, ...]]]
 
 
 class _Scores:
-    """The seconds and peaks of schedules of one graph, each computed once."""
+    """Seconds and peaks of schedules of a graph, each computed once."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
         self._gm, self._cluster, self._fuses = gm, cluster, fuses
         self._scores: dict[Schedule, _Score] = {}
-        # Scores by a graph's fingerprint and the passes that are still to run on it.
+        # Scores by a graph's hash and the passes that are still to run on the graph.
         self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
-        """Returns the scores of these schedules and of all earlier ones, in the order in which they were passed."""
+        """Returns the scores of these schedules and of all earlier schedules, in the order of arrival."""
         new = [s for s in dict.fromkeys(schedules) if s not in self._scores]
         order = [*self._scores, *new]
         self._score_depth_first(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
@@ -231,7 +231,7 @@ class _Scores:
         return tuple(Scored(s, *score) for s, score in self._scores.items())
 
     def _score_depth_first(self, gm: GraphModule, todo: _Todo) -> None:
-        """Scores the schedules `todo`, whose passes so far made this graph; depth first, so that few graphs exist."""
+        """Scores the schedules `todo`, whose passes so far made this graph. Depth first, so that few graphs exist."""
         done = [s for s, stages in todo if not stages]
         self._scores |= dict.fromkeys(done, self._measure_graph(gm)) if done else {}
         for stage in dict.fromkeys(stages[0] for _, stages in todo if stages):

@@ -1,4 +1,4 @@
-"""Descriptions of hardware: devices, links, and clusters of them. They are numbers; nothing here touches a machine.
+"""Descriptions of hardware: devices, links, and clusters, as numbers. Nothing here touches a machine.
 
 Costs follow: f floating-point operations take f / rate, a transfer of b bytes takes latency + b / bandwidth.
 """
@@ -12,7 +12,7 @@ from shardfn.core import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A wire between ranks: b bytes take latency + b / bandwidth.
+    """Wire between ranks: b bytes take latency + b / bandwidth.
 
     Attributes:
         bandwidth: bytes a second, each way, per rank.
@@ -33,13 +33,13 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator (or one process on a CPU).
+    """Accelerator (or a process on a CPU).
 
     Attributes:
-        name: name as `DEVICES` lists it.
+        name: name as `DEVICES` lists the device.
         memory: bytes.
         flops: dtype name -> floating-point operations a second, dense.
-        bandwidth: bytes a second between the device and its memory.
+        bandwidth: bytes a second between the device and the device's memory.
 
     Example:
         >>> DEVICES["a100-80"].device.rate("bfloat16")
@@ -52,10 +52,10 @@ class Device:
     bandwidth: float
 
     def rate(self, dtype: str) -> float:
-        """Floating-point operations a second in `dtype`.
+        """Returns the floating-point operations a second in `dtype`.
 
         Raises:
-            ValueError: the device does not compute in it.
+            ValueError: the device does not compute in `dtype`.
         """
         if dtype not in self.flops:
             raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}.")
@@ -64,15 +64,15 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices, ranks numbered node by node.
+    """Nodes of equal devices, with ranks numbered node by node.
 
     Attributes:
-        device: the device of each rank.
-        per_node: ranks in a node.
-        inside: the wire between ranks of one node.
+        device: device of each rank.
+        per_node: number of ranks in a node.
+        inside: wire between ranks of a node.
         between: each rank's share of the wire between nodes.
-        host: each rank's share of the wire between device and host; None: moves over it take no time.
-        disk: likewise between host and disk.
+        host: each rank's share of the wire between device and host. None: moves take no time.
+        disk: each rank's share of the wire between host and disk. None: moves take no time.
 
     Raises:
         ValueError: a node has no rank.
@@ -91,10 +91,11 @@ class Cluster:
             raise ValueError(f"Cluster(per_node={self.per_node}): 1 or more ranks in a node.")
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
-        """Returns the wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
+        """Returns the wire of a collective along `axes`, with ranks numbered row-major over the mesh.
 
-        If every group of ranks along `axes` lies in one node it is `inside`. Else the group's ring leaves each node on
-        k wires, where k is the number of its ranks there, so that the slowest hop is min(inside, k * between).
+        If every group of ranks along `axes` lies in a single node, the wire is `inside`. Else the group's ring leaves
+        each node on k wires, for the k ranks of the group there, so that the slowest hop is min(inside, k * between).
+        For example, a group of 16 ranks on nodes of 8 ranks has k = 8.
 
         Args:
             mesh_shape: axis name -> size, major to minor.

@@ -1,4 +1,4 @@
-"""Turns pure updates into updates in place of memory that is not read afterwards."""
+"""Turns pure updates into updates in place, in memory that is not read afterwards."""
 
 import operator
 from typing import Any
@@ -17,20 +17,20 @@ from ._values import tensors_of
 
 
 def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
-    """Turns elementwise ops into in-place ones where their first operand dies there: `add -> add_`, foreach ops too.
+    """Turns elementwise ops into in-place ops where the first operand dies there: `add -> add_`, foreach ops too.
 
-    The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
-    `gm.meta["donated"]` names. No node may read that memory later, nor a transfer in flight. So an optimizer written as
-    pure functions runs in the buffers of the state it was given. Before a `stop_unless` placeholders stay.
+    The operand must be contiguous, of the result's shape and dtype, and in memory of a temporary or of a placeholder
+    that `gm.meta["donated"]` names. No node may read this memory later, nor a transfer in flight. So an optimizer
+    written as pure functions runs in the buffers of the given state. Before a `stop_unless` placeholders stay.
 
         m = mu * 0.9                     m = mu.mul_(0.9)
         m1 = m + g                =>     m1 = m.add_(g)
         p1 = p - m1                      p1 = p.sub_(m1)
 
     Args:
-        gm: a captured step.
-        temporaries: whether memory that the step made itself is written again, too. A back end that fuses such ops
-            needs no memory between them, and does better without.
+        gm: captured step.
+        temporaries: whether to write again memory that the step made. A back end that fuses such ops needs no memory
+            between the ops, and does better without.
 
     Returns:
         A new graph whose outputs have the same bits. The contents of donated placeholders are undefined afterwards.
@@ -55,16 +55,16 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
 
 
 def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
-    """Replaces the node by its in-place op. One over lists returns nothing, so its operands become its results."""
+    """Replaces the node by the in-place op. A list op returns nothing, so the operands become the results."""
     here = new[node]
     here.target = twin
-    here.meta["overwrites"] = "dead"  # that memory is read later only through its own result
+    here.meta["overwrites"] = "dead"  # the memory is read later only through the node's result
     here.meta["val"] = abstract_value(here)
     operands: Any = node.args[0]
     if not isinstance(operands, list | tuple):
         return {here}
     here.meta["val"] = None
-    for item in list(node.users):  # of a draft they change
+    for item in list(node.users):  # users of a draft change
         at: Any = item.args[1]
         kept = new[operands[at]]
         new[item].replace_all_uses_with(kept)
@@ -77,12 +77,12 @@ class _Owners:
     """Walks through the graph, and records which node may overwrite which memory.
 
     Attributes:
-        chosen: the nodes that become in-place, with the op to use.
+        chosen: nodes that become in-place, with the op to use.
     """
 
     def __init__(self, memory: Memory, donated: set[str], temporaries: bool) -> None:
         self._memory, self._temporaries = memory, temporaries
-        # The position of the last read, by memory; `_unite_results` updates it.
+        # The position of the last read, by memory. `_unite_results` updates the positions.
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
         # A program that stops must leave the state unchanged.
         self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)
@@ -127,9 +127,9 @@ class _Owners:
 
 
 def in_place_twin(node: Node) -> Any:
-    """Returns the op that writes the result of an elementwise node into its first argument.
+    """Returns the op that writes the result of an elementwise node into the first argument.
 
-    None if it does not exist.
+    None if there is no such op.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -185,5 +185,5 @@ def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]
         return memory.shown(node)
     if not is_gather(node):
         return ()
-    # Its own block is sent until the channel's next gather, for which there is no wait.
+    # The rank's block is sent until the channel's next gather, for which there is no wait.
     return tuple(m for n in node.all_input_nodes for m in memory.shown(n) if m not in memory.given)

@@ -1,9 +1,9 @@
 # pyright: reportPrivateImportUsage=false
-"""Compiles a list of steps to one Python function. It drops each value after its last use, and looks each op up once.
+"""Compiles a list of steps to a Python function, which drops each value after the last use, and looks each op up once.
 
-fx's own code looks every op up by four attributes at every call, and calls it through a wrapper in Python. Here an op
-is a global of the generated module: torch's own binding of the kernel if there is one, which takes half the time; of an
-op of `shardfn.kernels` its function in Python, which takes a third.
+fx's code looks every op up by four attributes at every call, and calls the op through a wrapper in Python. Here an op
+is a global of the generated module: torch's binding of the kernel if there is a binding, at half the time, or for an op
+of `shardfn.kernels` the function in Python, at a third of the time.
 """
 
 import linecache
@@ -32,12 +32,12 @@ _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """The function `(*flat) -> tuple` that runs `steps` in their order.
+    """Returns the function `(*flat) -> tuple` that runs `steps` in order.
 
     Args:
-        gm: the graph whose nodes the steps are; its attributes are bound.
-        steps: nodes and regions, each after its inputs; the last is the output.
-        calls: for each region, in order, the function of the list of its inputs, which it empties.
+        gm: graph of the steps. Attributes of the graph are bound.
+        steps: nodes and regions, each after the inputs. The last step is the output.
+        calls: function of each region, in order. A function empties the list of inputs.
 
     Example:
         >>> gm = torch.fx.symbolic_trace(lambda x: (x + 1,))
@@ -95,7 +95,7 @@ def name_line(error: BaseException) -> None:
 
 
 def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A view if possible, else a copy: a kernel may return other strides than the abstract value has."""
+    """Returns a view if possible, else a copy: a kernel may return other strides than the abstract value has."""
     try:
         return x.view(shape)
     except RuntimeError:
@@ -103,7 +103,7 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _is_same(node: Node, of: Node) -> bool:
-    """Whether a view of all elements of a value can be that value; a returned view must be a tensor of its own."""
+    """Returns whether a view of all elements can be the viewed value. A returned view must be a separate tensor."""
     same = node.meta["val"].shape == of.meta["val"].shape
     return same and not (is_view(node) and any(user.op == "output" for user in node.users))
 
@@ -113,7 +113,7 @@ def _results_of(step: Node | Region) -> Sequence[Node]:
 
 
 def _last_uses(steps: Sequence[Node | Region], first: dict[Node, Node]) -> dict[int, list[Node]]:
-    """For each step, the values that no later step needs, without arguments and constants, which others own."""
+    """Returns for each step the values that no later step needs, without arguments and constants, owned elsewhere."""
     last: dict[Node, int] = {}
     for i, step in enumerate(steps):
         for node in (*_results_of(step), *reads(step, first)):
@@ -126,7 +126,7 @@ def _last_uses(steps: Sequence[Node | Region], first: dict[Node, Node]) -> dict[
 
 
 def _drop_lines(name: str, entry: tuple[Any, ...]) -> None:
-    """Drops the lines of a function that is gone, unless a later graph has its name, which is made of an id."""
+    """Drops the lines of a function that is gone, unless a later graph has the same name, made of an id."""
     if linecache.cache.get(name) is entry:
         del linecache.cache[name]
 
@@ -163,7 +163,7 @@ class _CodeWriter:
         self._write_line(f"return {self._format_value(values)}")
 
     def function(self, part: str = "") -> Callable[..., Any]:
-        """Compiles the written lines; tracebacks show them."""
+        """Compiles the written lines. Tracebacks show the lines."""
         source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
         name = f"{_FILE}{id(self.gm):x}{part}>"
         entry = linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -172,13 +172,13 @@ class _CodeWriter:
         return self.globals["step"]
 
     def _switch_block(self, host: bool) -> None:
-        """Opens or closes the block in which values are made on the host, so that the ledger counts them there."""
+        """Opens or closes the block in which values are made on the host, so that the ledger counts host memory."""
         if host and not self.on_host:
             self._write_line(f"with {self._add_global(on_host)}():")
         self.on_host = host
 
     def _write_region(self, region: Region, dead: list[Node]) -> None:
-        """Writes the call of a region. Its inputs are in a list, from which the kernel drops them as it goes."""
+        """Writes the call of a region. Inputs are in a list, from which the kernel drops inputs on the way."""
         self._write_line(f"given = [{', '.join(self.names[node] for node in region.inputs)}]")
         made = set(region.outputs)
         self._write_drop([node for node in dead if node not in made])
@@ -204,7 +204,7 @@ class _CodeWriter:
         return f"{self._add_global(self._view_function(node))}({self.names[of]}, {shape})"
 
     def _view_function(self, node: Node) -> Callable[..., torch.Tensor]:
-        """The function that takes a view; a view of memory that is written must not be a copy."""
+        """Returns the function that takes a view. A view of memory that is written must not be a copy."""
         apart = self.written.isdisjoint(map(storage_of, tensors_of(node)))
         return _view_or_copy if apart else torch.Tensor.view
 
@@ -220,7 +220,7 @@ class _CodeWriter:
         if not node.kwargs and (function := without_dispatch(op)) is not None:
             return self._add_global(function)
         binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))
-        return self._add_global(binding or (op._write_op if isinstance(op, OpOverload) else op))
+        return self._add_global(binding or (op._op if isinstance(op, OpOverload) else op))
 
     def _format_arguments(self, node: Node) -> str:
         named = [f"{key}={self._format_value(value)}" for key, value in node.kwargs.items()]

@@ -1,4 +1,4 @@
-"""Exchanges of rows whose result has exactly the rows that come, in graphs whose ops on these rows run one by one."""
+"""Exchanges of rows with exactly the rows that come, in graphs whose ops on these rows run one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,11 +21,11 @@ _ROWS = 5  # the argument of `_START` that has the number of rows
 
 
 def exact_rows(gm: GraphModule) -> GraphModule:
-    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow it.
+    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow shorter values.
 
-    Values with the mark `arrived_rows` have the rows that came by its table, and so have values made of them by rows.
-    They may be shorter than in the graph if no op needs their whole size. The column `rows` of the op table determines
-    that:
+    For example, a rank of a mixture of experts that gets 700 of at most 4096 rows computes 700. Values with the mark
+    `arrived_rows` have the rows that came by the table, and so have values made row by row. Such values may be shorter
+    than in the graph if no op needs the whole size. The column `rows` of the op table says what an op needs:
 
         "each"     row i of the result is made of row i of the operands, as of pointwise ops
         "places"   row i of the result is made of the rows that row i of the second operand names
@@ -34,14 +34,14 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         "sent"     only the rows that other operands name are read
         "like"     the result has the number of rows of the second operand
 
-    An op without an entry, or a graph that returns such a value, keeps all values of that table at their whole size.
+    An op without an entry, or a graph that returns such a value, keeps all values of the table at the whole size.
     Abstract values keep the whole size. So a compiler of static shapes must leave out the nodes of `has_short_rows`.
 
     Args:
-        gm: a captured step, scheduled.
+        gm: captured step, scheduled.
 
     Returns:
-        A new graph with the same bits; the same one if no exchange changes.
+        A new graph with the same bits, or the same graph if no exchange changes.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,10 +62,10 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
 
 def balanced_shares(gm: GraphModule) -> dict[Node, float]:
-    """Returns by value of `exact_rows` the share of its rows that it has, if each rank gets as many as it sends.
+    """Returns by value of `exact_rows` the share of rows in use, if each rank gets as many rows as the rank sends.
 
     Args:
-        gm: a captured step, before `exact_rows`.
+        gm: captured step, before `exact_rows`.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -77,7 +77,7 @@ def balanced_shares(gm: GraphModule) -> dict[Node, float]:
 
 
 def has_short_rows(node: Node) -> bool:
-    """Returns whether the value of a node, in a graph of `exact_rows`, may have fewer rows than its abstract value.
+    """Returns whether the value of a node, in a graph of `exact_rows`, may have fewer rows than the abstract value.
 
     Example:
         >>> has_short_rows(torch.fx.Graph().placeholder("x"))
@@ -94,7 +94,7 @@ def _walk_graph(gm: GraphModule) -> "_Walk | None":
 class _Walk:
     """Goes through a graph in order, and notes which values have the rows of which table.
 
-    A table is the number of its value.
+    A table is the number of the table's value.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -117,13 +117,13 @@ class _Walk:
         return [n for n, table in self._table.items() if table in self._starts and table not in self._whole]
 
     def balanced_share(self, node: Node) -> float:
-        """Returns the rows that this rank sends, as a share of those that may come."""
+        """Returns the rows that this rank sends, as a share of the rows that may come."""
         start = self._starts[self._table[node]][0]
         sent = len(next(iter(tensors_of(start.all_input_nodes[0]))))
         return min(sent / max(int(start.args[_ROWS]), 1), 1.0)  # pyright: ignore[reportArgumentType]
 
     def _note_exchange(self, mark: Node) -> None:
-        """Notes the exchange that makes the marked value, if one does."""
+        """Notes the exchange that makes the marked value, if any."""
         wait = mark.args[0]
         while isinstance(wait, Node) and wait.target is not WAIT and self._memory.is_view(wait):
             wait = wait.args[0]
@@ -144,7 +144,7 @@ class _Walk:
             return
         tables = {self._table[n] for n in node.all_input_nodes if n in self._table}
         if not tables:
-            if node.target is _ARRIVED:  # a value of whole size is used as if it were not
+            if node.target is _ARRIVED:  # a value of whole size is used although rows may be missing
                 self._whole.add(self._table_of(node))
             return
         rule = _RULES.get(_rows_of(node))
@@ -158,7 +158,8 @@ class _Walk:
         return node in self._table
 
 
-# Rules: True, the result has only the rows in use. False, it has its whole size. None, the op needs the whole size.
+# Rules: True, the result has only the rows in use. False, the result has the whole size. None, the op needs the whole
+# size.
 
 _Short = Callable[[Any], bool]
 
@@ -178,7 +179,7 @@ def _check_each(node: Node, short: _Short) -> bool | None:
 
 
 def _can_fit(operand: Node, short: _Short, num: int, ndim: int) -> bool:
-    """Returns whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
+    """Returns whether an operand has only the result's rows in use, or is the same for all rows."""
     values = list(tensors_of(operand))
     if short(operand):
         return all(x.dim() == ndim and len(x) == num for x in values)

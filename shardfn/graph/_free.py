@@ -12,9 +12,9 @@ from ._ops import op_of
 def free_at_last_use(gm: GraphModule) -> GraphModule:
     """Shortens lifetimes without changing the order of transfers, of writes or of arithmetic.
 
-    Constants, views, and casts of smaller values or of placeholders are made just before their first use. Several
-    results of one op are unpacked at once, so that unused ones die; unused nodes are removed, except writes, transfers
-    and random draws.
+    Constants, views, and casts of smaller values or of placeholders are made just before the first use. Several results
+    of an op are unpacked at once, so that unused results die. Unused nodes are removed, except writes, transfers and
+    random draws.
 
         z = zeros(1000)                  y = x.relu()
         c = x.float()  # unused          z = zeros(1000)
@@ -22,7 +22,7 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
         w = z + y
 
     Args:
-        gm: a captured step.
+        gm: captured step.
 
     Returns:
         A new graph with the same bits.
@@ -67,7 +67,7 @@ def _unpack_early(order: list[Node], memory: Memory) -> list[Node]:
 
 
 def _takes_result(node: Node, memory: Memory) -> bool:
-    """Returns whether the node takes one of several results of an op, which is no view."""
+    """Returns whether the node takes a result of an op with several results that is no view."""
     return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
 
 

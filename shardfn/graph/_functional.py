@@ -1,15 +1,15 @@
 """Writes of a captured forward, replaced by operations that return new values: functionalisation of a graph.
 
-A tensor and its views share memory. A write to one of them becomes an operation that returns the new value, which is
-put back into the tensor that it is a view of, and so on up to the one that owns the memory. Views that are used later
-are taken again, from there:
+A tensor and the tensor's views share memory. A write to a view becomes an operation that returns the new value. The new
+value is put back into the viewed tensor, and so on up to the tensor that owns the memory. Views that are used later are
+taken again, from there:
 
     v = x[:, 1:]             v  = x[:, 1:]
     v.add_(1)                v' = v + 1;  x' = slice_scatter(x, v', 1, 1)
     y = x.sum()              y  = x'.sum()
 
-PyTorch does the same while it traces (https://dev-discuss.pytorch.org/t/functionalization-in-pytorch-2/965, 2022). Here
-it is a pass, so that lines, loops and sections stay beside the operations.
+PyTorch does the same while tracing (https://dev-discuss.pytorch.org/t/functionalization-in-pytorch-2/965, 2022). Here
+functionalisation is a pass, so that lines, loops and sections stay next to the operations.
 """
 
 import operator
@@ -30,7 +30,7 @@ _REMEDY = "write to a clone(), or use the operation that returns a new value"
 
 
 def without_writes(gm: GraphModule) -> Iterator[str]:
-    """Replaces the writes of a captured forward. See above. Yields those that it cannot replace, with a remedy."""
+    """Replaces the writes of a captured forward. See above. Yields writes that cannot be replaced, with a remedy."""
     walk = _Walk(gm)
     for node in list(gm.graph.nodes):
         reason = walk.visit(node)
@@ -44,22 +44,22 @@ class _Walk:
     """Goes through a graph in order, and tracks the current value of each tensor.
 
     Attributes:
-        replaced: the writes, which have no more users.
+        replaced: writes, without users.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.replaced: list[Node] = []
         self._gm = gm
-        self._parents: dict[Node, Node] = {}  # by view, the node that it is a view of
-        self._written: dict[Node, Node] = {}  # of a write, the tensor that it returns
+        self._parents: dict[Node, Node] = {}  # by view, the viewed node
+        self._written: dict[Node, Node] = {}  # by write, the returned tensor
         self._values: dict[Node, Node] = {}
-        self._counts: dict[Node, int] = {}  # of the owner of memory, the writes to it
-        self._seen: dict[Node, int] = {}  # of a view, how many of them its value has seen
+        self._counts: dict[Node, int] = {}  # by owner of memory, the writes
+        self._seen: dict[Node, int] = {}  # by view, how many of the writes the view's value has seen
         self._differentiated: set[Node] = set()
-        self._unclear = False  # a gradient that a detached view has got is lost where it is taken again
+        self._unclear = False  # the gradient of a detached view is lost where the view is taken again
 
     def visit(self, node: Node) -> str:
-        """Takes the next operation, and returns the reason why it cannot replace its write, or ""."""
+        """Takes the next operation, and returns the reason why a write cannot be replaced, or ""."""
         called = node.op == "call_function"
         at = viewed(node.target) if called else None
         parent = None if at is None else self._tensor_of(node.args[at])
@@ -127,7 +127,7 @@ class _Walk:
         return self._insert_call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
 
     def _store_value(self, node: Node, tensor: Node, value: Node) -> None:
-        """Gives a new value to a tensor, and so to the tensors that it is a view of."""
+        """Gives a new value to a tensor, and so to the viewed tensors."""
         if tensor not in self._parents:
             self._counts[tensor] = self._counts.get(tensor, 0) + 1
         else:
@@ -141,7 +141,7 @@ class _Walk:
         self._values[tensor] = value
 
     def _source_of(self, view: Node) -> Node:
-        """Returns the tensor that it is a view of. For a part of a split, the tensor that was split."""
+        """Returns the viewed tensor. For a part of a split, the tensor that was split."""
         parent = self._parents[view]
         return self._parents[parent] if view.target is operator.getitem else parent
 
@@ -193,7 +193,7 @@ class _Walk:
 
 @by_identity
 def viewed(target: Any) -> int | None:
-    """Returns the argument that the results of an op are views of; None: they are not views."""
+    """Returns the argument that the results of an op are views of, or None if the results are no views."""
     row = known_op(target)
     if row.views is not None or row.writes:
         return row.views
@@ -206,7 +206,7 @@ def viewed(target: Any) -> int | None:
 
 
 def functional(node: Node) -> Any:
-    """Returns the op that returns the value that this one writes; None: it does not exist."""
+    """Returns the op that returns the value that a writing op writes, or None without such an op."""
     found, val = _find_functional(node.target), node.meta.get("val")
     if found is None or not isinstance(node.args[0], Node) or not isinstance(val, Tensor):
         return None
@@ -229,16 +229,16 @@ def _argument_types(target: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
-# By view, the op and the further arguments that put its value back into its source.
+# By view, the op and the further arguments that put the value back into the source.
 
 _RESHAPES = {_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default}
 _SCATTERS = {_ATEN.slice_scatter.default, _ATEN.select_scatter.default, _ATEN.diagonal_scatter.default}
 
 
 def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
-    """Returns an op and its further arguments.
+    """Returns an op and further arguments.
 
-    Of the whole and the value if it is a scatter, else of the value alone.
+    A scatter takes the whole and the value. Another op takes only the value.
     """
     packet = getattr(view.target, "overloadpacket", view.target)
     found = _PUT_BACK.get(packet)
@@ -266,7 +266,7 @@ def _scatter_slice(view: Node, shape: torch.Size) -> tuple[Any, ...]:
 
 
 def _scatter_part(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
-    """One of the results of `split` or `unbind`."""
+    """Puts a result of `split` or `unbind` back."""
     del shape
     source, at = view.args
     packet = getattr(source.target, "overloadpacket", None)  # pyright: ignore

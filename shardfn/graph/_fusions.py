@@ -1,8 +1,8 @@
-"""Groups of torch's operations that one kernel computes with the same bits.
+"""Groups of torch's operations that a single kernel computes with the same bits.
 
-Models of others rotate queries and keys by seven operations, and multiply a gated activation by its own product. Where
-operations run one by one, each is a pass over memory and a call. Their kernels are one of each, and join chains
-(`_chains.py`).
+Models of other libraries rotate queries and keys by seven operations, and multiply a gated activation by a separate
+product. Where operations run one by one, each operation is a pass over memory and a call. The kernel is a single pass
+and a single call, and joins chains (`_chains.py`).
 """
 
 import operator
@@ -28,12 +28,13 @@ _MUL, _ADD = (_ATEN.mul.Tensor, _ATEN.mul_.Tensor), (_ATEN.add.Tensor, _ATEN.add
 
 
 class _Fusion(NamedTuple):
-    """A group of operations with one result.
+    """Group of operations with a single result.
 
     Attributes:
-        inner: the operations that the result alone reads.
-        operands: of the kernel.
-        write: adds the kernel before a result, from the result and the operands, and returns the node in its place.
+        inner: operations that only the result reads.
+        operands: operands of the kernel.
+        write: function that adds the kernel before a result, from the result and the operands, and returns the new
+            node.
     """
 
     inner: tuple[Node, ...]
@@ -42,10 +43,10 @@ class _Fusion(NamedTuple):
 
 
 def with_fusions(gm: GraphModule) -> GraphModule:
-    """The graph with a kernel in place of each group of operations on a CPU that were captured under `op_by_op`.
+    """Returns the graph with a kernel for each group of operations on a CPU that were captured under `op_by_op`.
 
     Returns:
-        A new graph with the same bits; the same one if it has no such group.
+        A new graph with the same bits, or the same graph without any such group.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,9 +70,9 @@ def with_fusions(gm: GraphModule) -> GraphModule:
 
 
 def _drop_overlaps(groups: dict[Node, _Fusion], order: list[Node], lost: set[int]) -> dict[Node, _Fusion]:
-    """The groups that share no operation, and whose operands nothing overwrites, in order.
+    """Returns the groups that share no operation, and whose operands nothing overwrites, in order.
 
-    The strides of operands follow from the graph, not from those of arguments.
+    The strides of operands follow from the graph, not from strides of arguments.
     """
     places, own, found, joined = {n: i for i, n in enumerate(order)}, _find_own_strides(order), {}, set[Node]()
     for node, fusion in groups.items():
@@ -84,12 +85,12 @@ def _drop_overlaps(groups: dict[Node, _Fusion], order: list[Node], lost: set[int
     return found
 
 
-# Operations whose results have strides that follow from those of their operands.
+# Operations whose results have strides that follow from the strides of operands.
 _FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim, operator.getitem)
 
 
 def _find_own_strides(order: list[Node]) -> set[Node]:
-    """The values whose strides do not depend on those of arguments of two dims or more."""
+    """Returns the values whose strides do not depend on the strides of arguments of two dims or more."""
     own = set[Node]()
     for node in order:
         value = node.meta.get("val")
@@ -134,7 +135,7 @@ def _find_rotation(node: Node) -> _Fusion | None:
 
 
 def _split_halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """The parts of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
+    """Returns the parts of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
     cat: Any
     cat, sin = _arguments_of(turned, _MUL) or (None, None)
     parts, dim = (*(_arguments_of(cat, (_ATEN.cat.default,)) or ()), 0, 0)[:2]
@@ -154,7 +155,7 @@ def _split_halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
 
 
 def _slice_bounds(node: Any) -> tuple[Node, int, int, int] | None:
-    """The tensor, the dim, the begin and the end of a slice of step 1."""
+    """Returns the tensor, the dim, the begin and the end of a slice of step 1."""
     args = _arguments_of(node, (_ATEN.slice.Tensor,))
     if args is None or not isinstance(args[0].meta.get("val"), Tensor):
         return None
@@ -186,7 +187,7 @@ def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> Node:
         given = [call(graph, _ATEN.view.default, (base, [batch * time, heads, k]), like=node)]
         given += [call(graph, _ATEN.view.default, (t, [batch * time, k]), like=node) for t in (cos, sin)]
         made = call(graph, _KERNELS.rotate.default, tuple(given), like=node)
-        # Views of the result share memory with the abstract value that they were captured with.
+        # Views of the result share memory with the abstract value of the capture.
         made.meta["val"] = out.transpose(1, 2).view(batch * time, heads, k)
         rows = call(graph, _ATEN.view.default, (made, [batch, time, heads, k]), like=node)
         for user in filter(_is_transpose, list(node.users)):
@@ -197,17 +198,17 @@ def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> Node:
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a value, or a view of it, is a result of the program."""
+    """Returns whether a value, or a view of the value, is a result of the program."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _is_transpose(node: Node) -> bool:
-    """Whether it exchanges heads and time."""
+    """Returns whether a node exchanges heads and time."""
     args = _arguments_of(node, (_ATEN.transpose.int,))
     return args is not None and args[1:] in ((1, 2), (2, 1))
 
 
-# silu(gate) * ones * up, where silu(gate) * ones is one kernel.
+# silu(gate) * ones * up, where silu(gate) * ones is a single kernel.
 
 
 def _find_gated(node: Node) -> _Fusion | None:
@@ -234,7 +235,7 @@ def _write_gated(node: Node, gate: Node, up: Node) -> Node:
 
 
 def _arguments_of(node: Any, targets: tuple[object, ...]) -> Any:
-    """The arguments by position of a call of one of these operations, a tuple; None for others."""
+    """Returns the arguments by position of a call of a given operation, a tuple. None for other nodes."""
     return node.args if isinstance(node, Node) and node.op == "call_function" and node.target in targets else None
 
 
@@ -243,7 +244,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def _is_kernel(op: object, arguments: tuple[Any, ...], result: Tensor, values: list[Any]) -> bool:
-    """Whether an op has a kernel in C++ here, for values of float32 on a CPU."""
+    """Returns whether an op has a kernel in C++ here, for values of float32 on a CPU."""
     if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.is_neg() for x in values):
         return False
     made = call_of(op, arguments, result)

@@ -1,9 +1,9 @@
 # pyright: reportPrivateImportUsage=false
-"""Compiles regions of a captured graph by torch's inductor: forward only, with one compilation for equal regions.
+"""Compiles regions of a captured graph by torch's inductor: forward only, with a single compilation for equal regions.
 
-Arithmetic keeps its precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded op by
-op as eager does. Generated code lies in inductor's own cache on disk (`TORCHINDUCTOR_CACHE_DIR`), where a later process
-finds it.
+Arithmetic keeps the precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded op by
+op as eager does. Generated code lies in inductor's cache on disk (`TORCHINDUCTOR_CACHE_DIR`), where a later process
+finds the code.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The compiled regions of one graph.
+    """Compiled regions of a graph.
 
     Attributes:
-        calls: for each region the function of its inputs, which empties the list that it is given.
-        num_compiled: how many different regions there were.
-        cache_hits: how many of these were found on disk.
-        seconds: how long it took.
+        calls: function of each region's inputs. A function empties the list of inputs.
+        num_compiled: number of different regions.
+        cache_hits: number of different regions found on disk.
+        seconds: seconds that compilation took.
     """
 
     calls: tuple[Call, ...]
@@ -49,7 +49,7 @@ class Kernels:
 
 
 def compile_regions(regions: Sequence[Region]) -> Kernels:
-    """Compiles each region; regions with equal text share one kernel.
+    """Compiles each region. Regions with equal text share a kernel.
 
     Returns:
         The kernels, in the order of `regions`.
@@ -75,7 +75,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
 
 
 def canonical(region: Region) -> str:
-    """Returns the region as a text without names, which is equal for regions that can share a kernel.
+    """Returns the region as a text without names. Regions that can share a kernel have equal texts.
 
     Example:
         >>> print(canonical(Region((), (), ())))
@@ -89,7 +89,7 @@ def canonical(region: Region) -> str:
 
 
 def find_compiler() -> str | None:
-    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if it is not found.
+    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if there is no such compiler.
 
     Example:
         >>> find_compiler() is None or len(find_compiler()) > 0
@@ -106,7 +106,7 @@ def _describe_value(node: Node) -> str:
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
 
-# One region as a graph of its own.
+# A region as a separate graph.
 
 
 def _region_graph(region: Region) -> Graph:
@@ -139,7 +139,7 @@ def _copy_views(graph: Graph, node: Node, inner: dict[Node, Node]) -> None:
         inner[view] = _copy_node(graph, view, inner)
 
 
-# One region as a kernel.
+# A region as a kernel.
 
 
 def _compile_region(region: Region) -> Call:
@@ -183,7 +183,7 @@ def _select_tanh(form: Callable[..., Any], other: Callable[..., Any]) -> Callabl
 
 
 def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by 0.5 (1 + tanh u) = sigmoid(2 u): equal up to the last bits, in half the time."""
+    """Returns GELU by 0.5 (1 + tanh u) = sigmoid(2 u): equal up to the last bits, in half the time."""
     wide = _to_wide(x)
     return (wide * torch.sigmoid(2 * _tanh_argument(wide))).to(x.dtype)
 
@@ -215,13 +215,14 @@ def _explain_error(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def _use_compiler() -> Iterator[None]:
-    """Inductor with our settings; kernels go to the C++ compiler while the next region is still being lowered."""
+    """Calls inductor with our settings. Kernels go to the C++ compiler while the next region is still being lowered."""
     inductor("compile_fx")
     config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
     cores = num_processors()
     under_way: list[tuple[Any, dict[str, Any]]] = []
     with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
-        # A region's code is waited for after the last one has been lowered. One thread at a time is here.
+        # The wait for a region's code comes after the last region has been lowered. Only a single thread at a time is
+        # here.
         wait = AsyncCompile.wait
         AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
         try:
@@ -242,7 +243,7 @@ _SETTINGS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
-    # 0.3 us a tensor, against code that would read past its end.
+    # 0.3 us a tensor, against code that would read past the tensor's end.
     "size_asserts": True,
 }
 

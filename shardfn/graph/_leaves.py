@@ -1,4 +1,4 @@
-"""Finds the leaves of a transfer: those whose elements it moves, or those that its sum updates."""
+"""Finds the leaves of a transfer: leaves whose elements the transfer moves, or leaves that the sum updates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from ._values import is_view
 
 
 def leaves_behind(own: Any) -> tuple[str, ...]:
-    """Paths of the leaves that a transfer's operand, a node or a list of them, is made of, in the operand's order.
+    """Returns the paths of the leaves that a transfer's operand, a node or a list of nodes, is made of, in order.
 
-    Leaves in `node.meta["gradient_of"]`, where a capture has noted them, count too.
+    Leaves in `node.meta["gradient_of"]`, where a capture has noted leaves, count too.
     """
     names: dict[str, None] = {}
     for operand in own if isinstance(own, (list, tuple)) else [own]:
@@ -23,7 +23,7 @@ def leaves_behind(own: Any) -> tuple[str, ...]:
 
 
 class Updates:
-    """Follows a reduced gradient to the optimizer's op that takes it, which names the parameter beside it."""
+    """Follows a reduced gradient to the optimizer's op that takes the gradient. The op names the parameter, too."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._takers: dict[Node, dict[Node, int]] = {}
@@ -32,7 +32,7 @@ class Updates:
                 self._takers[node] = {g: i for i, g in enumerate(node.args[1])}
 
     def leaves_after(self, wait: Node, limit: int = 4096) -> tuple[str, ...]:
-        """Paths of the parameters that the value of `wait` updates."""
+        """Returns the paths of the parameters that the value of `wait` updates."""
         stack, seen, names = [wait], {wait}, dict[str, None]()
         while stack and len(seen) < limit:
             node = stack.pop()

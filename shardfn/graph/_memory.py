@@ -27,16 +27,16 @@ _DECODE, _ALL_TO_ALL = torch.ops.shardfn.decode.default, torch.ops.shardfn.all_t
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A piece of memory that is alive at the peak.
+    """Piece of memory that is alive at the peak.
 
     Attributes:
-        name: the node that makes it.
-        kind: one of `KINDS`.
-        nbytes: its size.
-        shape: the shape of the value that made it; empty for buffers inside an op.
-        dtype: its dtype.
-        leaf: the path of the leaf that it is, or the purpose of a buffer.
-        where: the user's line.
+        name: node that makes the piece.
+        kind: kind, as in `KINDS`.
+        nbytes: size.
+        shape: shape of the value that made the piece. Empty for buffers inside an op.
+        dtype: dtype.
+        leaf: path of the leaf, or the purpose of a buffer.
+        where: user's line.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """The memory of one step on one rank, in bytes.
+    """Memory of a step on a rank, in bytes.
 
     Attributes:
-        peak: the most bytes alive at once on the device; the fields below are about it, but for the last two.
-        by_kind: kind -> bytes alive at the peak; they add up to `peak`.
-        max_by_kind: kind -> the most of it that is alive at any time.
-        node: the node that runs at the peak.
-        where: the user's line there.
-        phase: the phase there.
+        peak: most bytes alive at once on the device. The fields below are about the device, except for the last two.
+        by_kind: kind -> bytes alive at the peak. The sum is `peak`.
+        max_by_kind: kind -> most bytes of the kind that are alive at any time.
+        node: node that runs at the peak.
+        where: user's line there.
+        phase: phase there.
         timeline: bytes alive after each node, in the graph's order.
-        begins: phase -> the position of its first op in the timeline.
-        largest: the largest pieces alive at the peak, largest first.
-        by_memory: "device", "host", "disk" -> the most bytes alive there at once, each at a time of its own.
-        max_by_memory: for each of them, kind -> the most of it that is alive there at any time.
+        begins: phase -> position of the phase's first op in the timeline.
+        largest: largest pieces alive at the peak, largest first.
+        by_memory: "device", "host", "disk" -> most bytes alive there at once, each at a separate time.
+        max_by_memory: "device", "host", "disk" -> kind -> most bytes of the kind that are alive there at any time.
     """
 
     peak: int
@@ -79,7 +79,7 @@ class MemoryAnalysis:
     max_by_memory: Mapping[str, Mapping[str, int]]
 
     def __str__(self) -> str:
-        """A table: kinds, then the largest pieces."""
+        """Returns a table: kinds, then the largest pieces."""
         head = f"peak {_format_mib(self.peak)} in {self.phase} at {self.node}" + (
             f" ({self.where})" if self.where else ""
         )
@@ -94,29 +94,29 @@ class MemoryAnalysis:
         return "\n".join([head, *kinds, *self._other_kinds(), "largest:", *rows])
 
     def _other_kinds(self) -> list[str]:
-        """A line for each other kind of memory that is used."""
+        """Returns a line for each other kind of memory that is used."""
         used = [m for m in MEMORIES[1:] if self.by_memory[m]]
         shown = {m: [f"{k} {_format_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
         return [f"{m} peak {_format_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
 
 
 def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = False) -> MemoryAnalysis:
-    """The peak of live tensor bytes of a captured step, by kind and over time.
+    """Returns the peak of live tensor bytes of a captured step, by kind and over time.
 
-    live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
-    peak = max_i live(i), for each memory. Kinds: arguments are `params`, `optimizer`, `batch` (or `other`); results of
-    gathers and of fetches for the loss are `gathered`; values made in the backward for the update or for a sum over
-    ranks are `grads`; values made in the forward and used in the backward are `activations`; results that no node reads
-    are `other`; the rest is `temporaries`.
+    live(i) = sum of the blocks born at or before node i that die at or after node i, and the scratch of i. peak = max_i
+    live(i), for each memory. Kinds: arguments are `params`, `optimizer`, `batch` (or `other`). Results of gathers and
+    of fetches for the loss are `gathered`. Values made in the backward for the update or for a sum over ranks are
+    `grads`. Values made in the forward and used in the backward are `activations`. Results that no node reads are
+    `other`. The rest is `temporaries`.
 
     Args:
-        gm: the step.
-        largest: how many of the largest pieces at the peak to list.
-        balanced: of the rows that an exchange brings, and that the step holds exactly (`exact_rows`), the number that
-            this rank sends counts, as with equally busy experts. Else the most that may come count.
+        gm: captured step.
+        largest: number of the largest pieces at the peak to list.
+        balanced: whether this rank's share of rows of an exchange counts, as with equally busy experts. Applies to rows
+            that the step holds exactly (`exact_rows`). Else the most rows that may come count.
 
     Returns:
-        The analysis; `print` shows it as a table.
+        The analysis. `print` shows a table.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -168,7 +168,7 @@ def _phase_begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str
 
 @dataclasses.dataclass
 class _RunningTotals:
-    """Running totals: the peak, where it was, and the peak of each kind."""
+    """Running totals: the peak with the peak's position, and the peak of each kind."""
 
     at: int
     peak: int
@@ -209,7 +209,7 @@ _Events = list[list[tuple[str, int]]]
 
 
 def _births_and_deaths(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
-    """The blocks allocated at each node, and freed after it. The last births are of blocks that exist before the step.
+    """Returns the blocks allocated at each node, and freed afterwards. The last births exist before the step.
 
     Blocks that are alive at the last node outlive the step.
     """
@@ -232,7 +232,7 @@ def _sum_by_kind(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, 
 
 def _describe_live(block: Block, kind: str) -> Live:
     maker = block.maker
-    # Memory that rows do not fill is larger than its block.
+    # Memory that rows do not fill is larger than the block.
     fits = [t for t in tensors_of(maker) if t.untyped_storage().nbytes() >= block.nbytes]
     value = min(fits, key=lambda t: t.untyped_storage().nbytes(), default=None)
     shown = value is not None and not block.operand
@@ -277,7 +277,7 @@ def _kind_by_use(made: str, used: set[str]) -> str:
 
 
 def _moved_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
-    """The nodes that show gathered values, and the nodes that show sums over ranks or their parts."""
+    """Returns the nodes that show gathered values, and the nodes that show sums over ranks or parts of sums."""
     gathered, summed = set[Node](), set[Node]()
     for move in moves:
         mine = {move.node} if move.wait is None else {move.node, move.wait}

@@ -1,4 +1,4 @@
-"""Several transfers as one: how their blocks are interleaved, and taken apart again.
+"""Merges several transfers: how blocks are interleaved, and separated again.
 
 The nodes make the layout that `Packing` makes of tensors. Ranks whose blocks have the same sizes are handled together,
 as rows of a matrix, so that the number of nodes does not grow with the number of ranks.
@@ -23,13 +23,13 @@ _wait = torch.ops.shardfn.wait.default
 
 
 def merge_gathers(starts: Sequence[Node]) -> list[Node]:
-    """Replaces several all_gathers by one. Their starts must be neighbours, and their waits come later.
+    """Replaces several all_gathers by a single all_gather. Starts must be neighbours, and waits come later.
 
     Args:
-        starts: `all_gather_start` nodes, in order. They are erased, and their waits, too.
+        starts: `all_gather_start` nodes, in order. Starts and waits are erased.
 
     Returns:
-        Each one's value.
+        The value of each member.
     """
     graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
     sizes = _member_sizes(starts)
@@ -48,14 +48,14 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
 
 
 def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
-    """Replaces several psum_scatters by one. Their starts must be neighbours, and their waits come later.
+    """Replaces several psum_scatters by a single psum_scatter. Starts must be neighbours, and waits come later.
 
     Args:
-        starts: `psum_scatter_start` nodes, in order. They are erased, and their waits, too.
-        alone: for each, whether its value must have memory of its own.
+        starts: `psum_scatter_start` nodes, in order. Starts and waits are erased.
+        alone: whether each member's value must have separate memory.
 
     Returns:
-        Each one's value.
+        The value of each member.
     """
     graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
     sizes = _member_sizes(starts)
@@ -70,7 +70,8 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     values: list[Node] = []
     for i, wait in enumerate(waits):
         with graph.inserting_before(wait):
-            # Views of one message, which lives as long as any of them. A result of the step must not keep the others.
+            # Views of a common message, which lives as long as any view. A result of the step must not keep the other
+            # views.
             value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
             values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
     return _replace_members(starts, waits, values)
@@ -96,9 +97,9 @@ def _member_sizes(starts: Sequence[Node]) -> tuple[Sizes, ...]:
     return tuple(row if isinstance(row, Sizes) else Sizes(as_runs(row)) for row in rows)
 
 
-@functools.lru_cache(maxsize=256)  # layers are alike
+@functools.lru_cache(maxsize=256)  # layers are equal
 def _pack_blocks(sizes: tuple[Sizes, ...]) -> tuple[Sizes, list[Stretch]]:
-    """How the blocks lie in the one message: its elements by rank, and the ranks whose blocks are alike."""
+    """Returns the layout of the merged message: elements by rank, and runs of ranks with equal blocks."""
     leaves: list[Cuts] = []
     for row in sizes:
         ends = [0, *itertools.accumulate(row)]
@@ -121,7 +122,7 @@ def _split_segments(graph: Graph, whole: Node, sizes: tuple[Sizes, ...]) -> list
 def _member_columns(
     graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int, whole: Node, wait: Node
 ) -> Node:
-    """Returns the m-th member's value: its columns of each run, copied."""
+    """Returns the m-th member's value: the member's columns of each run, copied."""
     parts: list[Node] = []
     with graph.inserting_before(wait):
         for grid, row in grids:

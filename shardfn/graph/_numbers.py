@@ -14,10 +14,10 @@ from ._transfers import is_start, is_wait
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
-    """Returns a number for each node; equal for equal ops on equal placeholders, with no write to these in between.
+    """Returns a number for each node. Equal ops on equal placeholders, not written in between, have equal numbers.
 
-    A gather of the same block is the same value, and so is a fetch. Values that are overwritten later, drawn at random
-    or summed over ranks equal no others.
+    For example, two gathers of the same block are the same value, and so are two fetches. Values that are overwritten
+    later, drawn at random or summed over ranks equal no other values.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
-"""The op table. A row adds to an op's schema: costs, memory, transfers, types and sharding.
+"""Op table. A row adds to an op's schema: costs, memory, transfers, types and sharding.
 
-A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs the
-bytes of its operands and results, and stays where it is. All code of this room that depends on a node's op uses this
-table.
+A row holds for all overloads, except where the row names overloads. An op without a row computes on each rank
+separately, costs the bytes of operands and results, and stays in place. All code of this room that depends on a node's
+op uses this table.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ._sharding import POINTWISE, RULES
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
 _WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.ops.shardfn_kernels
 
-# Ops that passes write themselves.
+# Ops that passes write.
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
 ALL_GATHER_INTO, PSUM = _WIRE.all_gather_into_start.default, _WIRE.psum_start.default
 TO_DEVICE, READ, TO_HOST = (getattr(_MEMORY, f"{name}_start").default for name in ("to_device", "read", "to_host"))
@@ -62,7 +62,10 @@ def known_op(target: Any) -> Op:
 
 
 def _run_as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a kernel with gradients enabled. Without them it would leave out results that are read later."""
+    """Runs a kernel with gradients enabled.
+
+    Without gradients the kernel would leave out results that are read later.
+    """
 
     def run_training(*args: Any) -> Any:
         with torch.enable_grad():
@@ -84,7 +87,7 @@ def _make_rows(names: str, row: Op) -> dict[Any, Op]:
 
 _NONE = Op()
 _FUSED = Op(fuses=True)
-# Ops that use only their operand's shape, and constants; neither is worth a kernel.
+# Ops that only use the operand's shape, and constants. Neither is worth a kernel.
 _LIGHT = Op(fuses=True, weight=0, types="filled", rows="first")
 _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0, rows="first")
@@ -147,7 +150,7 @@ OPS: dict[Any, Op] = {
     # pointwise, without the tag or with further facts
     **_make_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", Op(fuses=True, rows="each")),
     **_make_rows("slice_backward select_backward", _FUSED),
-    # whose compiled form is cheaper than eager's
+    # cheaper compiled than in eager mode
     **_make_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
     _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
@@ -174,11 +177,11 @@ OPS: dict[Any, Op] = {
     _ATEN.permute: Op(rows="first", calls={"default": torch.permute}),
     _ATEN.expand: Op(calls={"default": torch.Tensor.expand}),
     _ATEN.detach: Op(rows="first", calls={"default": torch.detach}),
-    _ATEN._unsafe_view: Op(scales=True, views=0),  # by its schema it copies
+    _ATEN._unsafe_view: Op(scales=True, views=0),  # a copy by the schema
     _ATEN.reshape: _SCALES,
     **_make_rows(
         "split split_with_sizes", Op(scales=True, rows="first")
-    ),  # whose results are several, or sometimes new
+    ),  # with several results, or sometimes new results
     # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
     # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
     _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
@@ -219,7 +222,7 @@ OPS: dict[Any, Op] = {
     _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective", rows="sent"),
     _WIRE.arrived_rows: Op(identity=True, rows="first", calls={"default": lambda x, sizes: x}),
     _WIRE.rows_as: Op(rows="like"),
-    # collectives of torch's own, which somebody has written into a loss
+    # torch's collectives, which somebody has written into a loss
     **{getattr(_C10D, name): _FOREIGN for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")},
     _C10D.all_to_all_single: _FOREIGN,
     _C10D.wait_tensor: Op(waits=True, carries=True),

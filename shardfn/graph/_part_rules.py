@@ -1,8 +1,8 @@
-"""Sharding rules of ops that take a dim apart, or join values along one: a dim whose parts are cut each by itself.
+"""Sharding rules of ops that split a dim, or join values along a dim: a dim whose parts are cut separately.
 
-Queries, keys and values that come of one projection lie one after another along its last dim. Where a rank holds its
-block of each, it has its part of each without sending anything: `split` of [3 D] cut by parts of [D, D, D] gives three
-values cut along D. `cat` is the way back.
+Queries, keys and values that come of the same projection lie one after another along the last dim. Where a rank holds a
+block of each, the rank has a part of each without sending anything. For example, `split` of [3 D] cut by parts of [D,
+D, D] gives three values cut along D. `cat` is the way back.
 """
 
 import itertools
@@ -15,7 +15,10 @@ from ._shape_rules import closed
 
 
 def taken_apart(at: int) -> Callable[[OpUse], list[Strategy]]:
-    """`slice`, `split`, `split_with_sizes`, whose argument `at` is the dim: other dims, and parts of this one."""
+    """Returns the rule of `slice`, `split`, `split_with_sizes`, with the dim at `at`.
+
+    Other dims, and parts of the dim.
+    """
     label = closed(at)
 
     def apply_rule(use: OpUse) -> list[Strategy]:
@@ -63,7 +66,10 @@ def _take_parts(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, sin
 
 
 def joined(use: OpUse) -> list[Strategy]:
-    """`cat`: other dims, or each operand is cut along this one, and is a part of the result."""
+    """Returns the strategies of `cat`.
+
+    Other dims, or each operand is cut along the dim, and is a part of the result.
+    """
     out = [whole(use), *strategies(use, closed(1)(use))]
     dim = use.arg(1, "dim", 0) % max(use.outs[0].ndim, 1)
     alike = all(x.ndim == use.outs[0].ndim for x in use.operands)

@@ -22,7 +22,7 @@ def picture_of_time(found: Estimate) -> "Figure":
     """Draws lanes of compute and waiting, of the transfers along each axes and of moves, over predicted milliseconds.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     lanes = ["compute", *dict.fromkeys(e.lane for e in found.events if e.lane not in ("compute", "wait"))]
     figure = _format_height(1.2 + 0.5 * len(lanes))
@@ -44,10 +44,10 @@ def picture_of_time(found: Estimate) -> "Figure":
 
 
 def picture_of_memory(found: MemoryAnalysis) -> "Figure":
-    """Draws the bytes alive on the device after each op, with the phases; beside them the bytes at the peak by kind.
+    """Draws the bytes alive on the device after each op, with the phases, and next to the curve the peak by kind.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     figure = _format_height(3.6)
     over, at_peak = figure.subplots(1, 2, width_ratios=[3, 1])
@@ -70,7 +70,7 @@ def picture_of_memory(found: MemoryAnalysis) -> "Figure":
 
 def _format_height(height: float) -> Any:
     try:
-        from matplotlib.figure import Figure  # of an extra, and it takes as long to import as shardfn
+        from matplotlib.figure import Figure  # an extra dependency, as slow to import as shardfn
     except ImportError as error:
         raise ImportError("pictures are drawn with matplotlib; pip install 'shardfn[train]'.") from error
     return Figure(figsize=(9, height), layout="constrained")

@@ -1,8 +1,8 @@
-"""Cuts a captured graph into regions of arithmetic, of one kernel each, and determines where each runs.
+"""Cuts a captured graph into regions of arithmetic, a kernel each, and determines where each region runs.
 
-The nodes that a schedule orders stay at their places: transfers and their waits, ops that write in place, matrix
-products and attention. Pointwise ops, reductions and views move between them. Those that are connected form a region,
-which runs directly before the first fixed node that needs it: so no fixed node moves.
+The nodes that a schedule orders stay in place: transfers with waits, ops that write in place, matrix products and
+attention. Pointwise ops, reductions and views move in between. Connected nodes form a region, which runs directly
+before the first fixed node that needs the region. So no fixed node moves.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ _DTYPES = (
 )
 
 
-# Not compiled for a CPU where torch's compiler does not round them as eager code does.
+# Not compiled for a CPU where torch's compiler does not round as eager code does.
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Arithmetic that becomes one call.
+    """Arithmetic that becomes a single call.
 
     Attributes:
-        nodes: its arithmetic, in order; views between them are made inside.
-        inputs: the values it reads, made outside. None of them is a view.
-        outputs: the values read outside. Each has memory of its own: views of outputs are made outside.
+        nodes: arithmetic, in order. Views in between are made inside.
+        inputs: values that the region reads, made outside. No input is a view.
+        outputs: values read outside. Each has separate memory: views of outputs are made outside.
     """
 
     nodes: tuple[Node, ...]
@@ -54,7 +54,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its inputs and outputs.
+        """Returns the bytes of inputs and outputs.
 
         Example:
             >>> Region((), (), ()).num_bytes
@@ -64,16 +64,17 @@ class Region:
 
 
 def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> list[Node | Region]:
-    """The graph's nodes in order of execution, with regions in place of their nodes.
+    """Returns the graph's nodes in order of execution, with regions in place of the nodes of regions.
 
-    The order of all nodes outside regions is the graph's, save that views are made just before their first use. A
-    region runs later than its nodes did only if that does not raise the peak of live bytes; a node joins an earlier
-    region only if its value is small (a bias gradient, summed where the gradient it sums is made).
+    The order of all nodes outside regions is the graph's, except that views are made just before the first use. A
+    region runs later than the region's nodes did only if the peak of live bytes does not rise. A node joins an earlier
+    region only if the value is small (for example a bias gradient, summed where the summed gradient is made).
 
     Args:
-        gm: a flat graph of aten ops; nodes without `meta["val"]` stay nodes.
-        min_nodes: regions with fewer ops of arithmetic stay nodes.
-        min_bytes: regions that read and write fewer bytes stay nodes: the kernel would not repay its compilation.
+        gm: flat graph of aten ops. Nodes without `meta["val"]` stay nodes.
+        min_nodes: lower limit. Regions with fewer ops of arithmetic stay nodes.
+        min_bytes: lower limit. Regions that read and write fewer bytes stay nodes, as the kernel would not repay
+            compilation.
 
     Returns:
         A pure function of the graph, so equal on all ranks.
@@ -84,7 +85,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
         >>> [len(s.nodes) if isinstance(s, Region) else s.name for s in cut(gm, min_bytes=0)]
         ['x_1', 2, 'mm', 2, 'output']
     """
-    # One pass, in the graph's order: a group may be joined until something that stays at its place needs it.
+    # A single pass, in the graph's order: a group may be joined until a node that stays in place needs the group.
     groups = _Groups(gm)
     for node in gm.graph.nodes:
         groups.take(node)
@@ -92,7 +93,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
 
 
 def peel(node: Node) -> Node:
-    """The value that `node` is a view of; the node itself if it is no view.
+    """Returns the value that `node` is a view of, or `node` if `node` is no view.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -106,7 +107,7 @@ def peel(node: Node) -> Node:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node is only a view of its first argument.
+    """Returns whether the node is only a view of the first argument.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -128,7 +129,7 @@ def _can_fuse(node: Node) -> bool:
         return False
     around = (node, *node.all_input_nodes)
     if any(not is_device(memory_of(n)) for n in around):
-        return False  # a kernel works in one memory, and the device's is the one that is worth it
+        return False  # a kernel works in a single memory, and only the device's memory is worth a kernel
     if any(map(has_short_rows, around)):
         return False
     near = [tensors_of(n) for n in around]
@@ -152,14 +153,14 @@ def _bytes_of(node: Node) -> int:
 
 
 def _written_arguments(node: Node) -> list[Node]:
-    """The arguments that a node writes. A wait counts as writing its operands and those that its start writes."""
+    """Returns the arguments that a node writes. A wait counts as writing the operands and what the start writes."""
     if not is_wait(node):
         return written_by(node)
     return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
 
 
 class _LiveValues:
-    """When each storage is freed in the graph's order, and the bytes alive at each node without arguments."""
+    """Ends of the storages in the graph's order, and the bytes alive at each node without arguments."""
 
     def __init__(self, gm: GraphModule) -> None:
         nodes = list(gm.graph.nodes)
@@ -169,7 +170,7 @@ class _LiveValues:
         for i, node in enumerate(nodes):
             for value in tensors_of(node):
                 key = storage_of(value)
-                # The caller's memory counts 0: it is there in any order.
+                # The caller's memory counts 0, as it is there in any order.
                 given = nodes[born.setdefault(key, i)].op == "placeholder"
                 self.size[key] = 0 if given else value.untyped_storage().nbytes()
             for used in (node, *node.all_input_nodes):
@@ -183,7 +184,7 @@ class _LiveValues:
 
 
 class _Group:
-    """A group of connected nodes. It is open until a fixed node needs one of them."""
+    """Group of connected nodes, open until a fixed node needs a node of the group."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -205,7 +206,7 @@ class _Groups:
         self.unknown = -1
 
     def take(self, node: Node) -> None:
-        """Puts the node into a group, or fixes it."""
+        """Puts the node into a group, or fixes the node."""
         maker = node.args[0] if node.target is operator.getitem else None
         if isinstance(maker, Node) and maker in self.of:
             self.of[node] = self.of[maker]
@@ -239,7 +240,10 @@ class _Groups:
         self.all.remove(other)
 
     def _earlier_group(self, node: Node, given: list[Node]) -> _Group | None:
-        """The closed group that the node can still join: its inputs exist there, unchanged, and its value is small."""
+        """Returns the closed group that the node can still join.
+
+        Inputs exist there, unchanged, and the value is small.
+        """
         groups = [self.of[n] for n in given if n in self.of]
         if not groups or _bytes_of(node) * 8 > max(_bytes_of(n) for n in given):
             return None
@@ -265,7 +269,7 @@ class _Groups:
         self.unknown = at if unknown else self.unknown
         self.written.update(dict.fromkeys(storages, at))
         for group in list(self.open):
-            # The node overwrites an input of the group, or needs its values: the group runs directly before.
+            # The node overwrites an input of the group, or needs values of the group: the group runs directly before.
             if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
                 self._close_group(group, at)
         growth = [max(0, self._held_growth(group, at)) for group in self.open]
@@ -280,7 +284,7 @@ class _Groups:
         self.open.remove(group)
 
     def _held_growth(self, group: _Group, at: int) -> int:
-        """How many bytes more are alive at `at` if the group runs after it."""
+        """Returns the additional bytes alive at `at` if the group runs after `at`."""
         kept = sum(self.live.size[s] for s in group.reads if self.live.last[s] < at)
         made = {s for node in group.nodes for s in _storages_of(node)}
         return kept - sum(self.live.size[s] for s in made if self.live.last[s] >= at)
@@ -297,7 +301,7 @@ def _sort_steps(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | 
             continue
         if _num_ops(region) >= min_nodes and region.num_bytes >= min_bytes:
             assert group.slot is not None
-            # Between two nodes of the graph, before the one that closed it.
+            # Between two nodes of the graph, before the node that closed the group.
             timed.append((group.slot - 0.5, region))
         else:
             timed += [(groups.index[node], node) for node in group.nodes]
@@ -309,7 +313,7 @@ def _sort_steps(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | 
 
 
 def _append_with_views(step: Node | Region, steps: list[Node | Region], seen: set[Node]) -> None:
-    # Views are made where they are first read; inside a region, and after it, again.
+    # Views are made where first read. A view inside a region is made again after the region.
     for given in step.inputs if isinstance(step, Region) else step.all_input_nodes:
         if is_view(given) and given not in seen:
             seen.add(given)

@@ -1,4 +1,4 @@
-"""Plans that run parts of the forward again: the activations that they can compute, their inputs and costs."""
+"""Plans that run parts of the forward again: the activations that such a plan can compute, with inputs and costs."""
 
 import dataclasses
 import itertools
@@ -15,18 +15,18 @@ from ._values import phases_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Again:
-    """A node that runs a second time."""
+    """Node that runs a second time."""
 
     node: Node
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One position of a plan.
+    """Position of a plan.
 
     Attributes:
-        value: the node that runs there, or that runs there again.
-        swaps: inputs that are replaced, with their replacements.
+        value: node that runs there, or that runs there again.
+        swaps: inputs that are replaced, with the replacements.
     """
 
     value: Node | Again
@@ -35,13 +35,13 @@ class Step:
 
 @dataclasses.dataclass
 class Chain:
-    """The ops that compute an activation again while all others are kept.
+    """Ops that compute an activation again while all other activations are kept.
 
     Attributes:
-        nodes: how many ops run again.
+        nodes: number of ops that run again.
         work: cost, in operations and bytes.
-        held: bytes whose lifetime it extends.
-        inputs: the activations that it reads.
+        held: bytes whose lifetime the chain extends.
+        inputs: activations that the chain reads.
     """
 
     nodes: int = 0
@@ -54,14 +54,14 @@ class Replay:
     """Facts about a graph, which do not depend on the plan.
 
     Attributes:
-        memory: facts about the graph.
-        phases: the phase of each node.
+        memory: facts about memory.
+        phases: phase of each node.
         before: dependences.
-        activations: memories made in the forward, by ops that can run again, and used in forward and backward only;
+        activations: memories made in the forward, by ops that can run again, and used only in forward and backward,
             with the position of the first use in the backward.
-        late_uses: for nodes of the backward, those of the forward that they take and that show activations.
-        needs: for each node those whose values are alive while it runs.
-        held: the memories of these and its own, given ones excepted.
+        late_uses: nodes of the forward that show activations, by node of the backward that takes the nodes.
+        needs: nodes whose values are alive while a node runs, by node.
+        held: memories of a node and of the node's needs, without given memories.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -100,7 +100,7 @@ class Replay:
         return [m for _, m in sorted(worth)]
 
     def thinned(self, chosen: Sequence[int], reach: int) -> set[int]:
-        """Returns the chosen activations without those for which more than `reach` ops would run again."""
+        """Returns the chosen activations without activations for which more than `reach` ops would run again."""
         weight: dict[int, int] = {}
         for m in sorted(chosen, key=lambda m: self.memory.position[self._makers[m]]):
             chain = self.chain(m)
@@ -113,14 +113,14 @@ class Replay:
     def stand_in(self, node: Node, i: int, chosen: set[int]) -> Node | None:
         """Returns the value that an op run again at position i reads instead of `node`.
 
-        None if that must run again, too.
+        None if `node` must run again, too.
         """
         shown = self.memory.shown(node)
         if any(m in chosen for m in shown):
             return None
         if all(m in self.memory.given or m in self.activations or self._last.get(m, -1) >= i for m in shown):
             return node
-        # The backward computes or gathers the same value for itself: taken from there, it costs nothing more.
+        # The backward computes or gathers the same value anyway. Taken from there, the value costs nothing more.
         twins = self._twins.get(self._number[node], ())
         twin = next((t for t in twins if any(self._last.get(m, -1) >= i for m in self.memory.shown(t))), None)
         return twin or (None if self._can_run_again(node) else node)
@@ -143,7 +143,7 @@ class Replay:
                 taken = self.stand_in(a, i, {m})
                 if taken is None:
                     stack.append(a)
-                # It is read later than before: a write in between would change the value.
+                # The value is read later than before: a write in between would change the value.
                 elif not self._is_steady(a, node):
                     return None
                 elif taken is a:
@@ -200,14 +200,14 @@ class Replay:
 
 
 class ReplayPlan:
-    """An order of execution in which the chosen activations are computed again.
+    """Order of execution in which the chosen activations are computed again.
 
     Args:
-        replay: the graph.
+        replay: facts about the graph.
         chosen: activations.
 
     Attributes:
-        steps: the nodes that run, in order.
+        steps: nodes that run, in order.
     """
 
     def __init__(self, replay: Replay, chosen: set[int]) -> None:
@@ -228,7 +228,7 @@ class ReplayPlan:
         return max(itertools.accumulate(change))
 
     def _emit_node(self, target: Node) -> None:
-        """Runs the node, after those that must come before it."""
+        """Runs the node, after the nodes that must come before."""
         # By hand and not by recursion: chains are as long as a model is deep.
         stack = [target]
         while stack:
@@ -251,7 +251,7 @@ class ReplayPlan:
             self.steps.append(Step(node, swaps))
 
     def _need_again(self, root: Node, i: int) -> Again:
-        """Runs `root` again before position i, with the inputs that must run again, unless it did already."""
+        """Runs `root` again before position i, with the inputs that must run again, unless `root` already did."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -278,7 +278,7 @@ class ReplayPlan:
 def _lifetimes_of(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """Returns the first and the last step at which each memory that is not given is held, and all sizes."""
     memory, sizes = replay.memory, list(replay.memory.sizes)
-    # By value, its memories in the plan, where they differ from the graph's.
+    # By value, the memories in the plan, where different from the graph's.
     names: dict[Node | Again, dict[int, int]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -300,7 +300,7 @@ def _alive_memories(
 ) -> set[int]:
     """Returns the memories alive while the step runs, by their names in the plan.
 
-    Gives names to those that it makes.
+    New memories get names.
     """
     value, node = step.value, _node_of(step.value)
     inputs = [step.swaps.get(a, a) for a in needed_by(node)]
@@ -309,7 +309,7 @@ def _alive_memories(
     for m in memory.shown(node):
         own[m] = next((named[m] for named in shown if m in named), m)
         if isinstance(value, Again) and not memory.is_view(node):
-            # A value that is made again is memory of its own, beside that of the first.
+            # A value that is made again is separate memory, next to the first value's.
             own[m] = len(sizes)
             sizes.append(sizes[m])
     names[value] = own

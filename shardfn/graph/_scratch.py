@@ -1,4 +1,4 @@
-"""Scratch memory, which an op allocates and frees while it runs: measured on CPU, for ops where it is not small."""
+"""Scratch memory, which an op allocates and frees while running: measured on CPU, for ops with much scratch memory."""
 
 import functools
 
@@ -10,13 +10,13 @@ from ._values import tensors_of, written_by
 
 
 def scratch_bytes(node: Node) -> int:
-    """Bytes that `node` holds while it runs beyond its arguments and results.
+    """Returns the bytes that `node` holds while running, beyond arguments and results.
 
-    Operands of a pointwise op in another dtype than that of its arithmetic are cast whole; other ops by their rows.
-    Off the CPU kernels cast element by element, and this is 0.
+    Operands of a pointwise op in another dtype than the dtype of the arithmetic are cast whole. Other ops cast row by
+    row. Off the CPU kernels cast element by element, and the result is 0.
 
     Args:
-        node: a node of a captured graph.
+        node: node of a captured graph.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,4 +1,4 @@
-"""The sharding rules of ops: a column of the op table. A pointwise op without a row has the rule of broadcasting."""
+"""Sharding rules of ops: a column of the op table. A pointwise op without a row has the rule of broadcasting."""
 
 from collections.abc import Callable
 from typing import Any

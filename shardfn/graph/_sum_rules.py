@@ -1,7 +1,7 @@
 """Sharding rules of reductions, softmax and losses, along the cut dim too.
 
 The cross entropy over cut classes is Megatron's (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): a maximum, a
-sum and the target's logit travel, a number a row each; whole logits are on no rank.
+sum and the target's logit travel, a number a row each. No rank has whole logits.
 """
 
 import math
@@ -16,7 +16,7 @@ from ._labelled import Dims, Labels, strategies
 
 
 def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
-    """Labels of the operand and of the result, and the dims that go."""
+    """Returns labels of the operand and of the result, and the reduced dims."""
     x, out = use.operands[0], use.outs[0]
     named = use.args[1] if len(use.args) > 1 else None
     if isinstance(named, int) and not isinstance(named, bool):
@@ -28,13 +28,13 @@ def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
 
 
 def summed(use: OpUse) -> Labels:
-    """`sum`: partial if a summed dim is cut."""
+    """Labels `sum`: partial if a summed dim is cut."""
     own, result, _ = _label_reduction(use)
     return Labels((own,), (result,), sums=True, together=(0,))
 
 
 def averaged(use: OpUse) -> Labels:
-    """`mean`: the sum of this rank's part, divided by the number of all."""
+    """Labels `mean`: the sum of this rank's part, divided by the number of all elements."""
     own, result, dims = _label_reduction(use)
     count = math.prod(use.operands[0].shape[d] for d in dims)
 
@@ -57,7 +57,7 @@ def averaged(use: OpUse) -> Labels:
 
 
 def reduced(use: OpUse) -> Labels:
-    """Other reductions: dims that stay."""
+    """Labels other reductions, for example `amax`: the dims that stay."""
     _, result, dims = _label_reduction(use)
     x = use.operands[0]
     own: Dims = tuple(None if i in dims else i for i in range(x.ndim))
@@ -65,7 +65,7 @@ def reduced(use: OpUse) -> Labels:
 
 
 def normalised(use: OpUse) -> Labels:
-    """Layer and RMS norm: `x, shape, weight, bias` -> y and statistics; leading dims."""
+    """Labels layer and RMS norm, `x, shape, weight, bias` -> y and statistics: leading dims."""
     x, num = use.operands[0], len(use.args[1])
     lead = tuple(range(x.ndim - num))
     own: Dims = (*lead, *(None,) * num)
@@ -73,7 +73,10 @@ def normalised(use: OpUse) -> Labels:
 
 
 def softmax(use: OpUse) -> list[Strategy]:
-    """`_softmax`, `_log_softmax`: other dims, or its own, by a maximum and a sum over the ranks."""
+    """Returns the strategies of `_softmax`, `_log_softmax`.
+
+    Other dims, or the softmax dim, by a maximum and a sum over ranks.
+    """
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
@@ -95,7 +98,7 @@ def _softmax_over_ranks(dim: int, *, logarithm: bool) -> Run:
         held = x.detach()
         none = held.new_full([1 if i == dim else n for i, n in enumerate(held.shape)], -math.inf)
         top = ranks.pmax(held.amax(dim, keepdim=True) if held.shape[dim] else none)
-        # A row of minus infinities alone gives NaN, as on one device.
+        # A row of only minus infinities gives NaN, as on a single device.
         shifted = x - top
         powers = shifted.exp()
         total = ranks.pvary(ranks.psum(powers.sum(dim, keepdim=True)))
@@ -105,7 +108,7 @@ def _softmax_over_ranks(dim: int, *, logarithm: bool) -> Run:
 
 
 def nll(use: OpUse) -> list[Strategy]:
-    """`nll_loss_forward(log probabilities [N, V], targets [N], weight, reduction, ignored)` -> loss, total weight."""
+    """Returns the strategies of `nll_loss_forward`: log probabilities [N, V], targets [N] -> loss, total weight."""
     x = use.operands[0]
     out = [whole(use)]
     if len(use.operands) != 2 or x.ndim != 2 or len(use.outs) != 2:
@@ -133,7 +136,7 @@ def _mean_of_rows(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _to_wide(x: Tensor) -> Tensor:
-    """In a dtype that holds sums: as the kernels of the whole do."""
+    """Returns the value in a dtype that holds sums, as the kernels of the whole do."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -161,7 +164,10 @@ def _nll_of_own(x: Operand, multiple: int) -> Run:
 
 
 def attention(use: OpUse) -> list[Strategy]:
-    """Attention `(q [B, H, T, K], k, v [B, G, S, K], ...)` -> values, statistics: samples, or heads; G divides H."""
+    """Returns the strategies of attention, `(q [B, H, T, K], k, v [B, G, S, K], ...)`.
+
+    Samples, or heads. G divides H.
+    """
     q, k = use.operands[:2]
     samples = ("b", None, None, None)
     mask = [s for s in use.operands[3:]]

@@ -1,4 +1,4 @@
-"""A captured step as text: one line per node, under a heading for each phase."""
+"""A captured step as text: a line per node, under a heading for each phase."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from ._values import part_of, phases_of, tensors_of, where_of
 def as_text(gm: GraphModule) -> str:
     """Returns the step as readable text. The same graph gives the same text.
 
-    A placeholder shows its leaf. A transfer its collective, axes, bytes and leaves; any other node its op and
-    arguments; all of them dtypes and shapes, and the user's line where it is known.
+    A placeholder shows the leaf, a transfer the collective, axes, bytes and leaves, and any other node the op and
+    arguments. All nodes show dtypes and shapes, and the user's line where known.
 
     Args:
-        gm: the step.
+        gm: captured step.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
 
 
 def _format_message(move: Transfer) -> str:
-    """Returns the other rank of a message, by its index along the axes, and the tag."""
+    """Returns the other rank of a message, by the rank's index along the axes, and the tag."""
     peer, tag = move.node.args[-3:-1]
     return f"{move.op} {'to' if move.op == 'send' else 'from'} {peer} along {move.axes} (message {tag})"
 
@@ -89,7 +89,7 @@ def _format_move(node: Node, move: Transfer) -> str:
 
 
 def _format_sizes(sizes: Sequence[int]) -> str:
-    """Returns the sizes as text; equal sizes as a product, since a mesh may have a thousand ranks."""
+    """Returns the sizes as text. Equal sizes become a product, since a mesh may have a thousand ranks."""
     return f"[{len(sizes)} x {sizes[0]}]" if len(sizes) > 1 and len(set(sizes)) == 1 else str(list(sizes))
 
 

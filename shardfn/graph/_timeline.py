@@ -9,11 +9,11 @@ from ._cost import Estimate, Event
 def chrome_trace(events: Estimate | Sequence[Event], *, name: str = "step") -> dict[str, Any]:
     """Returns the events in Chrome's trace format.
 
-    One lane for compute and waiting, and one for the transfers along each axes.
+    A lane for compute and waiting, and a lane for the transfers along each axes.
 
     Args:
         events: an estimate, or events that were measured.
-        name: the name of the process in the trace.
+        name: name of the process in the trace.
 
     Returns:
         A dict to be written with `json.dump`. Times are in microseconds.

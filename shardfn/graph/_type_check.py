@@ -1,7 +1,7 @@
 """Errors that the types of a captured step prove: collectives of the loss that are missing, or applied twice.
 
-Each check is certain: it raises where values differ that must be the same on all ranks, or where a gradient is counted
-once a rank. Unknown types pass.
+Each check is certain. An error means that values differ that must be the same on all ranks, or that a gradient is
+counted on every rank. Unknown types pass.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ _HEAD = (
 
 
 def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
-    """For each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
+    """Returns for each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
 
     Args:
-        gm: the step.
+        gm: captured step.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -40,10 +40,10 @@ def check_types(gm: GraphModule) -> None:
     """Refuses a captured step in which a collective of the loss is certainly missing, or certainly applied twice.
 
     Args:
-        gm: the step, before any pass. `gm.meta["results"]` lists path and axes of its outputs.
+        gm: captured step, before any pass. `gm.meta["results"]` lists path and axes of outputs.
 
     Raises:
-        AxisTypeError: names the op, its line, the axis and the remedy.
+        AxisTypeError: a collective is wrong. The message names the op, the line, the axis and the remedy.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -64,8 +64,9 @@ def check_types(gm: GraphModule) -> None:
 
 
 def _check_collectives(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Collectives of values that need none."""
-    # A transpose has the number of its primal collective: one whose number is missing has no gradient to be wrong.
+    """Yields errors about collectives of values that need no collective."""
+    # A transpose has the number of the primal collective: a collective whose number is missing has no gradient to be
+    # wrong.
     differentiated = {a.applied.transposes for a in types.applications}
     for found in types.applications:
         applied = found.applied
@@ -74,7 +75,7 @@ def _check_collectives(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                 continue
             if applied.transposes:
                 yield from _never_summed(types, found, axis, sizes[axis])
-            # A needless one without a gradient changes only its own value, which may be intended.
+            # A needless collective without a gradient only changes the collective's value, perhaps on purpose.
             elif applied.number in differentiated:
                 yield from _check_needless(types, found, axis, sizes[axis])
 
@@ -96,7 +97,9 @@ def _check_needless(types: Types, found: Applications, axis: str, num: int) -> I
 
 
 def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
-    """In the backward: a transpose of a `pvary` or an `all_gather` that sums equal values of all ranks."""
+    """Yields errors about a `pvary` or `all_gather` whose transpose, in the backward, sums equal values of all
+    ranks.
+    """
     name = {"psum": "pvary", "psum_scatter": "all_gather"}.get(found.applied.name)
     again = found.node.meta.get("again") or types.phases[found.node] != "backward"
     if name is None or again or axis in types.batch or not found.taken or not types.is_invariant(found.taken, axis):
@@ -110,7 +113,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
 
 
 def _check_results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Yields the loss and its aux: the same along axes that do not cut the batch."""
+    """Yields errors about loss and aux, which must be the same along axes that do not cut the batch."""
     for node, type in types.of.items():
         for what in node.meta.get("result", ()):
             for axis in types.axes:
@@ -123,7 +126,7 @@ def _check_results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _check_gradients(types: Types) -> Iterator[str]:
-    """Gradients as the backward leaves them: unreduced along the batch's axes alone, where the step sums them."""
+    """Yields errors about gradients, which must be unreduced only along the batch's axes, where the step sums."""
     for node, type in types.of.items():
         for leaf in node.meta.get("gradient_to", ()):
             for axis in types.axes:
@@ -142,7 +145,7 @@ def _check_unreduced(types: Types, leaf: Leaf, axis: str) -> str:
 
 
 def _check_outputs(gm: GraphModule, types: Types) -> Iterator[str]:
-    """Yields the new state and the metrics, where the step itself would be wrong."""
+    """Yields errors about the new state and the metrics, where the step would be wrong."""
     output = next(iter(reversed(gm.graph.nodes)))
     for node, (path, axes) in zip(output.all_input_nodes and output.args[0], gm.meta.get("results", ()), strict=False):
         for axis in types.axes:
@@ -175,7 +178,7 @@ def _leaf_of(node: Node) -> Leaf | None:
 
 
 def _first_mixed(types: Types, path: str, axis: str) -> Node | None:
-    """Returns the first op of the forward that combines a still invariant value made of a leaf with a varying one."""
+    """Returns the first op of the forward that combines a still invariant value made of a leaf with a varying value."""
     reached: set[Node] = set()
     for node in types.of:
         leaf = _leaf_of(node)

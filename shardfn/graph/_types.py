@@ -1,13 +1,13 @@
-"""How each value of a captured step compares with the same value on other ranks, axis by axis.
+"""Types of the values of a captured step: how a value compares with the same value on other ranks, axis by axis.
 
     invariant  the same on all ranks, and counts once
     declared   the same on all ranks, and counts as varying: it comes out of `pvary`, or is gathered
     varying    ranks hold different values; as the gradient of an invariant value it is unreduced: each has a part
     unknown    none of this is certain
 
-Types start at the inputs of a step and go through it op by op. A type describes the *values*; "declared" adds how their
-cotangents count, so that detached values need no rule of their own. Uncertain values are unknown, and no error follows
-from them. Numbers that a rank puts in by its index cannot be seen, and look invariant.
+Types start at the inputs of a step and go through the step op by op. A type describes the *values*. "declared" adds how
+cotangents count, so that detached values need no separate rule. Uncertain values are unknown, and no error follows from
+unknown values. Numbers that a rank puts in by the rank's index cannot be seen, and look invariant.
 
     inputs        a leaf varies along the axes that cut it, a batch along its axes; the rest is invariant
     the loss      sees every leaf as declared along the batch's axes, for the step sums the gradient there
@@ -17,7 +17,7 @@ from them. Numbers that a rank puts in by its index cannot be seen, and look inv
     collectives   by the table in `shardfn/collectives/_primitive.py`
 
 A capture adds facts that ops do not show, in `gm.meta` ("batch_axes") and in the metadata of nodes: "enters" of inputs
-and "whole_of" of gathered leaves (a `Leaf`), "collective" of the ops of one primitive (an `Applied`).
+and "whole_of" of gathered leaves (a `Leaf`), "collective" of the ops of a primitive (an `Applied`).
 """
 
 import functools
@@ -34,18 +34,18 @@ from ._op import Op
 from ._ops import op_of
 from ._values import num_bytes, phases_of, storage_of, tensors_of
 
-# Bits of one axis. Types are joined by `or`. The highest bit counts.
+# Bits of an axis. Types are joined by `or`. The highest bit counts.
 DECLARED, VARIES, UNKNOWN = 1, 2, 4
 _BITS = 3
 
 
 class Leaf(NamedTuple):
-    """A parameter, or another leaf of a step's arguments, as one rank holds it.
+    """Parameter, or another leaf of a step's arguments, as a rank holds the leaf.
 
     Attributes:
         path: name.
-        axes: along which it is cut.
-        trained: whether it has a gradient.
+        axes: axes that cut the leaf.
+        trained: whether the leaf has a gradient.
     """
 
     path: str
@@ -54,12 +54,12 @@ class Leaf(NamedTuple):
 
 
 class Applications(NamedTuple):
-    """An application of a collective of the program.
+    """Application of a collective of the program.
 
     Attributes:
-        node: the collective's op that takes the operand.
-        applied: the collective.
-        taken: the operand's type.
+        node: collective's op that takes the operand.
+        applied: collective.
+        taken: type of the operand.
     """
 
     node: Node
@@ -68,14 +68,14 @@ class Applications(NamedTuple):
 
 
 class Types:
-    """The type of every value of a captured step.
+    """Type of every value of a captured step.
 
     Attributes:
         axes: mesh axes of more than one rank.
-        batch: those of them that cut the batch.
-        of: the type of each node, as a number. `is_invariant` and the others read it.
-        applications: the collectives of the program, in order.
-        foreign: axes of collectives that are torch's own, whose transposes are their author's affair.
+        batch: mesh axes that cut the batch.
+        of: type of each node, as a number, read by `is_invariant` and similar methods.
+        applications: collectives of the program, in order.
+        foreign: axes of torch's collectives. Their author answers for the transposes.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -96,7 +96,8 @@ class Types:
         for node in gm.graph.nodes:
             if node.op != "output":
                 type = self._type_of(node)
-                # Other ranks may have elements, so values made of it, such as its empty sum, may differ from theirs.
+                # Other ranks may have elements, so values made of an empty value, such as the empty sum, may differ
+                # from other ranks'.
                 self.of[node] = self._add_unsure(type) if _is_empty(node) else type
 
     def is_invariant(self, type: int, axis: str) -> bool:
@@ -126,10 +127,10 @@ class Types:
             return type
         if node.op == "placeholder":
             return type | self._entered
-        # That a forward value is declared does not determine how a cotangent multiplied with it is summed.
+        # A declared forward value does not determine how a cotangent multiplied with the value is summed.
         return type & ~self._own if phase == "backward" and self.phases[node] == "forward" else type
 
-    # One node.
+    # A single node.
 
     def _type_of(self, node: Node) -> int:
         if node.op == "placeholder":
@@ -149,7 +150,7 @@ class Types:
         return type
 
     def _local_type(self, node: Node, op: Op) -> int:
-        """Returns the type of the result of an op that uses this rank's values alone."""
+        """Returns the type of the result of an op that only uses this rank's values."""
         if op.constant or op.types == "filled" or (op.types == "product" and 0 in node.args):
             return 0
         if op.draws and _argument_of(node, "dropout_p") != 0:  # attention has the tag even without dropout
@@ -163,7 +164,7 @@ class Types:
     def _join_operands(self, node: Node, args: Sequence[Any]) -> int:
         """Returns the joined type of the operands.
 
-        Unlike ones packed into a list may be unpacked again, and are unknown.
+        Unequal types packed into a list may be unpacked again, and are unknown.
         """
         if len(node.all_input_nodes) == 1:
             return self.seen(node.all_input_nodes[0], node)
@@ -220,11 +221,11 @@ class Types:
     def _transfer_type(self, node: Node, op: Op, type: int) -> int:
         """Returns the type of a `shardfn` op's result.
 
-        Whole gathers and sums are the same along the axes that it names.
+        Whole gathers and sums are the same along the axes of the op.
         """
         axes = [a for a in str(node.args[-1]).split(",") if a in self._at]
         if op.types == "receive":
-            # Its type is in the program of another stage.
+            # The type is in the program of another stage.
             return self._all[UNKNOWN] | self._trained
         if op.types == "gather":
             # The last operand is the leaf's block. A destination, which comes first, does not count.
@@ -236,7 +237,10 @@ class Types:
         return self._set_bits(type, axes, {"sum": 0, "scatter": VARIES, "exchange": UNKNOWN}[op.types])
 
     def _unmarked_type(self, node: Node, op: Op, type: int) -> int:
-        """Returns a collective that is no application of a primitive: torch's own, or part of a compressed sum."""
+        """Returns the type of a collective that applies no primitive.
+
+        Torch's collective, or part of a compressed sum.
+        """
         if op.types == "foreign":
             self.foreign.update(self.axes)
             return self._set_bits(type, self.axes, UNKNOWN)
@@ -245,7 +249,7 @@ class Types:
         return self._set_bits(type, axes, DECLARED if node.target in _SAME else UNKNOWN)
 
     def _part_type(self, node: Node, applied: Applied) -> int:
-        """One op of a collective; from the first one on, all of them have the type of its result."""
+        """Returns the type of an op of a collective. From the first op on, all ops have the type of the result."""
         inside = [n for n in node.all_input_nodes if n.meta.get("collective") == applied]
         outside = [n for n in node.all_input_nodes if n not in inside]
         type = _join_types(self.of[n] for n in inside)
@@ -256,7 +260,7 @@ class Types:
         return type
 
     def _apply_primitive(self, node: Node, applied: Applied, taken: int) -> int:
-        """Returns the table of primitives."""
+        """Returns the type of a primitive's result, by the table of primitives."""
         name, axes = applied.name, applied.axes
         if name == "pvary":
             return taken | self._axes_mask(DECLARED, axes)
@@ -264,7 +268,7 @@ class Types:
             return self._set_bits(taken, axes, 0)
         if name in ("all_gather", "quantized_all_gather"):
             return self._set_bits(taken, axes, DECLARED)
-        # Blocks of a sum or of a whole: of constants, counts and masks ranks may hold equal ones.
+        # Blocks of a sum or of a whole: of constants, counts and masks ranks may hold equal blocks.
         floats = all(t.is_floating_point() for t in tensors_of(node))
         blocks = name in ("psum_scatter", "take_own_block") and taken and floats
         return self._set_bits(taken, axes, VARIES if blocks else UNKNOWN)
@@ -278,7 +282,7 @@ def _is_deciding(node: Node) -> bool:
 
 
 def _argument_of(node: Node, name: str) -> Any:
-    """Returns the value of the argument of that name; its default, or None where the op has no such argument."""
+    """Returns the value of a named argument, or the default, or None where the op has no such argument."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == name:
@@ -287,7 +291,7 @@ def _argument_of(node: Node, name: str) -> Any:
 
 
 def _is_empty(node: Node) -> bool:
-    """Returns whether it has no elements on this rank."""
+    """Returns whether a value has no elements on this rank."""
     found = tensors_of(node)
     return bool(found) and not any(x.numel() for x in found)
 

@@ -1,6 +1,6 @@
-"""The collective, axes, bytes and sizes of each transfer between ranks.
+"""Collective, axes, bytes and sizes of each transfer between ranks.
 
-Formulas alone; which op has which is in the op table (`_ops.py`). Bytes follow those of the counter
+Only formulas. The op table (`_ops.py`) says which op has which formula. Bytes follow the counter
 (`shardfn.collectives.count_traffic`), so that the prediction is the count.
 """
 
@@ -19,7 +19,7 @@ from ._values import axes_size, num_bytes, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The message of a start. The fields are those of `Transfer`."""
+    """Message of a start. The fields are fields of `Transfer`."""
 
     op: str
     axes: str
@@ -121,7 +121,7 @@ def loss_exchange(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def foreign(node: Node, meta: Mapping[str, Any]) -> Sent:
-    """Returns a collective of torch's own: neither counted nor compared, as a graph does not hold its axes."""
+    """Returns a collective of torch: neither counted nor compared, as a graph does not hold the axes."""
     x = tensors_in(node.meta["val"])[0]
     return Sent(str(node.target), "", 1, 0, x.dtype, (x.numel(),), "loss ")
 
@@ -133,14 +133,17 @@ def ragged_places(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def ragged_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
-    """Returns the bytes are data: as many as if every row of the operand left, each once."""
+    """Returns the message of a ragged all-to-all.
+
+    Bytes are data, and count as if every row of the operand left once.
+    """
     x, axes = _tensor_of(node.args[0]), _drop_ones(str(node.args[-1]), meta)
     n, row = axes_size(meta.get("mesh_shape", {}), axes), x.shape[1:].numel()
     return Sent("ragged_all_to_all", axes, n, num_bytes(x) * (n > 1), x.dtype, (row,), f"loss {axes}")
 
 
 def own_index(meta: Mapping[str, Any], axes: str) -> int:
-    """This rank's index along `axes`, or 0 if the graph has no coordinates."""
+    """Returns this rank's index along `axes`, or 0 if the graph has no coordinates."""
     shape, coords, index = meta.get("mesh_shape", {}), meta.get("coords", {}), 0
     for name in axes.split(","):
         index = index * shape.get(name, 1) + coords.get(name, 0)
