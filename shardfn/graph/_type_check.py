@@ -97,9 +97,7 @@ def _check_needless(types: Types, found: Applications, axis: str, num: int) -> I
 
 
 def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
-    """Yields errors about a `pvary` or `all_gather` whose transpose, in the backward, sums equal values of all
-    ranks.
-    """
+    """Yields errors about `pvary`s and `all_gather`s whose transposes sum equal values of all ranks."""
     name = {"psum": "pvary", "psum_scatter": "all_gather"}.get(found.applied.name)
     again = found.node.meta.get("again") or types.phases[found.node] != "backward"
     if name is None or again or axis in types.batch or not found.taken or not types.is_invariant(found.taken, axis):

@@ -12,7 +12,7 @@ from ._lines import GrowingFile, replace_text, resumed_lines
 class CSV:
     """Writes `metrics.csv` in the logger's folder: a line for each row, a column for each metric.
 
-    A metric that appears later becomes a further column, and lines without it have an empty cell there.
+    A metric that appears later becomes a further column, and earlier lines have an empty cell there.
 
     Example:
         >>> import tempfile

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from shardfn.core import explains_fields, not_scalar
 
-# Keywords of Lightning, Keras and transformers, and their counterparts here.
+# Keywords of Lightning, Keras and transformers, with the counterparts here.
 _MEANT = {
     "early_stopping_patience": "patience={value!r}",
     "early_stopping_threshold": "min_delta={value!r}",
@@ -22,22 +22,22 @@ _MEANT = {
 
 @explains_fields(**_MEANT)
 class EarlyStopping(NamedTuple):
-    """Ends a run whose metric no longer improves: a pure value that each evaluation turns into the next one.
+    """Ends a run whose metric no longer improves: a pure value that each evaluation turns into the next value.
 
         improved  = value < best - min_delta        ("max": value > best + min_delta)
         best'     = value if improved else best
         waited'   = 0 if improved else waited + 1
         stop      = waited >= patience
 
-    NaN is no improvement. Give it values that all ranks have, as `step.evaluate` returns them, so that ranks stop after
-    the same step.
+    NaN is no improvement. Pass values that all ranks have, as `step.evaluate` returns, so that ranks stop after the
+    same step.
 
     Attributes:
-        patience: the number of evaluations without improvement after which `stop` is True.
-        min_delta: a smaller change is no improvement.
+        patience: number of evaluations without improvement after which `stop` is True.
+        min_delta: least change that is an improvement.
         mode: "min" or "max": whether lower or higher values are better.
-        best: the best value so far, or None for the worst there is.
-        waited: evaluations since then.
+        best: best value so far, or None for the worst there is.
+        waited: number of evaluations since the best value.
 
     Example:
         >>> stopping = EarlyStopping(patience=2)
@@ -64,14 +64,14 @@ class EarlyStopping(NamedTuple):
         return self.waited >= self.patience
 
     def update(self, value: Any) -> "EarlyStopping":
-        """Returns the value after one more evaluation.
+        """Returns the value after a further evaluation.
 
         Args:
-            value: of the metric, a number or a 0-d tensor.
+            value: value of the metric, a number or a 0-d tensor.
 
         Raises:
             ValueError: a field is out of range.
-            TypeError: `value` is neither.
+            TypeError: `value` is neither a number nor a 0-d tensor.
         """
         _check_options(self)
         if wrong := not_scalar(value):
@@ -82,14 +82,14 @@ class EarlyStopping(NamedTuple):
         return self._replace(best=new, waited=0) if improved else self._replace(best=best, waited=self.waited + 1)
 
     def state(self) -> dict[str, Any]:
-        """Returns the part that changes, for `user=` of a checkpoint. `at` takes it back."""
+        """Returns the part that changes, for `user=` of a checkpoint. `at` takes the part back."""
         return {"best": self.best, "waited": self.waited}
 
     def at(self, state: Mapping[str, Any]) -> "EarlyStopping":
-        """The same rule at a state that `state` has returned.
+        """Returns the same rule at a state that `state` has returned.
 
         Raises:
-            ValueError: it is not such a state.
+            ValueError: the argument is not such a state.
         """
         if state.keys() != {"best", "waited"}:
             raise ValueError(

@@ -7,15 +7,15 @@ import torch
 
 
 def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
-    """Returns the memory of this rank in bytes, now and at its highest since the program began.
+    """Returns the memory of this rank in bytes, now and at the highest since the program began.
 
-    For a GPU it is the memory of tensors, as torch allocates it; for a CPU the resident memory of the process.
+    For a GPU the memory of tensors, as torch allocates memory. For a CPU the resident memory of the process.
 
     Args:
-        device: such as `mesh.device`.
+        device: device, such as `mesh.device`.
 
     Returns:
-        "memory_bytes" and "peak_memory_bytes"; on macOS the first is the second.
+        "memory_bytes" and "peak_memory_bytes". On macOS the two are equal.
 
     Raises:
         OSError: the process is on Windows, and `device` is a CPU.

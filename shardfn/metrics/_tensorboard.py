@@ -1,4 +1,4 @@
-"""The sink of TensorBoard's events."""
+"""Sink of TensorBoard's events."""
 
 import os
 import pathlib
@@ -15,12 +15,12 @@ _PARTS = ("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summar
 
 
 class TensorBoard:
-    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows them.
+    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows the events.
 
-    Events are on disk when `Logger.write` returns: none wait in a thread, in which an error would go unseen.
+    Events are on disk when `Logger.write` returns. No event waits in a thread, where an error would go unseen.
 
     Raises:
-        ModuleNotFoundError: (when a logger opens it) the package `tensorboard` is not installed.
+        ModuleNotFoundError: (when a logger opens the sink) the package `tensorboard` is not installed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TensorBoard:
         self._file: GrowingFile | None = None
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Opens a new file. A new run removes the events there; one that resumes makes TensorBoard hide later ones."""
+        """Opens a new file. A new run removes the events there. A resumed run makes TensorBoard hide later events."""
         event, summary, records = package(
             "tensorboard", "TensorBoard()", *_PARTS, "tensorboard.summary.writer.record_writer"
         )
@@ -60,7 +60,7 @@ class TensorBoard:
         self._file.close()
 
     def _append_records(self, events: list[Any]) -> None:
-        """Writes records: length, its checksum, bytes, their checksum."""
+        """Writes records: length, checksum of the length, bytes, checksum of the bytes."""
         assert self._file is not None
         out = []
         for data in (x.SerializeToString() for x in events):

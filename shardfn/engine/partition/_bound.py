@@ -1,4 +1,4 @@
-"""Binds a step's pipelined loss, and the partitioned functions in its loss, to the leaves that the step hands them."""
+"""Binds a step's pipelined loss, and the partitioned functions in the loss, to the leaves that the step passes."""
 
 import dataclasses
 from typing import Any
@@ -12,11 +12,11 @@ from ._pipelined_partitioned import PartitionedPipeline
 
 
 def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
-    """Gives a pipelined loss, and the partitioned functions of a step's loss, their leaves.
+    """Gives leaves to a pipelined loss, and to the partitioned functions of a step's loss.
 
     Raises:
-        ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it, or a function is partitioned
-            twice.
+        ValueError: an axis of the partition cuts the batch, or stages of a pipeline lie along the axis, or a function
+            is partitioned twice.
     """
     loss = _bind_function(unwrapped.loss, LeafViews(planner))
     mixed = of_whole_batch(loss)
@@ -48,7 +48,7 @@ def _bind_function(f: Any, views: LeafViews) -> Any:
 
 
 def _bind_stages(of: Pipelined, views: LeafViews) -> Pipelined:
-    """Returns the loss with its partitioned functions bound; the loss itself if it has no such functions."""
+    """Returns the loss with bound partitioned functions, or the same loss without such functions."""
     found: list[Partitioned] = []
 
     def change_function(f: Any, pick: Pick) -> Any:
@@ -65,7 +65,7 @@ def _check_apart(parted: Partitioned, staged: Pipelined) -> None:
     """Refuses to partition along the axis of the stages.
 
     Raises:
-        ValueError: it does.
+        ValueError: the partition's axes include the axis of the stages.
     """
     if staged.axis in parted.axes:
         raise ValueError(

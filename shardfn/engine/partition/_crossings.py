@@ -1,9 +1,9 @@
-"""Operations of a program that send along other axes than the one along which it is partitioned: crossings.
+"""Crossings: operations of a program that send along other axes than the axis of the partition.
 
-Ranks along the other axes exchange parts of the operands, as the partition cuts them. So all of them must use the same
-parts. Their blocks of other values may differ in size. Then each rank plans a graph of its own, and one of these plans
-decides for all how crossings are computed. Dims in which ranks differ are not cut at crossings, so all other plans can
-follow the decision.
+Ranks along the other axes exchange parts of the operands, as the partition cuts the operands. So all these ranks must
+use the same parts. Blocks of other values may differ in size, for example 3, 2 and 2 rows of 7 on 3 ranks. Then each
+rank plans a separate graph, and a single plan decides for all ranks how crossings are computed. Dims in which ranks
+differ are not cut at crossings, so all other plans can follow the decision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ _TARGETS = (sent_along, psum, pmax, pvary)
 
 
 class EveryRank:
-    """Which strategies of the crossings of a graph all ranks along the other axes can take.
+    """Strategies of the crossings of a graph that all ranks along the other axes can take.
 
     Args:
-        graph: the graph to plan.
-        chosen: for each crossing, in order, the strategy that the deciding plan took; None: this plan decides.
+        graph: graph to plan.
+        chosen: strategy that the deciding plan took for each crossing, in order. None: this plan decides.
 
     Raises:
         ValueError: the number of crossings differs.
@@ -40,7 +40,7 @@ class EveryRank:
         self._nodes, self._chosen = nodes, None if chosen is None else dict(zip(nodes, chosen, strict=True))
 
     def offered(self, node: Node, strategies: list[Strategy]) -> list[Strategy]:
-        """Those of one operation."""
+        """Returns the strategies of an operation that every rank can take."""
         if node.target not in _TARGETS:
             return strategies
         if self._chosen is not None:
@@ -49,7 +49,7 @@ class EveryRank:
         return [s for s in strategies if all(f.kind != "partial" for f in s.ins)]
 
     def taken(self, program: PartitionProgram) -> list[Strategy]:
-        """Returns the strategies that a program of the graph takes at its crossings, in order."""
+        """Returns the strategies that a program of the graph takes at the crossings, in order."""
         found = dict(_computed_steps(program))
         return [found[n] for n in self._nodes]
 
@@ -63,9 +63,9 @@ def _computed_steps(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]
 
 
 def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[int]]:
-    """Returns the axes along which ranks have blocks of several sizes, each with one index for each kind of rank.
+    """Returns the axes along which ranks have blocks of several sizes, each with an index for each kind of rank.
 
-    The first is 0. Ranks of one kind have blocks of the same sizes of everything.
+    The first index is 0. Ranks of the same kind have blocks of the same sizes of everything.
     """
     held: dict[str, list[tuple[int, ...]]] = {}
     for program in programs:

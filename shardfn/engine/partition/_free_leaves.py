@@ -1,4 +1,4 @@
-"""Leaves whose forms a search chooses on its way: their first values, and the forms that it has chosen."""
+"""Leaves whose forms a search chooses on the way: the first values, and the chosen forms."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held]
 
 
 def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
-    """Returns the inputs that are taken apart into the layers of a loop, and read by nothing else."""
+    """Returns the inputs that are split into the layers of a loop, and read by nothing else."""
     users: dict[PlannedValue, list[Node]] = {}
     for node in scope.nodes:
         for value in scope.operands[node]:

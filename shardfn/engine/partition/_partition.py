@@ -1,9 +1,9 @@
-"""`partition_graph`: cuts a program of one device along a mesh axis, by a form for each value and conversions.
+"""`partition_graph`: cuts a program of a single device along a mesh axis, by a form for each value and conversions.
 
 The rules of the op table offer strategies for each op, and a search chooses (`_partition_search.py`). Three rules
-connect the choices. A value is converted once to each form, and kept for its other uses. Views cost nothing, so the
-source of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through
-linear ops.
+connect the choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source
+of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear
+ops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +39,14 @@ def partition_graph(
     """Returns the program of a graph along an axis.
 
     Args:
-        graph: a captured forward, without writes. Each node's `meta["val"]` has the whole shape.
-        axis: the mesh axis.
-        num: ranks.
-        forms: forms of inputs that are cut. The others are whole.
-        trained: whether a gradient may arrive at an input.
-        constants: the tensor of a `get_attr`.
-        value_price: the price of a byte of a value that a rank holds, in bytes that are sent.
-        every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same graph.
+        graph: captured forward, without writes. Each node's `meta["val"]` has the whole shape.
+        axis: mesh axis.
+        num: number of ranks.
+        forms: forms of inputs that are cut. Other inputs are whole.
+        trained: function that returns whether a gradient may arrive at an input.
+        constants: function that returns the tensor of a `get_attr`.
+        value_price: price of a byte of a value that a rank holds, in bytes that are sent.
+        every_rank: strategies that the ranks along other axes can take, too. None: all ranks see the same graph.
     """
     scope = scope_of(graph, trained, constants)
     start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
@@ -68,7 +68,7 @@ def held_at_start(form: Form) -> Held:
 
 
 class _ProgramWriter:
-    """Writes the plan of a scope down as steps over slots."""
+    """Writes the plan of a scope as steps over slots."""
 
     def __init__(self, program: PartitionProgram, scope: Scope, plan: SearchedPlan) -> None:
         self.program, self._scope, self._plan = program, scope, plan
@@ -87,11 +87,11 @@ class _ProgramWriter:
         return self._new_slot(value, form)
 
     def written(self, ends: Sequence[Any], forms: Sequence[Form | None]) -> PartitionProgram:
-        """Returns the program, once its inputs are entered.
+        """Returns the program, once the inputs are entered.
 
         Args:
-            ends: the values that it returns. Others than tensors stay unchanged.
-            forms: the form of each; None: the form in which it is made.
+            ends: values that the program returns. Values other than tensors stay unchanged.
+            forms: form of each end. None: the form in which the value is made.
         """
         for node in self._scope.nodes:
             self._add_node(node)
@@ -107,11 +107,11 @@ class _ProgramWriter:
     # The protocol `Knows`.
 
     def form_of(self, value: PlannedValue) -> Form:
-        """See `Knows`."""
+        """Returns the form in which a value is made. See `Knows`."""
         return self._forms[value]
 
     def has(self, value: PlannedValue, form: Form) -> bool:
-        """See `Knows`."""
+        """Returns whether a value is there in a form. See `Knows`."""
         return form in self._slots.get(value, {})
 
     # Steps.
@@ -136,7 +136,7 @@ class _ProgramWriter:
             self._write_compute(node)
 
     def _need_slot(self, value: PlannedValue, form: Form) -> int:
-        """Returns the slot of a value in a form, made if it is not there."""
+        """Returns the slot of a value in a form, made if missing."""
         form = needed_form(value, form)
         if value.outer is not None and not self.has(value, form):
             self.asked.append((value, form))
@@ -162,7 +162,7 @@ class _ProgramWriter:
     def _write_convert(self, value: PlannedValue, before: Form, form: Form) -> None:
         src = self._need_slot(value, before)
         before = PARTIAL if before.kind == "rows" else before
-        if form == before:  # own rows are a summand as they are
+        if form == before:  # own rows are already a summand
             self._slots[value][form] = src
             return
         dst, shape = self._new_slot(value, form), value.seen.shape
@@ -176,7 +176,7 @@ class _ProgramWriter:
         src = self._need_slot(move.source, form)
         others = tuple(self._need_slot(v, WHOLE) for v in self._scope.operands[value.node][1:])
         dst = self._new_slot(value, form)
-        # The strategy's own `run` has the shape of a block. This view is of the whole value.
+        # The strategy's `run` has the shape of a block. This view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
             ins=(form, *(WHOLE for _ in others)), outs=(form,), run=whole_look(value.node)
         )
@@ -214,5 +214,5 @@ class _ProgramWriter:
 
 
 def short(line: str | None) -> str:
-    """Returns a line of the user's code, or that it is not known."""
+    """Returns a line of the user's code, or a text for an unknown line."""
     return line or "a line unknown"

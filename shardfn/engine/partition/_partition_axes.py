@@ -1,8 +1,9 @@
-"""Partitioning along several axes: the capture for one axis runs the program along the axes before it.
+"""Partitioning along several axes: the capture for an axis runs the program along the earlier axes.
 
-The program along the first axis runs on leaves that are whole along the second, while the second axis captures it. Its
-transfers are then operations of that graph, `sent_along`, with a rule of their own: they leave dims alone that the
-first axis does not cut. So the second axis is independent of the first, and a step that it runs sends along both.
+The program along the first axis runs on leaves that are whole along the second, while the second axis captures the run.
+Transfers of the first are then operations of the second's graph, `sent_along`, with a separate rule: dims that the
+first axis does not cut are left unchanged. So the second axis is independent of the first, and a step that the second
+runs sends along both.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,26 +25,26 @@ from ._partition_program import Convert
 
 
 class NotedRanks(Ranks):
-    """The ranks along an axis, while another axis captures: transfers along them are noted."""
+    """Ranks along an axis, while another axis captures: transfers along the ranks are noted."""
 
     def __init__(self, axis: str, notes: Noting) -> None:
         super().__init__(axis, moe.FUNCTIONS_OF_OPS)
         self._notes = notes
 
     def psum(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """Notes a sum. See `Ranks`."""
         return _note_call(psum, x, (self.axis,), list(x.shape), self._notes)
 
     def pmax(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """Notes a maximum. See `Ranks`."""
         return _note_call(pmax, x, (self.axis,), list(x.shape), self._notes)
 
     def pvary(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """Notes a `pvary`. See `Ranks`."""
         return _note_call(pvary, x, (self.axis,), list(x.shape), self._notes)
 
     def convert(self, x: Any, step: Convert) -> Any:
-        """Returns a conversion, noted; for values that the capture does not follow, done."""
+        """Notes a conversion, and returns the result. Converts values that the capture does not follow."""
         if not _is_followed(x, self._notes):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
@@ -68,7 +69,7 @@ def _is_followed(x: Any, notes: Noting) -> bool:
 
 
 def _note_call(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
-    """Writes a call of a primitive down. Its result is a tensor without data."""
+    """Notes a call of a primitive. The result is a tensor without data."""
     tracer = notes.tracer
     proxy = tracer.create_proxy("call_function", target, (tracer.proxy(node_of(x, notes)), *args), {})
     made = without_data(x.fake_mode, x.dtype, shape, x.device)

@@ -1,4 +1,4 @@
-"""Converts a value of a partitioned program from one form to another, by the primitives."""
+"""Converts a value of a partitioned program from a form to another, by the primitives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from shardfn.leaves import LazyLeaf, opened
 
 from ._partition_program import Convert
 
-# From one part of a value, its dim, the size of the whole dim and its multiple, to the part in another form.
+# From a part of a value, the part's dim, the size of the whole dim and the multiple, to the part in another form.
 OfPart = Callable[[Tensor, int, int, int], Tensor]
 
 
@@ -28,7 +28,7 @@ def converted(x: Any, step: Convert, axis: str) -> Any:
     """Returns the value in the form that the step names."""
     before, after = step.before, step.after
     if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
-        return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once
+        return x.with_handle(pvary(x.handle, axis))  # still not opened, so that the sum of gradients is taken once
     x = opened(x)
     if after.kind == "cut":
         return _cut_value(x, step, axis)
@@ -63,14 +63,14 @@ def _cut_value(x: Tensor, step: Convert, axis: str) -> Tensor:
 
 
 def _convert_parts(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int], convert: OfPart) -> Tensor:
-    """Converts each part of a cut dim; equal ones at once.
+    """Converts each part of a cut dim. Equal parts are converted at once.
 
     Args:
         x: this rank's value.
-        form: in which it is cut, before or afterwards.
+        form: form in which the value is cut, before or afterwards.
         shape: shape of the whole.
-        held: the lengths that the parts have in `x`.
-        convert: one part.
+        held: lengths of the parts in `x`.
+        convert: function that converts a part.
     """
     dim, parts = form.dim, form.parts
     if not parts:

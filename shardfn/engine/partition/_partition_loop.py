@@ -20,13 +20,13 @@ from ._partition_capture import Noting, refuse_functions
 
 
 def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """Runs the function of a scan for the first layer, and notes that it is one of several.
+    """Runs the function of a scan for the first layer, and notes that the layer is one of several.
 
-    It runs for the last layer too, and must have the same steps.
+    The function runs for the last layer too, and must have the same steps.
 
     Raises:
         CaptureError: layers have different steps, or return a tensor that was not computed.
-        ValueError: the function has operations with a backward of their own.
+        ValueError: the function has operations with a custom backward.
     """
     notes = recorder()
     flat, carry_def = tree_flatten(carry)
@@ -43,12 +43,12 @@ def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
         if found == able:
             break
         body.erase()
-        able = found  # a carry that gets a gradient in a later layer is captured as one that has it in all
+        able = found  # a carry that gets a gradient in a later layer is captured with a gradient in all layers
     ends, steps = [node_of(t, notes) for t in outs], body.steps
     again = body.run(run, carry_def, layers[-1], [y])
     differing(steps, body.steps, {}, ends, [node_of(t, notes) for t in again])
     body.erase()
-    torch.clear_autocast_cache()  # it may hold tensors of the body
+    torch.clear_autocast_cache()  # the error may hold tensors of the body
     return body.looped(flat, xs, ends, (out_carry, y))
 
 
@@ -57,7 +57,7 @@ def _is_traced(tensors: Sequence[Any], notes: Noting) -> bool:
 
 
 class _BoundBody:
-    """The function of a scan, run on placeholders of the carry and x."""
+    """Function of a scan, run on placeholders of the carry and x."""
 
     def __init__(self, notes: Noting, carry: Sequence[Tensor], x: Sequence[Tensor], able: Sequence[bool]) -> None:
         self._notes, self._mark = notes, LoopMark()
@@ -79,7 +79,7 @@ class _BoundBody:
         return made.requires_grad_(wanted)
 
     def run(self, run: Run, carry_def: Any, x: PyTree, ys: list[PyTree]) -> list[Tensor]:
-        """Returns the function's result, flat. Its steps are in `steps`."""
+        """Returns the function's result, flat. `steps` has the steps."""
         given, x_def = self._given, tree_structure(x)
         last = next(iter(reversed(self._notes.tracer.graph.nodes)))
         with self._notes.inside(self._mark):
@@ -102,7 +102,7 @@ class _BoundBody:
     def looped(
         self, carry: Sequence[Tensor], layers: Sequence[Sequence[Tensor]], ends: Sequence[Node], like: Any
     ) -> tuple[PyTree, list[PyTree]]:
-        """Returns the node that runs the body for all layers, and its results."""
+        """Returns the node that runs the body for all layers, and the node's results."""
         notes = self._notes
         nodes = [node_of(t, notes) for t in carry], [[node_of(t, notes) for t in x] for x in layers]
         args = (*nodes, self._nodes, list(ends))

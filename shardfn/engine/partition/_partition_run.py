@@ -23,7 +23,7 @@ from ._partition_program import (
     Passage,
 )
 
-# Functions that take layers of a stacked leaf without opening it.
+# Functions that take layers of a stacked leaf without opening the leaf.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
 # The functions that run for targets that are only marks.
 _MARKS = {sent_along: send_along}
@@ -33,7 +33,7 @@ def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
     """Returns the results, whole on all ranks.
 
     Args:
-        program: made for the bound mesh.
+        program: program made for the bound mesh.
         inputs: this rank's block of each leaf, and the other arguments.
     """
     return _run_program(program, inputs, ranks_along(program.axis))
@@ -88,7 +88,7 @@ def _run_section(program: PartitionProgram, passage: Passage, ranks: Ranks, slot
 
 
 def _run_loop(step: Loop, ranks: Ranks, slots: list[Any]) -> None:
-    """As a scan of the body, which a capture writes down layer by layer, as it does with any other."""
+    """Runs a loop as a scan of the body. A capture writes the scan layer by layer, as any other scan."""
     outside = [slots[slot] for slot in step.outside]
     num = len(step.carry)
 

@@ -1,10 +1,10 @@
-"""The text of a partitioned program: each collective, with its bytes and the line that asks for it."""
+"""Text of a partitioned program: each collective, with the bytes and the user's line."""
 
 from ._partition_program import PartitionProgram
 
 
 def program_text(program: PartitionProgram) -> str:
-    """One line a collective, in order, then the sums.
+    """Returns a line per collective, for example a psum with bytes and the user's line, in order, then the sums.
 
     Example:
         >>> print(program_text(PartitionProgram("tp", 2)))

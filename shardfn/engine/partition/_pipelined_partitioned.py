@@ -1,8 +1,8 @@
-"""Pipelined losses that are partitioned: each stage is one program along the partition's axes.
+"""Pipelined losses that are partitioned: each stage is a program along the partition's axes.
 
-Partitioning a pipelined loss means partitioning each stage. Between stages, values are whole along the axes. So the
+To partition a pipelined loss means to partition each stage. Between stages, values are whole along the axes. So the
 messages, order and layers of stages are as without a partition. The layers of a stage are planned together, as a scan
-whose one layer is planned.
+of which a single layer is planned.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from ._partitioned import Partitioned
 
 
 class StageFunction(NamedTuple):
-    """The part of a pipelined loss that one rank runs, as a loss that `partition` takes.
+    """Part of a pipelined loss that a rank runs, as a loss that `partition` takes.
 
     Attributes:
-        of: the loss.
-        part: the method to call.
-        place: where the layers are, or None for parts without layers.
+        of: loss.
+        part: name of the method to call.
+        place: place of the layers, or None for parts without layers.
     """
 
     of: Pipelined
@@ -32,7 +32,7 @@ class StageFunction(NamedTuple):
     place: Place | None = None
 
     def __call__(self, params: PyTree, x: PyTree, y: PyTree = None, *key: Tensor) -> Any:
-        """Calls the method with its arguments in its own order."""
+        """Calls the method with the arguments in the method's order."""
         of, place = self.of, self.place
         if place is None:
             return of.enter(params, x, *key) if self.part == "enter" else of.leave(params, x, y, *key)
@@ -50,11 +50,11 @@ class StageFunction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedPipeline(Pipelined):
-    """A pipelined loss with partitioned stages.
+    """Pipelined loss with partitioned stages.
 
     Attributes:
-        of: the loss, as written for one device along the axes of the partition.
-        parted: the partition of all of it, bound to its leaves.
+        of: loss, as written for a single device along the axes of the partition.
+        parted: partition of the whole loss, bound to leaves.
     """
 
     of: Pipelined

@@ -1,12 +1,12 @@
 """Chooses which leaves of a program to cut along an axis, and where: for the fewest bytes sent, within a rank's memory.
 
-Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). They are
-found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then chooses
-forms on its way. At a low price all leaves are whole and no bytes are sent, at a high one all leaves are cut. Another
-starting point is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by
-two, as long as a change sends less and fits.
+Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). The forms
+are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
+chooses forms on the way. At a low price all leaves are whole and no bytes are sent, at a high price all leaves are cut.
+Another starting point is columns and rows in turn (`_alternate.py`). Then the cheapest forms are improved, leaf by leaf
+and two by two, as long as a change sends less and fits.
 
-Leaves at the same place of equal layers have the same form (`_repeats.py`).
+Leaves at the same place of equal layers have the same form (`_repeats.py`), for example the first weight of each MLP.
 """
 
 import itertools
@@ -32,11 +32,11 @@ _LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
 _FREE_WIDTH, _NARROW = 24, 4
 # A form of a loop's carry is dropped if its greedy plan is dearer than another's by more than this factor.
 _LOOP_MARGIN = 1.5
-# How many of the first step's results are improved.
+# How many results of the first step are improved.
 _IMPROVED = 2
 # The tight limit of held bytes, with almost no leaf whole, as a multiple of the least possible.
 _TIGHT = 1.1
-# Among proposals that send equally much the one that holds less wins.
+# Among proposals that send equally much the proposal that holds less wins.
 _PER_HELD_BYTE = 1e-9
 
 
@@ -44,17 +44,17 @@ Change = Sequence[tuple[int, Form]]
 
 
 class Proposer:
-    """Proposes forms for the leaves of one program.
+    """Proposes forms for the leaves of a program.
 
     Args:
-        graph: a captured forward, as `partition_graph` takes it.
-        num: ranks along the axis.
-        leaves: the inputs whose forms are to be found, with the bytes kept for each.
-        trained: whether a gradient may arrive at an input.
-        constants: the tensor of a `get_attr`.
+        graph: captured forward, as `partition_graph` takes a forward.
+        num: number of ranks along the axis.
+        leaves: inputs whose forms are to be found, with the bytes kept for each.
+        trained: function that returns whether a gradient may arrive at an input.
+        constants: function that returns the tensor of a `get_attr`.
         tied: whether leaves at the same place of equal layers have the same form.
-        rows: leaves whose dim 0 is not to be cut, besides those of a loop.
-        work_price: the price of a floating-point operation of a rank, in bytes that are sent.
+        rows: leaves whose dim 0 is not to be cut, in addition to leaves of a loop.
+        work_price: price of a floating-point operation of a rank, in bytes that are sent.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Proposer:
     # The costs of forms.
 
     def least(self) -> list[Form]:
-        """For each group the form with the fewest bytes on a rank."""
+        """Returns for each group the form with the fewest bytes on a rank."""
         return [min(self._leaf_forms(i), key=lambda f: self._leaf_bytes(i, f)) for i in range(len(self._groups))]
 
     def least_held(self) -> float:
@@ -135,12 +135,12 @@ class Proposer:
     # The search.
 
     def best(self, limit: float) -> Proposal:
-        """Returns the cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
+        """Returns the cheapest proposal found with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
         if self._held_bytes(whole) <= limit and not self._work_price:
             return self.proposal(self._improve_forms(whole, limit))
         begun = self._find_starts(limit)
-        # The best forms under a tight limit are a good starting point for a looser one.
+        # The best forms under a tight limit are a good starting point for a looser limit.
         tight = min(limit, _TIGHT * self.least_held())
         alternated = self._release_leaves(self._fit_forms(self._alternate_forms(), limit), limit)
         found = [alternated, self._improve_forms(self._sort_by_cost(begun, tight)[0], tight)]
@@ -148,7 +148,10 @@ class Proposer:
         return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
 
     def _find_starts(self, limit: float) -> list[list[Form]]:
-        """Starting points: the least, columns and rows in turn, and results at prices that approach the limit."""
+        """Returns starting points.
+
+        The least, columns and rows in turn, and results at prices that approach the limit.
+        """
         found = [self.least(), self._alternate_forms()]
         low, high = _LEAST_PRICE, _MOST_PRICE
         for _ in range(_HALVINGS):
@@ -168,12 +171,12 @@ class Proposer:
         return [next((found[v] for v in g if v in found), WHOLE) for g in self._groups]
 
     def _sort_by_cost(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
-        """Made fit, without repetitions, the cheapest first."""
+        """Returns starting points made to fit, without repetitions, the cheapest first."""
         fitted = dict.fromkeys(tuple(self._fit_forms(x, limit)) for x in begun)
         return [list(x) for x in sorted(fitted, key=lambda x: self._cost_of(x, limit))]
 
     def _fit_forms(self, forms: list[Form], limit: float) -> list[Form]:
-        """Gives leaves their least forms until they fit, those with the largest excess of bytes first."""
+        """Gives leaves the least forms until all leaves fit, leaves with the largest excess of bytes first."""
         forms, least = list(forms), self.least()
         excess = {i: self._leaf_bytes(i, f) - self._leaf_bytes(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
@@ -196,7 +199,7 @@ class Proposer:
                 return forms
 
     def _release_leaves(self, forms: list[Form], limit: float) -> list[Form]:
-        """Makes leaves whole for which there is room: first those that save most per byte, or most in all."""
+        """Makes leaves whole for which there is room: first leaves that save most per byte, or most in all."""
         saved: dict[int, float] = {}
         a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
@@ -218,7 +221,7 @@ class Proposer:
         return ([(i, form)] for i in range(len(self._groups)) for form in self._leaf_forms(i))
 
     def _double_changes(self) -> Iterator[Change]:
-        """Two that are read one after the other: in the same way, or where one makes room for the other."""
+        """Returns changes of two leaves read in sequence: in the same way, or where a leaf makes room for the other."""
         least = self.least()
         for i, j in itertools.pairwise(self._in_order):
             ways = [WHOLE, WHOLE], [WHOLE, least[j]], [least[i], WHOLE]
@@ -246,7 +249,7 @@ class Proposer:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
         found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
-        # The second of equal layers decides for the others. Leaves that no operation reads get their least form.
+        # The second of equal layers decides for the other layers. Leaves that no operation reads get the least form.
         least = self.least()
         return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
 

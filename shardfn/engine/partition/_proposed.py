@@ -1,8 +1,8 @@
-"""Searches specs for the leaves of a loss that is written for one device.
+"""Searches specs for the leaves of a loss that is written for a single device.
 
-Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
-are held while those along the second are searched, on the program that the first ones give. Each search prices the
-whole program along its axis. Combinations of both are not searched.
+Along several axes specs are found axis by axis, in the order in which `partition` plans the axes. Specs along the first
+axis are held while specs along the second are searched, on the program that the first specs give. Each search prices
+the whole program along the axis. Combinations of both axes are not searched.
 """
 
 import dataclasses
@@ -50,15 +50,15 @@ _TOLD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Unplaced:
-    """A loss for whose leaves specs are searched.
+    """Loss for whose leaves specs are searched.
 
     Attributes:
-        loss: loss as written for one device, of one microbatch.
+        loss: loss as written for a single device, of a microbatch.
         params: leaves.
         args: other arguments.
-        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has, else None.
-        stages: the axis of the stages, or None without stages.
-        num_stages: how many ranks lie along it.
+        rows: most rows of a leaf on a rank, for each leaf whose dim 0 the stages of a pipeline cut, else None.
+        stages: axis of the stages, or None without stages.
+        num_stages: number of ranks along the axis of the stages.
     """
 
     loss: Callable[..., Any]
@@ -73,7 +73,7 @@ class Unplaced:
         """Returns the part of a loss that a rank runs, on a mesh of these sizes.
 
         Raises:
-            ValueError: it is partitioned already.
+            ValueError: the loss is partitioned already.
         """
         around, inner = taken_over(loss)
         if any(isinstance(x, Partitioned) for x in around):
@@ -94,15 +94,15 @@ class Unplaced:
 
 @dataclasses.dataclass(frozen=True)
 class SpecSearch:
-    """A search for the specs of a loss, along one axis after another.
+    """Search for the specs of a loss, axis by axis.
 
     Attributes:
-        of: the loss.
-        mesh: has the axes.
+        of: loss.
+        mesh: mesh that has the axes.
         axes: names, in order.
-        kept: the bytes that are kept of each leaf.
-        limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
-        cluster: the machines whose rates price work; None: work is free.
+        kept: bytes that are kept of each leaf.
+        limit: bytes that a rank may hold. None: an even share and a quarter more, or the least.
+        cluster: machines whose rates price work. None: work is free.
     """
 
     of: Unplaced
@@ -116,8 +116,8 @@ class SpecSearch:
         """Returns the specs.
 
         Raises:
-            ValueError: the leaves do not fit, with any cut. The message names the biggest, the limit, and one that
-                would fit.
+            ValueError: the leaves do not fit, with any cut. The message names the biggest leaves, the limit, and a
+                limit that would fit.
         """
         treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
@@ -129,7 +129,8 @@ class SpecSearch:
     def _fit_limit(self) -> "_CutLeaves":
         """Cuts leaves to fit the limit, if possible.
 
-        Earlier axes keep leaves whole for later ones to cut. If these cannot, earlier ones cut more, and at last all.
+        Earlier axes keep leaves whole for later axes to cut. If later axes cannot, earlier axes cut more, and at last
+        all.
         """
         limit = self._bytes_limit()
         found = self._cut_axes(limit, 1.0)
@@ -146,7 +147,7 @@ class SpecSearch:
         return _SHARE * sum(self._total_bytes()) / math.prod(self.mesh.shape[a] for a in self.axes)
 
     def _cut_axes(self, limit: float, room: float) -> "_CutLeaves":
-        """Cuts along one axis after another; all but the last leave a rank `room` of the bytes for later ones."""
+        """Cuts axis by axis. All axes but the last leave a rank `room` of the bytes for later axes."""
         leaves = tree_leaves(self.of.params)
         views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
         scanned: list[bool] = []
@@ -165,7 +166,7 @@ class SpecSearch:
         return _CutLeaves([v.spec for v in views], scanned, held)
 
     def _make_call(self, k: int, views: Sequence[LeafView]) -> LossCall:
-        """Returns the call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
+        """Returns the call of the loss, cut and partitioned along the first `k` axes."""
         names, of = self.axes, self.of
         before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
         return LossCall.of(before, of.params, of.args, views, names[k:])
@@ -173,7 +174,7 @@ class SpecSearch:
     def _forms_along(
         self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
     ) -> Proposal:
-        """Returns the forms of leaves along axis `k`, in a graph of blocks along those before.
+        """Returns the forms of leaves along axis `k`, in a graph of blocks along the earlier axes.
 
         Within a limit, or the least.
         """
@@ -197,7 +198,7 @@ class SpecSearch:
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
     def _held_bytes(self, i: int) -> HeldBytes:
-        """Returns the bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
+        """Returns the bytes that a rank keeps of a leaf, or of the leaf's rows if stages cut the leaf."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
             return kept
@@ -205,7 +206,7 @@ class SpecSearch:
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
     def _total_bytes(self) -> list[float]:
-        """Returns the bytes that are kept of each leaf, before any of these axes cuts it."""
+        """Returns the bytes that are kept of each leaf, before any axis of the search cuts the leaf."""
         held = map(self._held_bytes, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
@@ -227,7 +228,7 @@ class SpecSearch:
         stages, most = self.of.stages, self.of.rows[i]
         if most is not None:
             spec = P(stages, *spec.entries[1:])
-            # Layers of a stacked leaf are sent one by one, so every stage must have one.
+            # Layers of a stacked leaf are sent layer by layer, so every stage must have a layer.
             num = len(tree_leaves(self.of.params)[i])
             scanned = scanned and -(-num // most) == self.of.num_stages
         return Sharding(spec, stacked=True) if scanned else spec
@@ -235,7 +236,7 @@ class SpecSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _CutLeaves:
-    """The spec of each leaf along the axes, whether a scan takes it apart, and the bytes of the rank with the most."""
+    """Spec of each leaf along the axes, whether a scan splits the leaf, and the bytes of the rank with the most."""
 
     specs: Sequence[P]
     scanned: Sequence[bool]
@@ -243,7 +244,7 @@ class _CutLeaves:
 
 
 def _cut_leaf(view: LeafView, form: Form, axis: str) -> LeafView:
-    """Returns a leaf that is cut along one more axis, within the blocks that others leave."""
+    """Returns a leaf that is cut along a further axis, within the blocks that earlier axes leave."""
     if form.kind != "cut":
         return view
     names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]
@@ -252,12 +253,12 @@ def _cut_leaf(view: LeafView, form: Form, axis: str) -> LeafView:
 
 
 def _is_scanned(node: Node) -> bool:
-    """Returns whether an input is taken apart into the layers of a scan, and used in no other way."""
+    """Returns whether an input is split into the layers of a scan, and used in no other way."""
     return bool(node.users) and all(map(_is_layer_split, node.users))
 
 
 def _is_layer_split(node: Node) -> bool:
-    """Returns whether an op takes a leaf apart into the layers of a scan."""
+    """Returns whether an op splits a leaf into the layers of a scan."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     along: Any = node.args[1] if len(node.args) > 1 else 0
     layers: bool = packet is torch.ops.aten.unbind and along == 0
@@ -265,5 +266,5 @@ def _is_layer_split(node: Node) -> bool:
 
 
 def _without_partition(of: Pipelined) -> Pipelined:
-    """Returns a pipelined loss whose functions are those for one device."""
+    """Returns a pipelined loss with the functions for a single device."""
     return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

@@ -1,4 +1,4 @@
-"""The loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
+"""Loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from ._remote_stack import ElsewhereTensor
 
 @runtime_checkable
 class LeafAdapters(Protocol):
-    """Adapters of a module's leaves, as `lora.LoRA`: the step's parameters are `{"base": ..., "lora": ...}`."""
+    """Adapters of a module's leaves, such as `lora.LoRA`. The step's parameters are `{"base": ..., "lora": ...}`."""
 
     @property
     def sites(self) -> Mapping[str, Any]:
-        """Returns the leaves that have one, by path."""
+        """Returns by path the leaves that have an adapter."""
         ...
 
     def apply(self, params: PyTree, adapters: PyTree) -> PyTree:
@@ -30,13 +30,12 @@ class LeafAdapters(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedModule(Pipelined):
-    """A loss that calls a module once. Each stage runs the whole of it, around its own layers.
+    """Loss that calls a module once. Each stage runs the whole loss, around the stage's layers.
 
     Attributes:
         loss: `loss(params, batch[, key])`.
-        function: the module that it calls.
-        adapters: adapters of the module's leaves. Those of its layers lie on the ranks of their layers. None without
-            any.
+        function: module that the loss calls.
+        adapters: adapters of the module's leaves, or None. Adapters of layers lie on the ranks of the layers.
     """
 
     loss: Callable[..., Any]
@@ -50,11 +49,11 @@ class PipelinedModule(Pipelined):
         return super().__call__(params, batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
-        """Returns all leaves: code outside of the layers may compute arguments of each layer from any of them."""
+        """Returns all leaves, since code outside of the layers may compute arguments of each layer from any leaf."""
         return params
 
     def with_state(self) -> Pipelined:
-        """Refused.
+        """Refuses a model state.
 
         Raises:
             ValueError: always.
@@ -74,17 +73,17 @@ class PipelinedModule(Pipelined):
         return self._run_span(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """Returns the stacks of each kind of layers, with their adapters."""
+        """Returns the stacks of each kind of layers, with the adapters."""
         if self.adapters is None:
             return self.function.kinds.stacks(stack)
         return [stack]
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Which kinds of layers have a stack that is cut."""
+        """Returns by kind of layers whether the kind's stack is cut."""
         return self.function.kinds.cut(rows)
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Returns how many layers each rank has, of all kinds."""
+        """Returns the number of layers of each rank, of all kinds together."""
         return self.function.kinds.shares(rows)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
@@ -96,7 +95,7 @@ class PipelinedModule(Pipelined):
         return self._run_span(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """Returns the loss from its first own layer to the end of the last."""
+        """Runs the loss from the stage's first layer to the end of the last."""
         num = self._num_layers(params, place)
         return h if not num else self._run_span(params, batch, LayerSpan(place.row, num, h, False), key)
 
@@ -113,7 +112,7 @@ class PipelinedModule(Pipelined):
         return kinds.end(place.row, rows, last=last) - place.row
 
     def _adapt_params(self, params: PyTree) -> PyTree:
-        """Returns the module's parameters, with the adapters in their places, and without unused rows."""
+        """Returns the module's parameters, with the adapters in place, and without unused rows."""
         path, stack = self.function.path, self.filled(self.blocks(params))
         if self.adapters is None:
             return {**params, path: stack}

@@ -1,6 +1,6 @@
-"""A placeholder for a stack whose layers are on several ranks.
+"""Placeholder for a stack whose layers are on several ranks.
 
-Code outside of the layers gets it, and must not use it.
+Code outside of the layers gets the placeholder, and must not use the placeholder.
 """
 
 import functools
@@ -14,10 +14,10 @@ from shardfn.core import MetadataTensor
 
 
 class ElsewhereTensor(MetadataTensor):
-    """This rank's rows of a stack, for code outside of its layers: with their shape and dtype, and without values.
+    """This rank's rows of a stack, for code outside of the layers: with shape and dtype, and without values.
 
     Raises:
-        ValueError: something is computed from it. The result would be of this rank's layers alone.
+        ValueError: something is computed from the placeholder. The result would only cover this rank's layers.
     """
 
     @staticmethod

@@ -11,12 +11,12 @@ from shardfn.collectives import AnyChannel
 from shardfn.core import Pending
 from shardfn.schedules import Action, PipelineSchedule, StageAction
 
-# How many receives a rank has asked for ahead of their use.
+# How many receives a rank has started ahead of use.
 AHEAD = 2
 
 
 class _Unanswered(NamedTuple):
-    """A message that may still be sent: the receiving rank, and the index of its action in that rank's list."""
+    """Message that may still be sent: the receiving rank, and the index of the action in that rank's list."""
 
     rank: int
     position: int
@@ -24,10 +24,10 @@ class _Unanswered(NamedTuple):
 
 
 class StageLink:
-    """Sends and receives between stages. Each message has its own tag within a step.
+    """Sends and receives between stages. Each message has a separate tag within a step.
 
-    A send ends when its receiver has answered, that is, when a message has come from that rank which it sends after it
-    has taken this one. Then the sent tensors are dropped, without a wait. Sends without an answer end with the step.
+    A send ends when the receiver has answered. An answer is a message that the receiver sends after taking the message.
+    Then the sent tensors are dropped, without a wait. Sends without an answer end with the step.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class StageLink:
         self._channel, self._like, self._rank, self._device = channel, like, rank, device
         self._of, self._num_stages = table.neighbours(rank), table.num_stages
         self._floats = [x for x in like if x.is_floating_point()]
-        # Receives are asked for in the order of the list, and those that were are in `_coming` until they are used.
+        # Receives start in the order of the list. Started receives are in `_coming` until used.
         self._next = collections.deque(a for a in table.ranks[rank] if self._is_remote(a))
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
         self._sent: list[_Unanswered] = []
-        # Messages from one stage to the next where both are on this rank.
+        # Messages from a stage to the next where both are on this rank.
         self._here: dict[StageAction, list[Tensor]] = {}
 
     def receive(self, action: Action) -> list[Tensor]:
-        """Returns the message that an action waits for, empty if it waits for none."""
+        """Returns the message that an action waits for, empty if the action waits for none."""
         place, before, _ = self._of[action]
         if before is None:
             return []
@@ -58,7 +58,7 @@ class StageLink:
         return got
 
     def send(self, action: Action, tensors: list[Tensor]) -> None:
-        """Sends the tensors that an action has made, which must not be written afterwards."""
+        """Sends the tensors that an action has made. Sent tensors must not be written afterwards."""
         place, _, after = self._of[action]
         assert after is not None
         to = StageAction(place.kind, place.microbatch, place.stage + (1 if place.kind == "forward" else -1))
@@ -91,7 +91,7 @@ class StageLink:
         return before is not None and before.rank != self._rank
 
     def _ask_ahead(self, ahead: int) -> None:
-        """Starts receives in the order in which they are needed, up to this number at a time."""
+        """Starts receives in the order of need, up to `ahead` at a time."""
         while self._next and len(self._coming) < ahead:
             action = self._next.popleft()
             place, before, _ = self._of[action]
