@@ -210,5 +210,5 @@ def _parse_file(filename: str) -> ast.Module | None:
 def _message_text(message: Any) -> str:
     try:
         return str(message() if callable(message) else message or "a check of a tensor's values failed")
-    except Exception:  # the message may format values of tensors, which do not exist yet
+    except Exception:  # the message may format values of tensors that do not exist yet
         return "a check of a tensor's values failed"

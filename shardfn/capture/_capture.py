@@ -34,7 +34,7 @@ from ._fakes import fakes
 from ._impure import Drawn, drawing_nothing, forget_cached
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# Rooms whose lines count as the user's, since the rooms hold models.
+# Rooms with lines that count as the user's, since the rooms hold models.
 _MODELS = str(_PACKAGE / "models")
 _PLUMBING = tuple(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jaxtyping, optree))
 # Folders of libraries. Users do not change lines there.
@@ -126,9 +126,9 @@ class Recorder:
             # graph holds the change.
             if _RECOMPUTING and draws(node):
                 raise CaptureError(
-                    f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat; in a graph"
-                    " the recomputation would draw other numbers than the forward did. Draw by a key:"
-                    " sf.nn.dropout(key, ...), with key= of the step; or leave out remat or jit."
+                    f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat:"
+                    " in a graph the recomputation would draw other numbers than the forward did. Draw by a"
+                    " key: sf.nn.dropout(key, ...), with key= of the step, or leave out remat or jit."
                 )
             if line is not None:
                 node.meta["where"] = line
@@ -281,8 +281,9 @@ def _naming_lines() -> Iterator[None]:
     except RuntimeError as error:
         if "was used before it has been defined" in str(error):
             raise CaptureError(
-                "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
-                " in y; return it, since the function's Python runs for some layers only."
+                "a tensor that the function of a scan has made is used outside of the function, and must be"
+                " in the carry or in y. Return the tensor, since the function's Python runs for some layers"
+                " only."
             ) from error
         # Uses of a tensor's memory: .numpy(), and an index that is a sequence of tensors.
         if not any(said in str(error) for said in ("numpy", "data is not allocated yet")):
@@ -291,9 +292,10 @@ def _naming_lines() -> Iterator[None]:
     except Drawn as drawn:
         name, line = (*drawn.args, None)[:2]
         raise CaptureError(
-            f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph would hold"
-            " these numbers, the same in every step. Draw by a key: sf.nn.dropout(key, ...), with key= of the step; or"
-            " draw before the step and pass the numbers in the batch, as tensors; or leave out jit."
+            f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph"
+            " would hold these numbers, the same in every step. Draw by a key: sf.nn.dropout(key, ...),"
+            " with key= of the step. Or draw before the step and pass the numbers in the batch, as tensors,"
+            " or leave out jit."
         ) from None
 
 
@@ -332,7 +334,7 @@ def _is_users(name: str) -> bool:
 
 
 def _strip_detach(gm: GraphModule) -> None:
-    """Removes `detach`, the identity in a graph, which has no autograd."""
+    """Removes `detach`, the identity in a graph, since a graph has no autograd."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
             source: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""Operations of the engine, which are no part of the function that is transformed."""
+"""Operations of the engine that are no part of the transformed function."""
 
 from contextlib import AbstractContextManager
 

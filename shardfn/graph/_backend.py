@@ -73,14 +73,12 @@ def resolve_backend(backend: str | None) -> Backend:
     """
     if backend not in (None, "graph", "inductor"):
         raise ValueError(
-            f"backend={backend!r} is not one of 'graph', 'inductor', None (the best that this machine can run)."
+            f"backend={backend!r} must be one of 'graph', 'inductor', None (the best that this machine can run)."
         )
     if backend == "graph" or find_compiler():
         return "graph" if backend == "graph" else "inductor"
     if backend == "inductor":
-        raise RuntimeError(
-            f"backend='inductor' needs a C++ compiler, and none is found: {_REMEDY}, or use backend='graph'."
-        )
+        raise RuntimeError(f"backend='inductor' expected a C++ compiler, got none: {_REMEDY}, or use backend='graph'.")
     if not _WARNED:
         _WARNED.append("said")
         text = f"no C++ compiler found: the step runs uncompiled (backend='graph'). To compile it, {_REMEDY}."

@@ -26,7 +26,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     get the same figures, the slowest rank's, so that decisions drawn from the figures agree.
 
     Args:
-        mesh: mesh whose ranks are measured. Default: only this rank.
+        mesh: ranks to measure. Default: only this rank.
         seconds: approximate time of the measurement.
 
     Returns:

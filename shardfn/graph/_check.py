@@ -95,7 +95,10 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
     shape = dict(mesh_shape if mesh_shape is not None else gms[0].meta.get("mesh_shape", {}))
     coords = all_coords(shape)
     if len(coords) != len(gms):
-        raise ValueError(f"{len(gms)} graphs for a mesh of {shape}, which has {len(coords)} ranks; give one a rank.")
+        raise ValueError(
+            f"expected a graph for each of the {len(coords)} ranks of a mesh of {shape}, got {len(gms)} graphs."
+            " Pass a graph per rank."
+        )
     events = {i: collective_events(gm) for i, gm in {id(gm): gm for gm in gms}.items()}
     compare_events([events[id(gm)] for gm in gms], shape)
 
@@ -109,7 +112,7 @@ class MessageEnd(NamedTuple):
     looks: str
 
     def route(self, own: int) -> tuple[int, int, int]:
-        """Returns the sender, the receiver and the tag, which are the same at both ends."""
+        """Returns the sender, the receiver and the tag, the same at both ends."""
         return (own, self.peer, self.tag) if self.sends else (self.peer, own, self.tag)
 
 
@@ -139,7 +142,7 @@ class Events:
 
     @property
     def text(self) -> str:
-        """Returns a text that is equal for two ranks whose programs do the same."""
+        """Returns a text, equal for ranks with equal programs."""
         moments = (f"{e.channel} {e.turn} {e.wait} {e.message or ''}" for e in self.program)
         return "\n".join([*map(_strip_comment, self.lines), *moments])
 
@@ -264,7 +267,7 @@ def _format_transfer(t: Transfer) -> str:
 def _format_sizes(t: Transfer) -> str:
     """Returns the sizes that must be equal between ranks, as text.
 
-    "uneven" for an exchange whose sizes differ by rank.
+    "uneven" for an exchange with sizes that differ by rank.
     """
     if t.op in _EXCHANGES:
         received = t.node.args[2 if t.channel.startswith("loss") else 1]

@@ -125,7 +125,7 @@ def choose(
         8000
     """
     if candidates is not None and not candidates:
-        raise ValueError("choose(candidates=[]): there is no schedule to choose from.")
+        raise ValueError("choose(candidates=[]): expected a schedule to choose from, got none.")
     limit = cluster.device.memory if memory is None else memory
     score = _Scores(gm, cluster, fuses)
     if candidates is not None:
@@ -143,7 +143,7 @@ def choose(
 
 
 def check_fits(gm: GraphModule, memory: int) -> None:
-    """Refuses a scheduled graph whose peak is above `memory` bytes.
+    """Refuses a scheduled graph with a peak above `memory` bytes.
 
     Args:
         gm: scheduled step.

@@ -58,7 +58,9 @@ class Device:
             ValueError: the device does not compute in `dtype`.
         """
         if dtype not in self.flops:
-            raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}.")
+            raise ValueError(
+                f"{self.name} does not compute in {dtype}: the dtype must be one of {', '.join(self.flops)}."
+            )
         return self.flops[dtype]
 
 
@@ -88,7 +90,7 @@ class Cluster:
     def __post_init__(self) -> None:
         """Refuses nodes without ranks."""
         if self.per_node < 1:
-            raise ValueError(f"Cluster(per_node={self.per_node}): 1 or more ranks in a node.")
+            raise ValueError(f"Cluster(per_node={self.per_node}): a node must have 1 rank or more.")
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
         """Returns the wire of a collective along `axes`, with ranks numbered row-major over the mesh.

@@ -33,7 +33,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
             between the ops, and does better without.
 
     Returns:
-        A new graph whose outputs have the same bits. The contents of donated placeholders are undefined afterwards.
+        A new graph with the same bits in all outputs. The contents of donated placeholders are undefined afterwards.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

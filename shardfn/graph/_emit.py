@@ -1,5 +1,7 @@
 # pyright: reportPrivateImportUsage=false
-"""Compiles a list of steps to a Python function, which drops each value after the last use, and looks each op up once.
+"""Compiles a list of steps to a Python function.
+
+The function drops values after the last use, and looks each op up once.
 
 fx's code looks every op up by four attributes at every call, and calls the op through a wrapper in Python. Here an op
 is a global of the generated module: torch's binding of the kernel if there is a binding, at half the time, or for an op
@@ -216,7 +218,7 @@ class _CodeWriter:
         op: Any = node.target
         if op in _LOOKS:
             return self._add_global(self._view_function(node))
-        # The same kernels through torch's parsers written in C++: 1 us a call less, which matters for small ops.
+        # The same kernels through torch's parsers written in C++: 1 us a call less, a gain for small ops.
         if not node.kwargs and (function := without_dispatch(op)) is not None:
             return self._add_global(function)
         binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))

@@ -109,7 +109,7 @@ class _Walk:
             self._visit_node(node)
 
     def exact(self) -> list[Node]:
-        """Returns the exchanges whose result may have exactly the rows that come."""
+        """Returns the exchanges with exactly the rows that come in the result."""
         return [s for table, starts in self._starts.items() if table not in self._whole for s in starts]
 
     def short(self) -> list[Node]:

@@ -35,7 +35,7 @@ class Form(NamedTuple):
         multiple: number that divides the dim. Blocks begin at multiples of the number.
         parts: size and multiple of each part, for a dim whose parts are cut separately, for example queries, keys and
             values of a single projection. `multiple` is then 1.
-        owner: groups whose ranks own the rows, for own rows.
+        owner: groups of own rows, each owned by a rank.
     """
 
     kind: Literal["whole", "varying", "cut", "partial", "rows"]
@@ -61,7 +61,7 @@ class Owner(NamedTuple):
         sizes: name of the value that has the sizes of the groups, or the ends.
         ends: whether the value has ends.
         num: number of groups.
-        multiple: number of groups at whose multiples ranks cut.
+        multiple: number of groups. Ranks cut at multiples of the number.
     """
 
     sizes: str

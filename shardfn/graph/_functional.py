@@ -248,7 +248,7 @@ def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
 
 
 def _reshape_back(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
-    repeats = view.meta["val"].numel() != shape.numel()  # an expand, whose elements share memory
+    repeats = view.meta["val"].numel() != shape.numel()  # an expand: elements share memory
     return None if repeats else (_ATEN.reshape.default, list(shape))
 
 

@@ -85,7 +85,7 @@ def _drop_overlaps(groups: dict[Node, _Fusion], order: list[Node], lost: set[int
     return found
 
 
-# Operations whose results have strides that follow from the strides of operands.
+# Operations with strides of results that follow from strides of operands.
 _FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim, operator.getitem)
 
 

@@ -86,7 +86,10 @@ class Memory:
         return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
-        """Returns the memories whose contents the node needs. For a wait, also the memories that the transfer reads."""
+        """Returns the memories with contents that the node needs.
+
+        For a wait, also the memories that the transfer reads.
+        """
         if self._view[node]:
             return ()
         start = self._waits.get(node)
@@ -117,7 +120,7 @@ class Memory:
 
     @functools.cached_property
     def far(self) -> set[Node]:
-        """Returns the gathers whose results are gathered again: the first of two hops."""
+        """Returns the first gathers of gathers in two hops."""
         behind: dict[Node, set[Node]] = {}
         out: set[Node] = set()
         for node in self.order:
@@ -144,7 +147,7 @@ class Memory:
     def _list_numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
-        # By the storage of the abstract value, which aliases share, as real tensors do.
+        # By the storage of the abstract value. Aliases share a storage, as real tensors do.
         if "val" in node.meta:
             return tuple([self._new_memory(key, storage) for key, storage in self._storages_of(node)])
         if node.op != "call_function":

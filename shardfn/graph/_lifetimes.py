@@ -34,7 +34,7 @@ class Block:
         maker: node that makes the block.
         born: position in the graph of the node at which the block comes to life, or -1 for memory that is there before.
         dies: position of the last node at which the block is alive.
-        holders: nodes whose values show the block. Empty for buffers inside a transfer.
+        holders: nodes with values that show the block. Empty for buffers inside a transfer.
         operand: purpose of a buffer inside a transfer.
     """
 

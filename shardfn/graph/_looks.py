@@ -1,4 +1,7 @@
-"""Chains of views that show all elements of a tensor in order, which a single view of the first can take."""
+"""Chains of views that show all elements of a tensor in order.
+
+A single view of the first tensor can replace such a chain.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard

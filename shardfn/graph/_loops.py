@@ -6,7 +6,7 @@ The graph has the body once, and a node that runs the body for each layer.
     ...                                       the body; meta["loop"] of each node is the loop's mark
     out = looped(carry, layers, given, ends)  the last carry, then the ys of each layer
 
-`ends` are the nodes of the body whose values are the returned carry and y.
+`ends` are the nodes of the returned carry and y.
 """
 
 import dataclasses
@@ -97,9 +97,9 @@ def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
             made_in = None if n.op == "get_attr" else n.meta.get("loop")
             if made_in is not None and made_in is not mark and not _is_around(made_in, node, bodies):
                 raise ValueError(
-                    f"{where_of(n) or 'a line unknown'}: a tensor that the function of a scan has made is used outside"
-                    " of it, and is neither in the carry nor in y; return it, since the function's Python runs for one"
-                    " layer only."
+                    f"{where_of(n) or 'a line unknown'}: a tensor that the function of a scan has made is"
+                    " used outside of the function, and must be in the carry or in y. Return the tensor,"
+                    " since the function's Python runs for one layer only."
                 )
 
 

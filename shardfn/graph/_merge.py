@@ -70,8 +70,8 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     values: list[Node] = []
     for i, wait in enumerate(waits):
         with graph.inserting_before(wait):
-            # Views of a common message, which lives as long as any view. A result of the step must not keep the other
-            # views.
+            # Views of a common message. The message lives as long as any view. A result of the step must not keep the
+            # other views.
             value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
             values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
     return _replace_members(starts, waits, values)

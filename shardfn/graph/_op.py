@@ -47,7 +47,7 @@ class Op:
         fuses: flag. A compiler makes a single kernel of the op and neighbours. Pointwise ops fuse in any case.
         weight: number of ops that the op counts as, when a kernel must be worth the compilation.
         identity: flag. The result is the operand, and costs nothing.
-        channel: channel in whose order a transfer between ranks takes a turn, or "" for ops that start no transfer.
+        channel: channel that orders a transfer between ranks, or "" for ops that start no transfer.
         transfer: function from such a start and the graph's metadata to the fields of a `Transfer`.
         waits: flag. The op ends a transfer or a move.
         move: memories that the op connects, if the op starts a move between memories.
@@ -123,7 +123,7 @@ def with_schema(row: Op, target: Any) -> Op:
 
 
 def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
-    """Caches `f` of each op, as `functools.cache` does, but without a hash, which is slow for torch's ops.
+    """Caches `f` of each op, as `functools.cache` does, but without a hash: hashing torch's ops is slow.
 
     Only for arguments that live as long as the program, since the cache keeps arguments alive.
 

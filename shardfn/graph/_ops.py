@@ -222,7 +222,7 @@ OPS: dict[Any, Op] = {
     _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective", rows="sent"),
     _WIRE.arrived_rows: Op(identity=True, rows="first", calls={"default": lambda x, sizes: x}),
     _WIRE.rows_as: Op(rows="like"),
-    # torch's collectives, which somebody has written into a loss
+    # torch's collectives, written into a loss
     **{getattr(_C10D, name): _FOREIGN for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")},
     _C10D.all_to_all_single: _FOREIGN,
     _C10D.wait_tensor: Op(waits=True, carries=True),

@@ -72,5 +72,7 @@ def _format_height(height: float) -> Any:
     try:
         from matplotlib.figure import Figure  # an extra dependency, as slow to import as shardfn
     except ImportError as error:
-        raise ImportError("pictures are drawn with matplotlib; pip install 'shardfn[train]'.") from error
+        raise ImportError(
+            "pictures are drawn with matplotlib, which must be installed: pip install 'shardfn[train]'."
+        ) from error
     return Figure(figsize=(9, height), layout="constrained")

@@ -124,7 +124,7 @@ class _Starter:
                 continue
             if is_wait(node) and start_of(node) in self._chosen:
                 out += self._land_gather(start_of(node))
-            # No transfer starts among the placeholders, which come first in a graph.
+            # No transfer starts among the placeholders, the first nodes of a graph.
             if node.op != "placeholder":
                 out += self._admit_starts(i)
             out.append(node)

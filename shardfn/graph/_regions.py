@@ -1,7 +1,7 @@
 """Cuts a captured graph into regions of arithmetic, a kernel each, and determines where each region runs.
 
 The nodes that a schedule orders stay in place: transfers with waits, ops that write in place, matrix products and
-attention. Pointwise ops, reductions and views move in between. Connected nodes form a region, which runs directly
+attention. Pointwise ops, reductions and views move in between. Connected nodes form a region. A region runs directly
 before the first fixed node that needs the region. So no fixed node moves.
 """
 

@@ -31,7 +31,7 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
                                            dw = y1.t() @ dz
 
     Args:
-        gm: captured step whose nodes have a `meta["phase"]`.
+        gm: captured step. Nodes have a `meta["phase"]`.
         budget: bytes that the step's values may hold at any time. Arguments do not count.
 
     Returns:

@@ -40,7 +40,7 @@ class Chain:
     Attributes:
         nodes: number of ops that run again.
         work: cost, in operations and bytes.
-        held: bytes whose lifetime the chain extends.
+        held: bytes that live longer because of the chain.
         inputs: activations that the chain reads.
     """
 
@@ -51,7 +51,7 @@ class Chain:
 
 
 class Replay:
-    """Facts about a graph, which do not depend on the plan.
+    """Facts about a graph, independent of the plan.
 
     Attributes:
         memory: facts about memory.
@@ -60,7 +60,7 @@ class Replay:
         activations: memories made in the forward, by ops that can run again, and used only in forward and backward,
             with the position of the first use in the backward.
         late_uses: nodes of the forward that show activations, by node of the backward that takes the nodes.
-        needs: nodes whose values are alive while a node runs, by node.
+        needs: nodes with values alive while a node runs, by node.
         held: memories of a node and of the node's needs, without given memories.
     """
 
@@ -166,7 +166,7 @@ class Replay:
 
     def _can_run_again(self, node: Node) -> bool:
         memory, shown = self.memory, self.memory.shown(node)
-        # Not transfers, which involve other ranks, nor random draws, which would differ, nor writes, done twice.
+        # Not transfers (other ranks take part), nor random draws (draws would differ), nor writes (done twice).
         if node.op != "call_function" or self.phases[node] != "forward" or not shown:
             return False
         if is_start(node) or is_wait(node) or is_random(node) or memory.mutates(node):
@@ -321,5 +321,5 @@ def _node_of(value: Node | Again) -> Node:
 
 
 def needed_by(node: Node) -> list[Node]:
-    """Returns the nodes whose values are alive while `node` runs. A wait holds its transfer's operands."""
+    """Returns the nodes with values alive while `node` runs. A wait holds the transfer's operands."""
     return [*node.all_input_nodes, *(start_of(node).all_input_nodes if is_wait(node) else ())]

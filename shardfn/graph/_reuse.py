@@ -1,4 +1,4 @@
-"""Drops a second gather, or a second fetch, of a leaf whose gathered value still exists."""
+"""Drops a second gather, or a second fetch, of a leaf if the gathered value still exists."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class _Recent:
     """Gathered values in the order of the last use. Values beyond the budget are dropped.
 
     Attributes:
-        stands: dropped wait -> the wait whose value replaces the dropped value.
+        stands: dropped wait -> the wait that replaces the dropped wait.
     """
 
     def __init__(self, memory: Memory, number: Mapping[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
@@ -117,7 +117,7 @@ class _Recent:
 
 
 def _lone_fetches(memory: Memory) -> set[Node]:
-    """Returns the moves to the device whose values are used directly, and not gathered there."""
+    """Returns the moves to the device of values that are used directly, and not gathered there."""
     gathered = {m for n in memory.order if is_gather(n) for m in memory.reads(n)}
     waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}

@@ -88,7 +88,9 @@ class Schedule:
         for name in ("prefetch", "bucket", "reductions", "reuse", "budget"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
+                raise ValueError(
+                    f"Schedule({name}={value}): must be a number of bytes, 0 or more, or None to leave the pass out."
+                )
 
     def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
         """Returns the scheduled graph. `gm` stays unchanged.

@@ -1,4 +1,4 @@
-"""Scratch memory, which an op allocates and frees while running: measured on CPU, for ops with much scratch memory."""
+"""Scratch memory that an op allocates and frees while running: measured on CPU, for ops with much scratch memory."""
 
 import functools
 

@@ -12,7 +12,7 @@ from ._view_rules import shaped
 
 
 def _move_dims(use: OpUse, order: Sequence[object]) -> Labels:
-    """Returns labels for an operand whose dims keep the elements. `order` labels the result's dims."""
+    """Returns labels for an operand with dims that keep the elements. `order` labels the result's dims."""
     x = use.operands[0]
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
 

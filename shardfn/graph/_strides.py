@@ -40,7 +40,7 @@ def _restride(out: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
-    """Returns the strides of an elementwise kernel's result, which follow the first operands first."""
+    """Returns the strides of an elementwise kernel's result. Earlier operands count first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
     return _restride(out, compute_elementwise_output_strides(*operands))
 

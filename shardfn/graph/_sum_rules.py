@@ -47,7 +47,7 @@ def averaged(use: OpUse) -> Labels:
             local = math.prod(args[0].shape[d] for d in dims)
             if not local < count:
                 return args[0].mean(dims, keep, dtype=kwargs.get("dtype"))
-            # Not the sum, which 16 bits may not hold.
+            # Not the sum: 16 bits may not hold the sum.
             part = args[0].mean if local else args[0].sum
             return part(dims, keep, dtype=kwargs.get("dtype")) * (local / count)
 

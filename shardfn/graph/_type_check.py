@@ -65,8 +65,7 @@ def check_types(gm: GraphModule) -> None:
 
 def _check_collectives(types: Types, sizes: dict[str, int]) -> Iterator[str]:
     """Yields errors about collectives of values that need no collective."""
-    # A transpose has the number of the primal collective: a collective whose number is missing has no gradient to be
-    # wrong.
+    # A transpose has the number of the primal collective: a collective without a number has no gradient to be wrong.
     differentiated = {a.applied.transposes for a in types.applications}
     for found in types.applications:
         applied = found.applied
@@ -111,7 +110,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
 
 
 def _check_results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Yields errors about loss and aux, which must be the same along axes that do not cut the batch."""
+    """Yields errors about loss and aux. Both must be the same along axes that do not cut the batch."""
     for node, type in types.of.items():
         for what in node.meta.get("result", ()):
             for axis in types.axes:
@@ -124,7 +123,7 @@ def _check_results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _check_gradients(types: Types) -> Iterator[str]:
-    """Yields errors about gradients, which must be unreduced only along the batch's axes, where the step sums."""
+    """Yields errors about gradients unreduced along axes where the step does not sum."""
     for node, type in types.of.items():
         for leaf in node.meta.get("gradient_to", ()):
             for axis in types.axes:

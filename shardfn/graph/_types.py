@@ -228,7 +228,7 @@ class Types:
             # The type is in the program of another stage.
             return self._all[UNKNOWN] | self._trained
         if op.types == "gather":
-            # The last operand is the leaf's block. A destination, which comes first, does not count.
+            # The last operand is the leaf's block. A destination, the first operand, does not count.
             own = node.all_input_nodes[-1]
             entered = self._entered if self.phases[node] != "update" else 0
             return self._set_bits(self.seen(own, node), axes, 0) | entered & self._axes_mask(DECLARED, axes)

@@ -48,7 +48,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def written_by(node: Node) -> list[Node]:
-    """Returns the nodes whose memory `node` overwrites."""
+    """Returns the nodes that show memory that `node` overwrites."""
     if node.op != "call_function":
         return []
     out: list[Node] = []
@@ -65,7 +65,7 @@ def overwritten(gm: GraphModule) -> set[int]:
 
 
 def is_view(node: Node) -> bool:
-    """Returns whether `node` is a view of existing memory, which reads and writes no byte."""
+    """Returns whether `node` is a view of existing memory. A view reads and writes no byte."""
     if node.op != "call_function" or written_arguments(node.target):
         return node.op != "call_function"
     mine = {storage_of(t) for t in tensors_of(node)}

@@ -83,7 +83,7 @@ def _group_dims(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]
 
 
 def whole_look(node: Node) -> Run | None:
-    """Returns the function for a view of a whole value, whose strides may differ from the capture's.
+    """Returns the function for a view of a whole value. Strides may differ from the capture's.
 
     None: the op is called.
     """

@@ -18,7 +18,7 @@ def by_layer(norms: PyTree, prefix: str = "norm") -> dict[str, Tensor]:
     Args:
         norms: tree of 0-d tensors, as `sf.leaf_norms` returns for gradients or parameters. A stacked leaf has a vector,
             with an entry for each layer.
-        prefix: prefix of the names, which are `prefix/layer`.
+        prefix: prefix of the names `prefix/layer`.
 
     Returns:
         0-d tensors by name, in the order of the leaves. `Logger.write` takes such a dict.

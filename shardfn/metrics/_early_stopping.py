@@ -22,7 +22,7 @@ _MEANT = {
 
 @explains_fields(**_MEANT)
 class EarlyStopping(NamedTuple):
-    """Ends a run whose metric no longer improves: a pure value that each evaluation turns into the next value.
+    """Ends a run if a metric no longer improves: a pure value that each evaluation turns into the next value.
 
         improved  = value < best - min_delta        ("max": value > best + min_delta)
         best'     = value if improved else best
@@ -75,7 +75,7 @@ class EarlyStopping(NamedTuple):
         """
         _check_options(self)
         if wrong := not_scalar(value):
-            raise TypeError(f"EarlyStopping.update takes a number or a 0-d tensor, and this is {wrong}.")
+            raise TypeError(f"EarlyStopping.update expected a number or a 0-d tensor, got {wrong}.")
         new, sign = float(value), 1.0 if self.mode == "min" else -1.0
         best = sign * math.inf if self.best is None else self.best
         improved = sign * new < sign * best - self.min_delta
@@ -93,7 +93,7 @@ class EarlyStopping(NamedTuple):
         """
         if state.keys() != {"best", "waited"}:
             raise ValueError(
-                f"EarlyStopping.at takes the result of state(), with 'best' and 'waited', and this has {[*state]}."
+                f"EarlyStopping.at expected the result of state(), with 'best' and 'waited', got {[*state]}."
             )
         return self._replace(**state)
 
@@ -101,6 +101,6 @@ class EarlyStopping(NamedTuple):
 def _check_options(x: EarlyStopping) -> None:
     if x.mode not in ("min", "max") or x.patience < 1 or not x.min_delta >= 0:
         raise ValueError(
-            f"EarlyStopping(patience={x.patience}, min_delta={x.min_delta}, mode={x.mode!r}): patience is at least 1,"
-            " min_delta at least 0, and mode 'min' or 'max'."
+            f"EarlyStopping(patience={x.patience}, min_delta={x.min_delta}, mode={x.mode!r}): patience must"
+            " be at least 1, min_delta at least 0, and mode 'min' or 'max'."
         )

@@ -18,8 +18,8 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         metrics: 0-d tensors of any dtype, on any device, and numbers.
 
     Returns:
-        The same names in the same order. Values pass through float64, which is exact for float32 and integers below
-        2^53. On a device without float64 values pass through float32.
+        The same names in the same order. Values pass through float64, exact for float32 and integers below 2^53. On a
+        device without float64 values pass through float32.
 
     Raises:
         TypeError: a value is neither a tensor nor a number. The message lists all such values.

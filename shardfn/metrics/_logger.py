@@ -25,7 +25,7 @@ class Logger:
 
     Args:
         folder: folder for the files, made if missing.
-        mesh: mesh whose first rank writes. None means that this process writes.
+        mesh: mesh. The first rank writes. None means that this process writes.
         tensorboard: short for a `TensorBoard()` among the sinks.
         sinks: further places, each a `Sink`.
         start: step from which a run resumes. Rows of later steps are dropped, since the run makes these steps again. 0
@@ -85,18 +85,18 @@ class Logger:
             ValueError: the logger is closed.
         """
         if isinstance(step, Mapping):
-            raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+            raise TypeError("Logger.write: the step's number must come first: logger.write(step, metrics).")
         for part in metrics:
             if not isinstance(part, Mapping):
                 raise TypeError(
-                    f"Logger.write takes mappings of metrics, and this is {a_kind(part)}; write"
-                    " logger.write(step, {'loss': loss})."
+                    f"Logger.write expected mappings of metrics, got {a_kind(part)}. Write"
+                    f" logger.write(step, {{'loss': loss}})."
                 )
         step = operator.index(step)
         if not self._writes:
             return {}
         if not self._deliveries:
-            raise ValueError("Logger.write: this logger is closed; write before its `with` or `close` ends.")
+            raise ValueError("Logger.write: this logger is closed. Write before its `with` or `close` ends.")
         self.rows.append({"step": step, **to_floats({name: x for part in metrics for name, x in part.items()})})
         for delivery in self._deliveries:
             delivery.send(self.rows)

@@ -38,7 +38,8 @@ def _process_memory() -> tuple[int, int]:
         import resource
     except ImportError:  # on Windows
         raise OSError(
-            "memory_in_use reads the memory of a process on Linux and macOS, and of a GPU anywhere; leave it out here."
+            "memory_in_use reads the memory of a process on Linux and macOS, and of a GPU anywhere. Leave"
+            " the call out here."
         ) from None
     # In KiB, but in bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

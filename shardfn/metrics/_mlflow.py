@@ -14,7 +14,7 @@ _OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class MLflow:
-    """Logs to a run of MLflow, which begins with the logger and ends with the logger.
+    """Logs to a run of MLflow that begins and ends with the logger.
 
     A run that resumes goes on in the same run: the id is in `mlflow_run` in the logger's folder. In names of metrics,
     characters that MLflow refuses become underscores.

@@ -18,7 +18,7 @@ _LONGEST_WAIT = 256
 class Sink(Protocol):
     """Place for the rows of a run, such as a file or a tracking service. Any object with these three methods is a sink.
 
-    `Logger` only calls a sink on the first rank. An error of `open` stops the run, which has not begun. An error of
+    `Logger` only calls a sink on the first rank. An error of `open` stops the run before the first step. An error of
     `write` or `close` does not: the row is passed again later.
 
     Example:
@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Begins.
 
         Args:
-            folder: folder of the logger, which exists.
+            folder: folder of the logger. The folder exists.
             start: step from which a run resumes, and 0 for a new run. Rows of later steps will come again.
         """
         ...
@@ -135,6 +135,6 @@ def package(name: str, needs: str, *parts: str) -> list[ModuleType]:
         return [importlib.import_module(part) for part in parts or (name,)]
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"{needs} needs the package {name}, which cannot be imported ({error}): pip install {name}, or leave it"
-            " out; metrics.jsonl is written anyway."
+            f"{needs} needs the package {name}, which cannot be imported ({error}): pip install {name}, or"
+            " leave the sink out. metrics.jsonl is written anyway."
         ) from error

@@ -9,12 +9,12 @@ from ._sinks import package
 
 
 class WandB:
-    """Logs to a run of Weights & Biases, which begins with the logger and ends with the logger.
+    """Logs to a run of Weights & Biases that begins and ends with the logger.
 
     A run that resumes goes on in the same run: the id is in `wandb_run` in the logger's folder. Curves are drawn over
     the steps of training, so steps that are made again are drawn twice.
 
-    wandb writes and sends in a separate process, whose errors, such as a full disk, do not arrive here. Rows that wandb
+    wandb writes and sends in a separate process. Errors there, such as a full disk, do not arrive here. Rows that wandb
     loses then are only in `metrics.jsonl`.
 
     Args:

@@ -30,7 +30,7 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
         raise ValueError(f"{len(costs)} layers cannot be cut in {num_stages} stages, each with a layer.")
     wrong = [c for c in (*costs, first, last) if not 0 <= c < float("inf")]
     if wrong:
-        raise ValueError(f"costs are finite and not negative, got {wrong}.")
+        raise ValueError(f"costs must be finite and not negative, got {wrong}.")
     sums = [0.0]
     for c in costs:
         sums.append(sums[-1] + c)

@@ -73,7 +73,7 @@ def check_numbers(name: str, num_ranks: int, num_microbatches: int) -> None:
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ValueError(
-            f"the schedule {name} needs a rank and a microbatch at least, got {num_ranks} and {num_microbatches}."
+            f"the schedule {name} must have a rank and a microbatch at least, got {num_ranks} and {num_microbatches}."
         )
 
 

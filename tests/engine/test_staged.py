@@ -176,7 +176,7 @@ def test_the_result_of_a_stage_must_be_like_its_input(first_stage: Case) -> None
         first_stage.course._check_result({"h": torch.ones(ROWS, 2), "rows": torch.ones(ROWS)})
     assert "h['h'] was (3, 4) torch.float32, and is (3, 2) torch.float32" in str(caught.value)
     assert "h['rows'] was (3,) torch.int64, and is (3,) torch.float32" in str(caught.value)
-    with pytest.raises(TypeError, match="layers must return a tree like the one that they take"):
+    with pytest.raises(TypeError, match="Layers must return a tree like the input"):
         first_stage.course._check_result(good["h"])
 
 

@@ -1,9 +1,9 @@
 """Megatron's layout for any program: weights of products are cut by columns and by rows, in turn.
 
-A weight that multiplies a whole value is cut by columns, and so is the result. The next weight, which multiplies the
-result, is cut by rows, and the products are summed. For example, the first layer of an MLP is cut by columns and the
-second by rows. A lookup table is cut by rows. The search of layouts starts here and prices this layout like any other,
-so the layout need not be good.
+A weight that multiplies a whole value is cut by columns, and so is the result. The next weight multiplies the result,
+and is cut by rows, and the products are summed. For example, the first layer of an MLP is cut by columns and the second
+by rows. A lookup table is cut by rows. The search of layouts starts here and prices this layout like any other, so the
+layout need not be good.
 """
 
 from typing import Any

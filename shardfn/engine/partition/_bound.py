@@ -32,16 +32,16 @@ def _bind_function(f: Any, views: LeafViews) -> Any:
         return f
     for axis in set(f.axes) & set(views.planner.batch_axes):
         raise ValueError(
-            f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, which every rank must have the"
-            " whole of; pass batch=P('dp'), or P(), and the same rows to all ranks along it."
+            f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, but every rank must have"
+            " the whole batch. Pass batch=P('dp'), or P(), and the same rows to all ranks along it."
         )
     bound = dataclasses.replace(f, views=views)
     if isinstance(f.inner, Pipelined):
         _check_apart(f, f.inner)
         if _bind_stages(f.inner, views) is not f.inner:
             raise ValueError(
-                "partition(pipeline(...)) of functions that are partitioned themselves: drop the partition around the"
-                " pipeline, or those inside."
+                "partition(pipeline(...)) expected functions without partition, got partitioned functions."
+                " Drop the partition around the pipeline, or those inside."
             )
         return PartitionedPipeline.made(bound, dataclasses.replace(f.inner, views=views))
     return bound
@@ -69,6 +69,7 @@ def _check_apart(parted: Partitioned, staged: Pipelined) -> None:
     """
     if staged.axis in parted.axes:
         raise ValueError(
-            f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along {staged.axis!r} have"
-            " layers of their own, which are no blocks of one whole; name another axis."
+            f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along"
+            f" {staged.axis!r} have separate layers, which are no blocks of a whole. The axes must differ:"
+            " name another axis."
         )

@@ -34,8 +34,9 @@ class EveryRank:
         nodes = [n for n in graph.nodes if n.target in _TARGETS]
         if chosen is not None and len(chosen) != len(nodes):
             raise ValueError(
-                f"partition along several axes: the program of one rank sends {len(chosen)} times along the first"
-                f" axes, and that of another {len(nodes)} times; cut dims that the first axes divide."
+                f"partition along several axes: the program of one rank sends {len(chosen)} times along the"
+                f" first axes, and another rank's {len(nodes)} times. The numbers must be equal: cut dims"
+                " that the first axes divide."
             )
         self._nodes, self._chosen = nodes, None if chosen is None else dict(zip(nodes, chosen, strict=True))
 

@@ -1,4 +1,4 @@
-"""Leaves whose forms a search chooses on the way: the first values, and the chosen forms."""
+"""Leaves with forms that a search chooses on the way: the first values, and the chosen forms."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _UNBIND = torch.ops.aten.unbind
 
 
 def free_leaf() -> Held:
-    """Returns a leaf whose form is still to be found."""
+    """Returns a leaf with a form still to be found."""
     return Held(WHOLE, frozenset(), free=True)
 
 

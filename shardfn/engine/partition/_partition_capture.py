@@ -60,9 +60,9 @@ class Noting(Recorder):
         """
         if current_graph_task() != -1:
             raise ValueError(
-                f"{self.line() or 'a line unknown'}: the loss differentiates something itself (torch.autograd.grad or"
-                " backward), which the graph of its forward does not hold as such; use torch.func, or leave out"
-                " partition."
+                f"{self.line() or 'a line unknown'}: the loss differentiates something itself"
+                " (torch.autograd.grad or backward), which the graph of the forward does not hold as such."
+                " Use torch.func, or leave out partition."
             )
         if not is_differentiated():
             node.meta["no_grad"] = True
@@ -73,8 +73,9 @@ class Noting(Recorder):
         top = saved_tensors_hooks()
         if top is not None and top[0] is not _keep_value:
             raise ValueError(
-                f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are recomputed or moved"
-                " by saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
+                f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are"
+                " recomputed or moved by saved-tensor hooks, such as torch.utils.checkpoint. Use sf.remat"
+                " or sf.offload, or turn the hooks off."
             )
 
 
@@ -99,8 +100,8 @@ def apart() -> Iterator[None]:
     def refuse_hook(self: Tensor, hook: Any) -> Any:
         del self, hook
         raise ValueError(
-            "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of its forward;"
-            " write a product, or x + (y - x).detach(), or leave out partition."
+            "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of"
+            " the forward. Write a product, or x + (y - x).detach(), or leave out partition."
         )
 
     for name in names:
@@ -120,7 +121,7 @@ _OF_AN_OP = tuple(f"GeneratedBackwardFor_shardfn_kernels_{name}_" for name in _O
 
 
 def refuse_functions(out: Sequence[Any]) -> None:
-    """Refuses operations with a custom backward, which a graph of the forward does not hold.
+    """Refuses operations with a custom backward. A graph of the forward does not hold a custom backward.
 
     Raises:
         ValueError: there are such operations. The message lists all.

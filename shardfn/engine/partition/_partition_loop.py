@@ -88,8 +88,9 @@ class _BoundBody:
         refuse_functions(outs)
         if not _is_traced(outs, self._notes):
             raise CaptureError(
-                f"{self._notes.line() or 'a scan'}: the function of a scan returns a tensor that it was not given and"
-                " has not computed; compute it there, or put it into xs."
+                f"{self._notes.line() or 'a scan'}: the function of a scan returns a tensor that was not"
+                " passed and not computed there. Results must be computed in the function: compute the"
+                " tensor there, or put the tensor into xs."
             )
         self.steps = list(steps_after(last, self._notes))
         return outs

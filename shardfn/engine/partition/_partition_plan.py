@@ -125,7 +125,7 @@ class LossCall:
 def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
-    """Returns the graph of a loss whose leaves have these shapes, ready to be partitioned. Reads no values."""
+    """Returns the graph of a loss with leaves of these shapes, ready to be partitioned. Reads no values."""
     with disable_current_modes(), apart(), looping(noted_loop), as_ops():
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))

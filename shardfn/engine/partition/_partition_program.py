@@ -50,7 +50,7 @@ class Compute(NamedTuple):
     """Step: an op on slots.
 
     Attributes:
-        node: op, whose arguments name nodes.
+        node: op with nodes as arguments.
         slots: slots of the operands, in order, and of the further values that the strategy names.
         dsts: slots of the results, by position. Unused results are missing.
         strategy: strategy that computes the op.

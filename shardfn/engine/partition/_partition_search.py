@@ -5,12 +5,12 @@ forward and backward. Ops are decided in order. Among states with equal forms on
 states the `width` cheapest. So where few values are alive, for example between two blocks, the search keeps every state
 that matters. With a width of 1 the search is greedy. The result is the better plan of the two widths.
 
-A loop is a single op, whose strategies are the forms of the carry. For each form the body is searched once, and the
-body's price counts for every run. Values read from outside are brought into the right forms once, before the loop.
+A loop is a single op. The forms of the carry are the loop's strategies. For each form the body is searched once, and
+the body's price counts for every run. Values read from outside are brought into the right forms once, before the loop.
 
 A leaf that the leaf's spec cuts is gathered only if there is no other way, since the spec asks for the cut.
 
-A leaf whose spec is still to be found is free: the first op that uses the leaf decides the form, and pays for the part
+A leaf with a spec still to be found is free: the first op that uses the leaf decides the form, and pays for the part
 that a rank then holds (`_propose.py`).
 """
 
@@ -261,7 +261,7 @@ class Search:
                 yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
-        """Returns the strategies of an op whose operands are in these forms."""
+        """Returns the strategies of an op with operands in these forms."""
         key = node, forms
         if key not in self.offers:
             rule = known_op(node.target).sharding
@@ -293,7 +293,7 @@ class Search:
     def _search_body(
         self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
     ) -> SearchedPlan:
-        """Returns the plan of a body whose carry is in these forms, searched once."""
+        """Returns the plan of a body with a carry in these forms, searched once."""
         key = loop.scope, forms, width, tuple(begin.values())
         if key not in self._plans:
             inputs = zip(loop.given[: loop.num_carry], forms, strict=True)

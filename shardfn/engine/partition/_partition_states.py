@@ -31,7 +31,7 @@ class Held(NamedTuple):
         form: form in which the value is made.
         slots: forms in which the value is there.
         leaf: whether the value is a leaf that the leaf's spec cuts, or a part of such a leaf.
-        free: whether the value is a leaf whose form is not decided yet.
+        free: whether the value is a leaf with an undecided form.
     """
 
     form: Form
@@ -72,7 +72,7 @@ class SearchedPlan:
 
 
 class SearchPrices(NamedTuple):
-    """Prices of a search in addition to the price of a byte sent, which is 1.
+    """Prices of a search in addition to the price of a byte sent, 1.
 
     Attributes:
         num: number of ranks along the axis.
@@ -104,7 +104,7 @@ class Change(NamedTuple):
 
 
 class NumberedChange(NamedTuple):
-    """Change, whose `held` are numbers in a table of the search.
+    """Change with numbers in place of `held`, from a table of the search.
 
     Attributes:
         costs: see `Change`.

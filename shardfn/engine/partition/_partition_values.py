@@ -46,7 +46,7 @@ class PlannedValue:
         at: position among the node's results.
         seen: whole shape.
         differentiable: whether a gradient may arrive.
-        look_at: value that the tensor is a view of, or whose rows the tensor has.
+        look_at: source of a view, or source of rows.
         part_of: value that the tensor is a part, a view, or a cast of. For a join of inputs, the first input.
         outer: value in the surrounding scope, for an input of a loop's body from outside.
         times: number of runs of the body.
@@ -127,7 +127,7 @@ class Scope:
 
 
 def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[[Node], Tensor]) -> Scope:
-    """Returns the program outside of all loops, which holds the other scopes.
+    """Returns the program outside of all loops, with the other scopes inside.
 
     Args:
         graph: captured forward, without writes. Each node's `meta["val"]` has the whole shape.

@@ -62,8 +62,8 @@ class Partitioned(Transform):
         if self.views is None:
             told = " x ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
             raise ValueError(
-                f"partition(loss, axes={self.axes!r}) is called on {told}, and the cuts of its leaves are unknown; give"
-                " it to sharded_step or sharded, with specs."
+                f"partition(loss, axes={self.axes!r}) is called on {told}, but the cuts of the leaves must"
+                " be known. Pass the loss to sharded_step or sharded, with specs."
             )
         leaves, treedef = tree_flatten(params)
         return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)

@@ -49,7 +49,7 @@ class Proposer:
     Args:
         graph: captured forward, as `partition_graph` takes a forward.
         num: number of ranks along the axis.
-        leaves: inputs whose forms are to be found, with the bytes kept for each.
+        leaves: inputs with forms to be found, with the bytes kept for each.
         trained: function that returns whether a gradient may arrive at an input.
         constants: function that returns the tensor of a `get_attr`.
         tied: whether leaves at the same place of equal layers have the same form.

@@ -50,7 +50,7 @@ _TOLD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Unplaced:
-    """Loss for whose leaves specs are searched.
+    """Loss with leaves that need specs.
 
     Attributes:
         loss: loss as written for a single device, of a microbatch.
@@ -77,7 +77,9 @@ class Unplaced:
         """
         around, inner = taken_over(loss)
         if any(isinstance(x, Partitioned) for x in around):
-            raise ValueError("propose_specs(partition(loss), ...): give it the loss itself, without partition.")
+            raise ValueError(
+                "propose_specs(partition(loss), ...): expected the loss without partition, got a partitioned loss."
+            )
         leaves, treedef = tree_flatten(params)
         rows: list[int | None] = [None] * len(leaves)
         if args:
@@ -102,7 +104,7 @@ class SpecSearch:
         axes: names, in order.
         kept: bytes that are kept of each leaf.
         limit: bytes that a rank may hold. None: an even share and a quarter more, or the least.
-        cluster: machines whose rates price work. None: work is free.
+        cluster: machines with rates that price work. None: work is free.
     """
 
     of: Unplaced

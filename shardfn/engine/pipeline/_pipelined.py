@@ -67,8 +67,8 @@ class Place(NamedTuple):
     Attributes:
         chunk: number of the stack that the layers belong to.
         row: number of the layer in the first row of the block.
-        begins: whether the place is the first stage, which has no input.
-        ends: whether the place is the last stage, which returns the loss.
+        begins: whether the place is the first stage, without an input.
+        ends: whether the place is the last stage. The last stage returns the loss.
     """
 
     chunk: int
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Transform):
-    """Loss whose layers may lie on several ranks.
+    """Loss with layers that may lie on several ranks.
 
     Subclasses define the parts and how parts run: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
 
@@ -161,8 +161,8 @@ class Pipelined(Transform):
         if not isinstance(found, list | tuple) or len(found) != self.num_chunks:
             told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a schedule of {self.num_chunks} chunks wants a list of {self.num_chunks} stacks of layers, got"
-                f" {told}; cut the stack in that many along dim 0."
+                f"a schedule of {self.num_chunks} chunks expected a list of {self.num_chunks} stacks of"
+                f" layers, got {told}. Cut the stack in {self.num_chunks} along dim 0."
             )
         return found
 
@@ -437,8 +437,8 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     if numbers != wanted:
         raise ValueError(
             f"the schedule {table.name} is for {numbers[0]} ranks with stages {numbers[2]}, and {numbers[1]}"
-            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. Make it"
-            " for these, or pass its name, schedule='1f1b'."
+            f" microbatches, but the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. The"
+            " numbers must be equal: make the schedule for the step's, or pass a name, schedule='1f1b'."
         )
     timeline(table)
     if of.has_state:

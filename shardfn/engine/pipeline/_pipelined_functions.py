@@ -107,8 +107,8 @@ class PipelinedFunctions(Enclosed):
         if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
             kind = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
-                f" each, got {kind}; () has no values."
+                f"a pipeline of {len(self.functions)} functions expected model_state.blocks as a list with"
+                f" the state of each, got {kind}. Use () for a function without values."
             )
         return list(found)
 
@@ -122,10 +122,10 @@ class PipelinedFunctions(Enclosed):
         if not isinstance(found, list | tuple) or len(found) != len(self.functions):
             told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a pipeline of {len(self.functions)} functions wants a list with the leaves of each, got {told}."
+                f"a pipeline of {len(self.functions)} functions expected a list with the leaves of each, got {told}."
             )
         if len(found) < num:
             raise ValueError(
-                f"a pipeline of {num} stages along {self.axis!r} needs a function for each, and has {len(found)}."
+                f"a pipeline of {num} stages along {self.axis!r} must have a function for each, got {len(found)}."
             )
         return found

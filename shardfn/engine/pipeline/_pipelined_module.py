@@ -59,8 +59,9 @@ class PipelinedModule(Pipelined):
             ValueError: always.
         """
         raise ValueError(
-            "pipeline_module(...) with has_state=True: buffers of a module are not cut into stages. Leave it out; or"
-            " write the model's layers as functions of their part of the model state, sf.pipeline(first, block, last)."
+            "pipeline_module(...) with has_state=True: buffers of a module are not cut into stages. Leave"
+            " has_state out, or write the model's layers as functions of their part of the model state,"
+            " sf.pipeline(first, block, last)."
         )
 
     @property

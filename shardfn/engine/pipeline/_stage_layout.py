@@ -116,13 +116,16 @@ def _cut_ones(plan: Plan, kinds: list[list[int]], axis: str) -> list[int]:
 
 
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
-    """Refuses stacks that do not have these numbers of layers per stage.
+    """Refuses stacks that do not have these numbers of layers per stage, for example (3, 2, 2).
 
     Raises:
         ValueError: a stack has other numbers. The message lists every such leaf.
     """
     if num not in (1, len(per_stage)):
-        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+        raise ValueError(
+            f"layers_per_stage={per_stage} is for {len(per_stage)} stages, but must be for as many as the axis"
+            f" has ranks, got {num} ranks."
+        )
     check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
 
 

@@ -11,7 +11,7 @@ from shardfn.collectives import AnyChannel
 from shardfn.core import Pending
 from shardfn.schedules import Action, PipelineSchedule, StageAction
 
-# How many receives a rank has started ahead of use.
+# How many receives a rank has started ahead of use, for example of the next two actions.
 AHEAD = 2
 
 

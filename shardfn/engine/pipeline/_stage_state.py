@@ -61,9 +61,9 @@ def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
     """
     if type(out) is not tuple or not 2 <= len(out) <= most:
         raise TypeError(
-            f"with has_state=True {name} of a pipeline must return ({what}, its part of the model state); got"
-            f" {type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}. Without a part it is given"
-            " (), and returns that."
+            f"with has_state=True {name} of a pipeline must return ({what}, its part of the model state),"
+            f" got {type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}. Without a part"
+            " it is given (), and returns that."
         )
     *rest, state = out
     return (rest[0] if len(rest) == 1 else tuple(rest)), state
@@ -92,8 +92,9 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
     """
     if not isinstance(state, PipelineState):
         raise TypeError(
-            f"the model state of a pipelined loss is a {type(state).__name__}; give each function its part:"
-            " sf.PipelineState(first=..., blocks=..., last=...)."
+            f"the model state of a pipelined loss is a {type(state).__name__}, but must be a"
+            " sf.PipelineState. Give each function a part: sf.PipelineState(first=..., blocks=...,"
+            " last=...)."
         )
     made = broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
     named = list(zip(tree_paths(state, "model_state"), tree_leaves(state), made, strict=True))
@@ -119,7 +120,9 @@ def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str,
 
 def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
     if not isinstance(stacks, list | tuple) or len(stacks) != len(rows):
-        raise ValueError(f"a pipeline of {len(rows)} chunks wants model_state.blocks as a list of stacks, one a chunk.")
+        raise ValueError(
+            f"a pipeline of {len(rows)} chunks expected model_state.blocks as a list of stacks, one a chunk."
+        )
     pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in tree_leaves(stack)]
     raise_all(
         ValueError,
@@ -145,8 +148,8 @@ def check_in_order(table: PipelineSchedule) -> None:
                 continue
             if action.microbatch < seen.get(action.chunk, 0):
                 raise ValueError(
-                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later microbatch,"
-                    " and the model state goes through the microbatches in order; reorder its forwards, or drop"
-                    " has_state=True."
+                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later"
+                    " microbatch, but the model state must go through the microbatches in order. Reorder"
+                    " the forwards, or drop has_state=True."
                 )
             seen[action.chunk] = action.microbatch

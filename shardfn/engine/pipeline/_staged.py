@@ -172,7 +172,8 @@ class Staged:
             ends = stages.ends
         if seen and _kinds_of(seen) != ends:
             raise ValueError(
-                f"the loss returned {ends} in the first step, and now {_kinds_of(seen)}; return the same always."
+                f"the loss returned {ends} in the first step, and now {_kinds_of(seen)}. The loss must"
+                " always return the same."
             )
         dtype, weight_dtype, names, device = *ends, plan.mesh.device
         width = 2 + 2 * len(names)
@@ -243,7 +244,7 @@ class Staged:
         return run_part if self._mixed is None else dataclasses.replace(self._mixed, inner=run_part)
 
     def _check_result(self, h: PyTree) -> list[Tensor]:
-        """Returns the leaves of a stage's result, which must be like the leaves of the input.
+        """Returns the leaves of a stage's result. The leaves must be like the input's.
 
         Raises:
             TypeError: leaves differ. The message lists every leaf.
@@ -251,8 +252,7 @@ class Staged:
         leaves, treedef = tree_flatten(h)
         if treedef != self._shape.treedef:
             raise TypeError(
-                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return a tree like the one that"
-                " they take."
+                f"a stage made a tree {treedef} of {self._shape.treedef}. Layers must return a tree like the input."
             )
         raise_all(
             TypeError,
