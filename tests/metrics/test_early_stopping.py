@@ -55,5 +55,5 @@ def test_mistakes_are_named() -> None:
             wrong.update(1.0)
     with pytest.raises(TypeError, match=r"a tensor of shape \(2,\)"):
         EarlyStopping(1).update(torch.ones(2))
-    with pytest.raises(ValueError, match=r"this has \['next'\]"):
+    with pytest.raises(ValueError, match=r"got \['next'\]"):
         EarlyStopping(1).at({"next": 1})
