@@ -1,7 +1,7 @@
-"""`capture`: a function of tensors as one flat graph of aten ops and transfers.
+"""`capture`: a function of tensors as a single flat graph of aten ops and transfers.
 
-The function runs once on tensors without data, and its ops are recorded. So the graph is the program that eager mode
-would run, op for op. Code that depends on the values of tensors cannot be recorded: an error names its line.
+The function runs once on tensors without data, and the ops are recorded. So the graph is the program that eager mode
+would run, op for op. Code that depends on the values of tensors cannot be recorded: an error names the line.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ from ._fakes import fakes
 from ._impure import Drawn, drawing_nothing, forget_cached
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# Rooms whose lines are the model's own, as a user's would be.
+# Rooms with lines that count as the user's, since the rooms hold models.
 _MODELS = str(_PACKAGE / "models")
 _PLUMBING = tuple(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jaxtyping, optree))
-# Where libraries are, whose lines no user changes.
+# Folders of libraries. Users do not change lines there.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _SKIP = (str(_PACKAGE), *_PLUMBING, "<", contextlib.__file__, functools.__file__)
 
 
 class CaptureError(RuntimeError):
-    """A function does something that no graph can hold."""
+    """Raised where a function does something that no graph can hold, for example `.item()`."""
 
 
 class Recorder:
     """Annotates each op that a capture records.
 
     Attributes:
-        phase: the part of the step that is being captured.
-        part: the action of a pipeline that is being captured, in words, else empty.
-        tracer: the tracer that writes the graph, while a capture runs.
+        phase: part of the step that is being captured, for example "forward".
+        part: action of a pipeline that is being captured, in words, else empty.
+        tracer: tracer that writes the graph, while a capture runs.
         known: traces to copy again (`traced_once`), by key.
     """
 
@@ -62,7 +62,7 @@ class Recorder:
         self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
 
-    # Set explicitly: autograd records the ops of a backward, and its frames do not show the phase.
+    # Set explicitly: autograd records the ops of a backward, and the frames of autograd do not show the phase.
     def mark(self, phase: str) -> None:
         """Marks the beginning of a part of the step."""
         self.phase = phase
@@ -72,13 +72,13 @@ class Recorder:
         self.part = part
 
     def note(self, node: Node) -> None:
-        """Adds notes to an op when it is recorded; a hook for captures of a special kind."""
+        """Adds notes to a recorded op. A hook for captures of a special kind."""
         del node
 
     def line(self) -> str | None:
         """Returns the innermost line of the user's code that is running.
 
-        Of a library's, also the line that called it.
+        For a line of a library, also the line that called the library.
         """
         frame: FrameType | None = sys._getframe(1)
         inner = ""
@@ -95,7 +95,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def below(self) -> Iterator[None]:
-        """Looks for the user's lines in calls from here on alone."""
+        """Looks for the user's lines only in calls from here on."""
         top, self._top = self._top, sys._getframe(2)
         try:
             yield
@@ -104,7 +104,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def attached(self, recorded: Callable[[], object]) -> Iterator[None]:
-        """Writes phase, line and memory beside every op, while a capture runs; calls a function after each."""
+        """Writes phase, line and memory to every op while a capture runs, and calls a function after each op."""
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
@@ -122,12 +122,13 @@ class Recorder:
             if runs_op_by_op():
                 node.meta["op_by_op"] = True
             line = current_line()
-            # In eager steps the generator is put back before a recomputation; that is no op, and no graph holds it.
+            # In eager steps the generator is put back before a recomputation. To put back a generator is no op, and no
+            # graph holds the change.
             if _RECOMPUTING and draws(node):
                 raise CaptureError(
-                    f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat; in a graph"
-                    " the recomputation would draw other numbers than the forward did. Draw by a key:"
-                    " sf.nn.dropout(key, ...), with key= of the step; or leave out remat or jit."
+                    f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat:"
+                    " in a graph the recomputation would draw other numbers than the forward did. Draw by a"
+                    " key: sf.nn.dropout(key, ...), with key= of the step, or leave out remat or jit."
                 )
             if line is not None:
                 node.meta["where"] = line
@@ -139,14 +140,14 @@ class Recorder:
             recorded()
             return node
 
-        # On this tracer alone: a capture inside this one has another, and a recorder of its own.
+        # Only on this tracer: a capture inside has another tracer, and another recorder.
         tracer.create_node = create_node
         try:
             with _RECORDER.bound(self), recording_lines(self.line):
                 yield
         finally:
             tracer.create_node = create
-            # They would keep the trace alive, and nodes of one graph are useless in the next.
+            # The traces would keep the graph alive, and nodes of a graph are useless in the next graph.
             self._top = self.tracer = None
             self.known.clear()
 
@@ -156,7 +157,7 @@ _RECORDER = Ambient[Recorder]("recorder of a capture")
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """While a `remat`ted function runs for the second time."""
+    """Marks the second run of a `remat`ted function (activation checkpointing)."""
     return _RECOMPUTING.bound(None)
 
 
@@ -185,7 +186,7 @@ def recorder() -> Recorder | None:
     if innermost is None:  # checked first, as an eager step calls this for each leaf
         return None
     mode = get_proxy_mode()
-    # Not in a capture inside, which has no recorder here: its nodes are not of the graph that is noted.
+    # Not in a capture inside, which has no recorder here: such nodes do not belong to the graph that is noted.
     return innermost if mode is not None and innermost.tracer is mode.tracer else None
 
 
@@ -199,10 +200,10 @@ def capture(
     """Returns the graph of `f(*inputs)`.
 
     Args:
-        f: takes one tensor for each input, returns a flat sequence of tensors.
+        f: function that takes a tensor for each input and returns a flat sequence of tensors.
         inputs: anything with shape, dtype and device. Values are not looked at.
-        recorder: annotates each op with phase and line.
-        differentiable: whether the graph is to be differentiated afterwards: it then keeps `detach`.
+        recorder: recorder that annotates each op with phase and line.
+        differentiable: whether the graph is to be differentiated afterwards. Such a graph keeps `detach`.
 
     Returns:
         The graph module. Each node's `meta["val"]` is a tensor without data.
@@ -212,7 +213,7 @@ def capture(
     """
     notes = recorder or Recorder()
 
-    def recorded(*args: Tensor) -> Sequence[Tensor]:
+    def record_call(*args: Tensor) -> Sequence[Tensor]:
         with (
             progress(desc="capturing", unit="op", part=True) as bar,
             notes.attached(bar.update),
@@ -221,9 +222,9 @@ def capture(
         ):
             return f(*args)
 
-    # One device's backward must run on this thread, where the tracer is.
+    # On a single device the backward must run on this thread, where the tracer is.
     once = torch.autograd.set_multithreading_enabled(False)
-    trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
+    trace = make_fx(record_call, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
         with (
             one_tracing(),
@@ -232,11 +233,11 @@ def capture(
             _naming_lines(),
             quiet(),
             counting_nothing(),
-            _uncompiled(),
+            _run_uncompiled(),
         ):
             gm = trace(*fakes(inputs))
     finally:
-        # After an error, too: else the next call finds tensors without data.
+        # After an error, too. Else the next call finds tensors without data.
         forget_cached()
     with_sizes(gm)
     if not differentiable:
@@ -246,7 +247,10 @@ def capture(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Graphs are many objects that live; looking through them again and again takes as long as making some of them."""
+    """Pauses the garbage collector.
+
+    A graph is many live objects, and repeated scans cost as much as making the objects.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -257,9 +261,10 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def _run_uncompiled() -> Iterator[None]:
     """Runs a model's compiled functions as written, so that their ops are part of the graph."""
-    # Not imported for this, which takes seconds: where it is missing, the model has compiled nothing.
+    # The import takes seconds, so this code does not import the module: where the module is missing, the model has
+    # compiled nothing.
     dynamo: Any = sys.modules.get(DYNAMO)
     with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
@@ -272,23 +277,25 @@ def _naming_lines() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(_explain_error(error)) from error
     except RuntimeError as error:
         if "was used before it has been defined" in str(error):
             raise CaptureError(
-                "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
-                " in y; return it, since the function's Python runs for some layers only."
+                "a tensor that the function of a scan has made is used outside of the function, and must be"
+                " in the carry or in y. Return the tensor, since the function's Python runs for some layers"
+                " only."
             ) from error
         # Uses of a tensor's memory: .numpy(), and an index that is a sequence of tensors.
         if not any(said in str(error) for said in ("numpy", "data is not allocated yet")):
             raise
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(_explain_error(error)) from error
     except Drawn as drawn:
         name, line = (*drawn.args, None)[:2]
         raise CaptureError(
-            f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph would hold"
-            " these numbers, the same in every step. Draw by a key: sf.nn.dropout(key, ...), with key= of the step; or"
-            " draw before the step and pass the numbers in the batch, as tensors; or leave out jit."
+            f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph"
+            " would hold these numbers, the same in every step. Draw by a key: sf.nn.dropout(key, ...),"
+            " with key= of the step. Or draw before the step and pass the numbers in the batch, as tensors,"
+            " or leave out jit."
         ) from None
 
 
@@ -302,7 +309,7 @@ def _users_line(error: BaseException) -> tuple[str, str]:
     return f"{frames[-1].filename}:{line}", text
 
 
-def _explain(error: BaseException) -> str:
+def _explain_error(error: BaseException) -> str:
     where, text = _users_line(error)
     return (
         f"{where}: `{text}` needs the value of a tensor while the step is captured ({str(error).splitlines()[0]})."
@@ -317,7 +324,7 @@ def draws(node: Node) -> bool:
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    # Attention has the tag for a dropout that it may do. Where its rate is 0, the default, it draws nothing.
+    # Attention has the tag because of possible dropout. At a rate of 0, the default, attention draws nothing.
     may_not = any(a.name == "dropout_p" for a in schema.arguments) and given.get("dropout_p", 0.0) == 0.0
     return not may_not
 
@@ -327,7 +334,7 @@ def _is_users(name: str) -> bool:
 
 
 def _strip_detach(gm: GraphModule) -> None:
-    """There is no autograd in a graph, so `detach` is the identity."""
+    """Removes `detach`, the identity in a graph, since a graph has no autograd."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
             source: Any = node.args[0]

@@ -1,7 +1,7 @@
 """Copies recorded parts of a capture's graph for other values: `Copy`, `traced_once`, `alias`.
 
-Tracing an op takes half a millisecond, copying its node a tenth of that. A step does the same to each of many leaves,
-so it traces such work once.
+To trace an op takes half a millisecond, and to copy a node a tenth as long. A step does the same to each of many
+leaves, so such work is traced once.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,14 +21,14 @@ from ._capture import Recorder, recorder
 
 
 class Written(NamedTuple):
-    """One recorded node, as a template of copies.
+    """Recorded node, as a template of copies.
 
     Attributes:
-        node: the node itself, its key among the steps.
-        op: the kind of node.
-        target: the function that it calls.
+        node: node, the key among the steps.
+        op: kind of node.
+        target: function that the node calls.
         args: arguments, in which nodes are other steps, placeholders, or nodes outside the template.
-        kwargs: the same by name.
+        kwargs: arguments by name.
         meta: metadata.
     """
 
@@ -41,59 +41,59 @@ class Written(NamedTuple):
 
 
 class Copy:
-    """One copy of steps: maps the template's nodes and memory to the copy's.
+    """Copy of steps: maps the template's nodes and memory to the copy's.
 
-    All tensors of the trace that it makes of one memory share one version counter, as aliases do in eager mode: that of
-    the tensor by which the memory came in. So autograd notices a later write to any of them if it has saved another.
+    All tensors of the trace that show the same memory share a version counter, as aliases do in eager mode: the counter
+    of the tensor by which the memory came in. So autograd notices a later write to any alias of a saved tensor.
     """
 
     def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
         self._recorder, self._tracer, self._graph = recorder, recorder.tracer, recorder.tracer.graph
         self._nodes: dict[Node, Node] = {}
-        # By memory of the template: the copy's, and how many elements later things begin there.
+        # By memory of the template: the copy's memory, and the shift of the copy's begin in elements.
         self._storages: dict[int, Any] = dict(outside)
-        # By memory, an empty tensor that has its counter.
+        # By memory, an empty tensor with the memory's version counter.
         self._counters: dict[int, Tensor] = {}
 
     def let(self, node: Node, given: Tensor) -> None:
         """Substitutes a tensor of the trace for the value of `node`."""
         copied = node_of(given, self._recorder)
         self._nodes[node] = copied
-        # A layer's leaf may be a view into a stack, which begins elsewhere than the template's.
+        # A layer's leaf may be a view into a stack, and begin elsewhere than the template's leaf.
         for old, new in zip(tensors_in(node.meta["val"]), tensors_in(copied.meta["val"]), strict=True):
             shift = (new.storage_offset() - old.storage_offset()) * new.element_size()  # of another dtype too
             self._storages[storage_of(old)] = new.untyped_storage(), shift
             self._counters[storage_of(new)] = _empty_view(given)
 
     def fetch(self, step: Written, x: Sequence[Any]) -> None:
-        """Fetches the leaf that this layer has where the template has its own."""
+        """Fetches this layer's leaf in place of the template's leaf."""
         position, leaf = step.args
         with at_line(step.meta.get("where")):
             whole = step.meta["book"].fetch(x[position].number if position >= 0 else leaf)
         self.let(step.node, whole)
 
     def write(self, step: Written, where: str | None) -> None:
-        """Writes a node, of that line of the user's code."""
+        """Writes a node, with the given line of the user's code."""
         nodes = self._nodes
 
-        def mine(n: Node) -> Node:
+        def find_value(n: Node) -> Node:
             return nodes.get(n, n)
 
-        # The graph adds numbers of its own.
+        # The graph adds numbers to names.
         name = step.node.name.rstrip("0123456789").rstrip("_")
-        # Given arguments, it would look through them.
+        # Given arguments, the constructor would look through all arguments.
         node = self._graph.create_node(step.op, step.target, (), {}, name)
-        node.args = map_arg(step.args, mine)  # pyright: ignore[reportAttributeAccessIssue]
+        node.args = map_arg(step.args, find_value)  # pyright: ignore[reportAttributeAccessIssue]
         if step.kwargs:
-            node.kwargs = map_arg(step.kwargs, mine)  # pyright: ignore[reportAttributeAccessIssue]
+            node.kwargs = map_arg(step.kwargs, find_value)  # pyright: ignore[reportAttributeAccessIssue]
         node.meta |= step.meta
-        # Not the template's: its backward was traced during the forward.
+        # Not the template's number: the template's backward was traced during the forward.
         node.meta["phase"] = self._recorder.phase
         node.meta.pop("where", None)
         if where is not None:
             node.meta["where"] = where
         if "val" in step.meta:
-            node.meta["val"] = self._fresh(step.meta["val"])
+            node.meta["val"] = self._fresh_value(step.meta["val"])
         nodes[step.node] = node
 
     def tensor(self, node: Node) -> Tensor:
@@ -101,29 +101,32 @@ class Copy:
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
         if (key := storage_of(val)) not in self._counters:
-            with disable_current_modes():  # the graph is not to hold this
+            with disable_current_modes():  # the graph is not to hold this call
                 self._counters[key] = torch.empty(0, dtype=torch.uint8, device="meta")
         counter = self._counters[key]
-        return _tracked(_alias(val, val.untyped_storage(), 0, counter), self._tracer.proxy(copied), self._recorder)
+        return _track_tensor(
+            _make_alias(val, val.untyped_storage(), 0, counter), self._tracer.proxy(copied), self._recorder
+        )
 
-    def _fresh(self, val: Any) -> Any:
+    def _fresh_value(self, val: Any) -> Any:
         if isinstance(val, FakeTensor):
             key = storage_of(val)
-            # One whole storage for each of the template's: tensors that share memory there share it in the copy.
+            # A whole storage for each storage of the template: tensors that share memory there share memory in the
+            # copy.
             if key not in self._storages:
                 self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta"), 0
-            return _alias(val, *self._storages[key])
+            return _make_alias(val, *self._storages[key])
         if isinstance(val, (list, tuple)):
-            return type(val)([self._fresh(v) for v in val])
+            return type(val)([self._fresh_value(v) for v in val])
         return val
 
 
 def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`f(*tensors)`; while a capture runs, a copy of the trace of the first call with that key.
+    """Returns `f(*tensors)`. While a capture runs, copies the trace of the first call with the same key.
 
     Args:
-        key: with shapes, strides, dtypes and devices of the tensors it must determine the ops of `f`.
-        f: a function of tensors that need no gradient.
+        key: key that determines the ops of `f`, together with shapes, strides, dtypes and devices of the tensors.
+        f: function of tensors that need no gradient.
         tensors: arguments.
     """
     notes = recorder()
@@ -131,11 +134,11 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
         return f(*tensors)
     nodes = [node_of(t, notes) for t in tensors]
     whole_key = key, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    # The key has no values and no nodes: `f` may depend on its arguments and on `key` alone.
+    # The key has no values and no nodes: `f` may depend only on the arguments and on `key`.
     known = notes.known.get(whole_key)
     if known is None:
         graph = notes.tracer.graph
-        # The nodes after it are those of `f`, as no other code writes to the graph meanwhile.
+        # The nodes after `last` are nodes of `f`, as no other code writes to the graph during the call.
         last = next(iter(reversed(graph.nodes)))
         out = f(*tensors)
         notes.known[whole_key] = nodes, list(steps_after(last, notes)), [node_of(t, notes) for t in out]
@@ -151,13 +154,13 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
 
 
 def alias(x: Tensor) -> Tensor:
-    """`x.detach()`; while a capture runs, without a node."""
+    """Returns `x.detach()`. While a capture runs, no node is recorded."""
     notes = recorder()
     slot: Any = None if notes is None else get_proxy_slot(x, notes.tracer, None)
     if notes is None or slot is None or not isinstance(x, FakeTensor):
         return x.detach()
     with DisableTorchDispatch():  # a detach that only the tracer does not see: versions are shared
-        return _tracked(FakeTensor(x.fake_mode, x.detach(), x.fake_device), slot.proxy, notes)
+        return _track_tensor(FakeTensor(x.fake_mode, x.detach(), x.fake_device), slot.proxy, notes)
 
 
 def node_of(x: Tensor, notes: Recorder) -> Node:
@@ -177,12 +180,12 @@ def steps_after(last: Node, notes: Recorder) -> Iterator[Written]:
         node = node.next
 
 
-def _tracked(x: FakeTensor, proxy: Any, notes: Recorder) -> FakeTensor:
+def _track_tensor(x: FakeTensor, proxy: Any, notes: Recorder) -> FakeTensor:
     set_proxy_slot(x, notes.tracer, ProxyTensor(proxy, None))
     return x
 
 
-def _alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = None) -> FakeTensor:
+def _make_alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = None) -> FakeTensor:
     with DisableTorchDispatch(), torch.no_grad():
         meta = torch.empty(0, dtype=like.dtype, device="meta") if counter is None else counter.view(like.dtype)
         with preserve_version(meta):  # this is no write
@@ -191,6 +194,6 @@ def _alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = 
 
 
 def _empty_view(x: Tensor) -> Tensor:
-    """No element of `x`, but its counter of versions."""
+    """Returns a view of no element of `x`, with the version counter of `x`."""
     with DisableTorchDispatch(), torch.no_grad():
         return x.detach().as_strided((0,), (1,), 0).view(torch.uint8)

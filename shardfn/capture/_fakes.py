@@ -1,8 +1,8 @@
-"""Tensors without data, with corrected results where torch's fake results differ from its kernels'.
+"""Tensors without data, with corrected results where torch's fake results differ from the kernels' results.
 
-A captured graph relies on shapes, dtypes and strides: a `view` of a result runs only if the result has the strides that
-the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch differ. The op
-table (`shardfn/graph/_ops.py`) lists them.
+A captured graph relies on shapes, dtypes and strides. For example, a `view` of a result runs only if the result has the
+strides that the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch
+differ. The op table (`shardfn/graph/_ops.py`) lists the operations.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shardfn.graph import known_op
 
 
 class Fakes(FakeTensorMode):
-    """The mode of tensors without data in a capture; corrected ahead of torch's cache of answers."""
+    """Mode of tensors without data in a capture, corrected ahead of torch's cache of answers."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns the results of an operation."""
@@ -38,13 +38,13 @@ class Fakes(FakeTensorMode):
 
 
 def fakes(inputs: Sequence[Any], device: torch.device | str = "meta") -> list[Tensor]:
-    """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`; "meta" is taken to be `device`."""
+    """Returns tensors without data, with the shapes, dtypes and strides of `inputs`. Device "meta" becomes `device`."""
     with Fakes(allow_non_fake_inputs=True):
         return [fake(x, device) for x in inputs]
 
 
 def fake(x: Any, device: torch.device | str) -> Tensor:
-    """One of `fakes`, in the mode that is active."""
+    """Returns a tensor as `fakes` does, in the active mode."""
     where = device if x.device.type == "meta" else x.device
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
     return frozen(out) if is_frozen(x) else out

@@ -1,7 +1,7 @@
 """Side effects that a capture refuses or undoes: draws of random numbers, and tensors left in caches.
 
-The Python of a function runs at its capture alone. A number that is drawn there, and not by an operation of the graph,
-would be the same in every step, and a tensor put into a cache would have no data.
+The Python of a function runs only at the capture. A number drawn in Python, and not by an operation of the graph, would
+be the same in every step. A tensor put into a cache would have no data.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ _CACHE: Any = type(functools.lru_cache(len))
 
 
 class Drawn(Exception):
-    """A function draws numbers; has the generator's name and, where it is known, the line."""
+    """Raised where a function draws numbers. Has the generator's name and, where known, the line."""
 
 
 @contextlib.contextmanager
 def drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
-    """Refuses draws from Python's and numpy's generators meanwhile, and restores a generator that has advanced.
+    """Refuses draws from Python's and numpy's generators in the body, and restores a generator that has advanced.
 
     Args:
-        line: gives the user's line that is running.
+        line: function that returns the user's line that is running.
 
     Raises:
         Drawn: something is drawn.
     """
-    before = [(name, get(), put) for name, get, put in _generators()]
-    with _refused(random, getattr(random, "_inst"), line), _refused(*_of_numpy(), line):  # noqa: B009  # is private
+    before = [(name, get(), put) for name, get, put in _list_generators()]
+    with _refuse_draws(random, getattr(random, "_inst"), line), _refuse_draws(*_numpy_generator(), line):  # noqa: B009  # is private
         yield
-    now = [get() for _, get, _ in _generators()]
-    # One that was imported meanwhile is not in `before`: there is no state to put back.
-    moved = [(name, put, old) for (name, old, put), new in zip(before, now, strict=False) if not _same(old, new)]
+    now = [get() for _, get, _ in _list_generators()]
+    # A generator imported during the body is not in `before`, so there is no state to put back.
+    moved = [(name, put, old) for (name, old, put), new in zip(before, now, strict=False) if not _is_same(old, new)]
     for _, put, old in moved:
         put(old)
     if moved:
@@ -49,22 +49,22 @@ def drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refused(module: Any, generator: Any, line: Callable[[], str | None]) -> Iterator[None]:
-    """Makes a module's functions that draw from its own generator errors."""
-    # Methods of the module's one generator. A generator of the user's own is no global state, and passes.
+def _refuse_draws(module: Any, generator: Any, line: Callable[[], str | None]) -> Iterator[None]:
+    """Makes those functions of a module raise that draw from the module's generator."""
+    # Methods of the module's global generator. A generator that the user made is no global state, and passes.
     found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is generator} if module else {}
 
-    def refusing(name: str) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+    def make_refusal(name: str) -> Any:
+        def raise_refusal(*args: Any, **kwargs: Any) -> Any:
             del args, kwargs
             raise Drawn(f"{module.__name__}.{name}", line())
 
-        return refuse
+        return raise_refusal
 
     for name in found:
-        # Setting or reading the state draws nothing. The check around does it, too.
+        # To set or read the state draws nothing. The check around the body does both, too.
         if "state" not in name:
-            setattr(module, name, refusing(name))
+            setattr(module, name, make_refusal(name))
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def _refused(module: Any, generator: Any, line: Callable[[], str | None]) -> Ite
             setattr(module, name, f)
 
 
-def _of_numpy() -> tuple[Any, Any]:
+def _numpy_generator() -> tuple[Any, Any]:
     module: Any = sys.modules.get("numpy.random")
     return module, None if module is None else module.mtrand._rand
 
@@ -88,20 +88,20 @@ def _is_fake(x: Any) -> bool:
     return isinstance(x, FakeTensor) and isinstance(x.fake_mode, Fakes)
 
 
-def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+def _list_generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
     out: list[Any] = [("torch's generator", torch.get_rng_state, torch.set_rng_state)]
-    if "beartype" not in sys.modules:  # which draws from Python's for itself, at any call
+    if "beartype" not in sys.modules:  # beartype draws from Python's generator at any call
         out.append(("Python's random", random.getstate, random.setstate))
-    numpy, _ = _of_numpy()
+    numpy, _ = _numpy_generator()
     if numpy is not None:
         out.append(("numpy.random", lambda: numpy.get_state(legacy=False), numpy.set_state))
     return out
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, tuple):
         return a == b
-    # Drawing all numbers of a key returns the position to its old value, but then the key is another.
+    # To draw all numbers of a key returns the position to the old value, but with another key.
     return a["state"]["pos"] == b["state"]["pos"] and bool((a["state"]["key"] == b["state"]["key"]).all())

@@ -1,15 +1,15 @@
-"""Operations that are the engine's own, and no part of the function that is transformed."""
+"""Operations of the engine that are no part of the transformed function."""
 
 from contextlib import AbstractContextManager
 
 from shardfn.core import Ambient
 
-# By thread: another thread may run the function's own operations meanwhile.
+# By thread: another thread may run the function's operations at the same time.
 _PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
 
 
 def plumbing() -> AbstractContextManager[None]:
-    """Marks the operations inside as the engine's, such as transfers of a leaf, which differ from run to run.
+    """Marks the operations inside as the engine's, such as transfers of a leaf. Such operations differ from run to run.
 
     Example:
         >>> with plumbing():

@@ -1,4 +1,4 @@
-"""Back ends: they run a captured graph op by op, or with its arithmetic compiled."""
+"""Back ends run a captured graph op by op, or with compiled arithmetic."""
 
 import dataclasses
 import time
@@ -25,15 +25,15 @@ _WARNED: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A graph that runs.
+    """Graph that runs.
 
     Attributes:
-        function: the tensors of the graph's arguments -> the tuple of its outputs; without autograd.
-        backend: the back end that runs it.
-        seconds: how long it took to make the function.
-        num_regions: regions of arithmetic, each one call.
-        num_compiled: how many different regions were compiled.
-        cache_hits: how many of these were found in the cache on disk.
+        function: function from the tensors of the graph's arguments to the tuple of outputs, without autograd.
+        backend: back end that runs the graph, for example "inductor".
+        seconds: seconds that compilation took.
+        num_regions: number of regions of arithmetic. Each region is a single call.
+        num_compiled: number of different regions that were compiled.
+        cache_hits: number of different regions found in the cache on disk.
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -73,14 +73,12 @@ def resolve_backend(backend: str | None) -> Backend:
     """
     if backend not in (None, "graph", "inductor"):
         raise ValueError(
-            f"backend={backend!r} is not one of 'graph', 'inductor', None (the best that this machine can run)."
+            f"backend={backend!r} must be one of 'graph', 'inductor', None (the best that this machine can run)."
         )
     if backend == "graph" or find_compiler():
         return "graph" if backend == "graph" else "inductor"
     if backend == "inductor":
-        raise RuntimeError(
-            f"backend='inductor' needs a C++ compiler, and none is found: {_REMEDY}, or use backend='graph'."
-        )
+        raise RuntimeError(f"backend='inductor' expected a C++ compiler, got none: {_REMEDY}, or use backend='graph'.")
     if not _WARNED:
         _WARNED.append("said")
         text = f"no C++ compiler found: the step runs uncompiled (backend='graph'). To compile it, {_REMEDY}."
@@ -91,24 +89,25 @@ def resolve_backend(backend: str | None) -> Backend:
 def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes: int = 1 << 16) -> Compiled:
     """Makes a function that runs a captured graph.
 
-    "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
-    and reductions become compiled calls (see `cut`); transfers, writes in place, matrix products and attention are as
-    in "graph", at the same places, and so are ops on rows that come by an exchange, whose number is data, and those
-    that were captured under `op_by_op`. Either way a value is dropped after its last use.
+    "graph": each node is a call, in the graph's order, bit-identical to eager. "inductor": runs of pointwise ops and
+    reductions become compiled calls (see `cut`). Transfers, writes in place, matrix products and attention are as in
+    "graph", at the same places. So are ops on rows that come by an exchange, since the number of such rows is data, and
+    ops captured under `op_by_op`. With either back end a value is dropped after the last use.
 
     Args:
-        gm: a flat graph of aten ops with `meta["val"]`.
-        backend: None is the best that this machine can run.
-        min_bytes: runs that read and write fewer bytes are not compiled.
+        gm: flat graph of aten ops with `meta["val"]`.
+        backend: name of the back end. None is the best that this machine can run.
+        min_bytes: lower limit. Runs that read and write fewer bytes are not compiled.
 
     Returns:
-        The callable, with the time and counts of its compilation.
+        The callable, with the time and counts of the compilation.
 
     Raises:
         ValueError: no such backend.
         RuntimeError: "inductor" without a working C++ compiler.
 
-    The callable raises ValueError if an argument of compiled code has another shape or strides than the traced one.
+    The callable raises ValueError if an argument of compiled code has another shape or strides than the traced
+    argument.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -126,36 +125,36 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
         return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
     steps = cut(gm, min_bytes=min_bytes)
     kernels = compile_regions([step for step in steps if isinstance(step, Region)])
-    function = _guarded(emit(gm, steps, kernels.calls), steps)
+    function = _guard_strides(emit(gm, steps, kernels.calls), steps)
     seconds = time.perf_counter() - start
     return Compiled(function, chosen, seconds, len(kernels.calls), kernels.num_compiled, kernels.cache_hits)
 
 
-def _guarded(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
+def _guard_strides(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
     """Wraps compiled code, which relies on strides, in a check of the strides of its arguments."""
     # Ops that are called one by one look at strides themselves.
     read = {node for step in steps if isinstance(step, Region) for node in step.inputs}
     given = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]
-    expected = [(i, *_layout(n.meta["val"])) for i, n in enumerate(given) if n in read]
+    expected = [(i, *_layout_of(n.meta["val"])) for i, n in enumerate(given) if n in read]
 
-    def guarded(*flat: Tensor) -> Any:
+    def run_guarded(*flat: Tensor) -> Any:
         if any(flat[i].stride() != stride or flat[i].shape != shape for i, shape, stride in expected):
             raise_all(
                 ValueError,
                 "compiled step:",
-                [_other(given[i], flat[i]) for i, *layout in expected if [*_layout(flat[i])] != layout],
+                [_describe_mismatch(given[i], flat[i]) for i, *layout in expected if [*_layout_of(flat[i])] != layout],
             )
         return function(*flat)
 
-    return guarded
+    return run_guarded
 
 
-def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), tensor.stride()
 
 
-def _other(node: Node, found: Tensor) -> str:
-    (shape, stride), (other, steps) = _layout(node.meta["val"]), _layout(found)
+def _describe_mismatch(node: Node, found: Tensor) -> str:
+    (shape, stride), (other, steps) = _layout_of(node.meta["val"]), _layout_of(found)
     return (
         f"{node.meta.get('leaf', node.name)} has shape {other} and strides {steps}, but was captured with {shape} and"
         f" {stride}; pass `.contiguous()` tensors in every call, or use backend='graph'."

@@ -18,10 +18,10 @@ from ._transfers import is_wait, start_of, wait_of
 def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     """Merges neighbouring gathers, and neighbouring psum_scatters, into messages of up to `limit` bytes.
 
-    They must run over the same axes, in the same dtype and phase. Rank r's part of the merged message is its parts of
-    the members, one after another: [a_r, b_r, ...]. Sums are elementwise and in rank order as before, so the bits are
-    the same. A gather moves up to the first of its bucket, a psum_scatter down to the last, unless a member needs
-    another's value before that; messages of `limit` bytes or more travel alone.
+    Members run over the same axes, in the same dtype and phase. Rank r's part of the merged message is this rank's
+    parts of the members in order: [a_r, b_r, ...]. Sums are elementwise and in rank order as before, so the bits are
+    the same. A gather moves up to the first member of the bucket, a psum_scatter down to the last, unless a member
+    needs another member's value before. Messages of `limit` bytes or more travel separately.
 
         a = wait(all_gather_start(a_r, [2, 2]))        o = cat([a_r, b_r])
         b = wait(all_gather_start(b_r, [1, 1]))        w = wait(all_gather_start(o, [3, 3]))
@@ -30,8 +30,8 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
                                                        b = v[:, 2:].clone().view(-1)
 
     Args:
-        gm: a captured step.
-        limit: bytes of the gathered, or of the whole summed, values.
+        gm: captured step.
+        limit: bytes of the gathered values, or of the whole summed values.
 
     Returns:
         A new graph with the same bits.
@@ -51,34 +51,34 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     if limit < 0:
         raise ValueError(f"bucket(limit={limit}): a limit of bytes must not be negative.")
     memory = Memory(gm)
-    if memory.far:  # apart, as those that they bring to do not move up past them
+    if memory.far:  # separately, as gathers that feed other gathers do not move up past these
         gm = _bucket_gathers(memory, gm, limit, memory.far)
         memory = Memory(gm)
     gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is ALL_GATHER} - memory.far)
     return _bucket_scatters(gm, limit)
 
 
-# all_gather: up to the first
+# all_gather: up to the first member
 
 
 def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node]) -> GraphModule:
     before = dependences(memory, channels=False)
     ready = ready_after(memory.order, before, memory)
 
-    def joins(start: Node, members: Sequence[Node]) -> bool:
-        # The message leaves where the first member did: every other one must be there by then.
+    def can_join(start: Node, members: Sequence[Node]) -> bool:
+        # The message leaves where the first member did, so every other member must be there by then.
         return ready[start] < memory.position[members[0]]
 
-    groups = _groups(memory, which, gathered_bytes, joins, limit)
+    groups = _group_starts(memory, which, gathered_bytes, can_join, limit)
     head = {g[0]: g for g in groups}
     moved = {n for g in groups for n in g[1:]}
     wish = [m for n in memory.order if n not in moved for m in head.get(n, (n,))]
     out, new = reordered(gm, legal_order(wish, before))
     values = {v for g in groups for v in merge_gathers([new[n] for n in g])}
-    return _settle(out, new, memory, values)
+    return _revalue_views(out, new, memory, values)
 
 
-# psum_scatter: down to the last
+# psum_scatter: down to the last member
 
 
 def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
@@ -86,24 +86,26 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     before = dependences(memory, channels=False)
     needed = _needed_at(memory, before)
 
-    def joins(start: Node, members: Sequence[Node]) -> bool:
-        # The message leaves with its last member: no node may need another member's sum before that.
+    def can_join(start: Node, members: Sequence[Node]) -> bool:
+        # The message leaves with the last member, so no node may need another member's sum before.
         return memory.position[start] < min(needed[m] for m in members)
 
-    groups = _groups(memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, joins, limit)
+    groups = _group_starts(
+        memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, can_join, limit
+    )
     tail = {g[-1]: g for g in groups}
     moved = {n for g in groups for n in g[:-1]}
     lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
     busy = [m for n in memory.order[:-1] if n not in moved and n not in lazy for m in tail.get(n, (n,))]
     wish = [*busy, *(n for n in memory.order if n in lazy), memory.order[-1]]
     out, new = reordered(gm, legal_order(wish, before))
-    leaves = _returned(memory)
+    leaves = _has_results(memory)
     values = {v for g in groups for v in merge_scatters([new[n] for n in g], [leaves(n) for n in g])}
-    return _settle(out, new, memory, values)
+    return _revalue_views(out, new, memory, values)
 
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
-    """Returns the position of the first node that needs each psum_scatter's result; waits and views do not count."""
+    """Returns the position of the first node that needs each psum_scatter's result. Waits and views do not count."""
     lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is PSUM_SCATTER)
     after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
     for node in reversed(memory.order):
@@ -112,8 +114,8 @@ def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int
     return out
 
 
-def _returned(memory: Memory) -> Callable[[Node], bool]:
-    """Returns whether the step returns a value, which must then not share memory with others."""
+def _has_results(memory: Memory) -> Callable[[Node], bool]:
+    """Returns whether the step returns a value. A returned value must not share memory with other values."""
     returned = set(memory.reads(memory.order[-1]))
     return lambda node: not returned.isdisjoint(memory.shown(node))
 
@@ -123,14 +125,14 @@ def _returned(memory: Memory) -> Callable[[Node], bool]:
 
 @dataclasses.dataclass
 class _Open:
-    """A bucket that is being filled: its members, their bytes, and those of other transfers since the first."""
+    """Bucket that is being filled: members, bytes of members, and bytes of other transfers since the first member."""
 
     members: list[Node]
     nbytes: int
     passed: int
 
 
-def _groups(
+def _group_starts(
     memory: Memory,
     which: set[Node],
     size: Callable[[Node], int],
@@ -143,15 +145,16 @@ def _groups(
     for node in memory.order:
         if node not in which or wait_of(node) is None:
             continue
-        key, nbytes = _key(node), size(node)
+        key, nbytes = _bucket_key(node), size(node)
         total += nbytes
-        # By a key that all ranks have in common, in the order of the graph: so all ranks merge the same.
+        # The key is the same on all ranks, and nodes come in the order of the graph. So all ranks merge the same
+        # transfers.
         group = filling.get(key)
         fits = group is not None and group.nbytes + nbytes <= limit and total - group.passed <= 4 * limit
         if group is not None and fits and joins(node, group.members):
             group.members.append(node)
             group.nbytes += nbytes
-        # The bucket before of this key is closed: a later member would jump over this one.
+        # The previous bucket of this key is closed: a later member would jump over this node.
         elif nbytes < limit:
             filling[key] = _Open([node], nbytes, total)
             filled.append(filling[key])
@@ -160,13 +163,13 @@ def _groups(
     return [g.members for g in filled if len(g.members) > 1]
 
 
-def _key(start: Node) -> tuple[object, ...]:
+def _bucket_key(start: Node) -> tuple[object, ...]:
     value = start.meta["val"]
     sizes, *rest = start.args[1:]
     return (len(sizes), *rest, value.dtype, value.device, start.meta.get("phase"))  # pyright: ignore[reportArgumentType]
 
 
-def _settle(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
+def _revalue_views(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
     """Computes the abstract values of views of merged values again."""
     gone = {n for n, copy in new.items() if copy._erased}
     for old in memory.order:

@@ -20,17 +20,17 @@ _SIZES = (1 << 10, 1 << 18, 1 << 22)
 def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """Measures a `Cluster`: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
-    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time. The link's latency is the
-    time of the smallest transfer, its bandwidth that of the bytes and the time by which the largest exceeds it. Each
-    figure is the best of several runs. Collective over the mesh: all ranks get the same figures, those of the slowest
-    rank, so that decisions drawn from them agree.
+    rate = 2 n^3 / time of an n x n product, and bandwidth = bytes moved by a copy / time of the copy. The link's
+    latency is the time of the smallest transfer. The link's bandwidth is the bytes of the largest transfer over the
+    further time of the largest transfer. Each figure is the best of several runs. Collective over the mesh: all ranks
+    get the same figures, the slowest rank's, so that decisions drawn from the figures agree.
 
     Args:
-        mesh: the ranks. Default: this one alone.
-        seconds: about how long it may take.
+        mesh: ranks to measure. Default: only this rank.
+        seconds: approximate time of the measurement.
 
     Returns:
-        A cluster whose `inside` and `between` are the one wire that was measured.
+        A cluster with the measured wire as `inside` and as `between`.
 
     Example:
         >>> box = calibrate(seconds=0.05)
@@ -39,61 +39,61 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {dtype_name(d): measured_rate(d, device, each) for d in _dtypes(device)}
-    measured = [*rates.values(), _bandwidth(device, each), *_link(mesh, device)]
-    *flops, memory, wire, latency = _slowest(mesh, measured)
+    rates = {dtype_name(d): measured_rate(d, device, each) for d in _supported_dtypes(device)}
+    measured = [*rates.values(), _measure_bandwidth(device, each), *_measure_link(mesh, device)]
+    *flops, memory, wire, latency = _reduce_slowest(mesh, measured)
     link = Link(wire, latency)
-    known = Device(str(device), _memory(device), dict(zip(rates, flops, strict=True)), memory)
-    return Cluster(known, _per_node(mesh), link, link)
+    known = Device(str(device), _device_memory(device), dict(zip(rates, flops, strict=True)), memory)
+    return Cluster(known, _ranks_per_node(mesh), link, link)
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+def _supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
 
 
 def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """Operations a second of a matrix product."""
+    """Returns the operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / _best(lambda: torch.mm(a, a), device, seconds)
+    return 2 * n**3 / _time_best(lambda: torch.mm(a, a), device, seconds)
 
 
-def _bandwidth(device: torch.device, seconds: float) -> float:
+def _measure_bandwidth(device: torch.device, seconds: float) -> float:
     source = torch.zeros(1 << 26 if device.type == "cuda" else 1 << 23, device=device)
     target = torch.zeros_like(source)
-    return 2 * 4 * source.numel() / _best(lambda: target.copy_(source), device, seconds)
+    return 2 * 4 * source.numel() / _time_best(lambda: target.copy_(source), device, seconds)
 
 
-def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
-    """Bandwidth and latency of a gather over all ranks. A single rank has no link in use, and gets round numbers."""
+def _measure_link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
+    """Returns bandwidth and latency of a gather over all ranks. A single rank uses no link, and gets round numbers."""
     if mesh is None or mesh.size == 1:
         return 1e9, 1e-5
     times = []
     with bind_mesh(mesh):
         for size in _SIZES:
             own = torch.zeros(size // 4, device=device)
-            times.append(_repeated(lambda own=own: all_gather(own, mesh.axis_names), device))
+            times.append(_time_repeated(lambda own=own: all_gather(own, mesh.axis_names), device))
     sent = (_SIZES[-1] - _SIZES[0]) * (mesh.size - 1)
     return sent / max(times[-1] - times[0], 1e-9), times[0]
 
 
-def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+def _time_best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Returns the shortest time of the runs that fit into `seconds`, at least three."""
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 4 or time.perf_counter() < end:
-        times.append(_timed(run, device))
+        times.append(_time_run(run, device))
     return min(times[1:])
 
 
-def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
+def _time_repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
     """Returns the shortest time of `count` runs.
 
-    The number is fixed, as all ranks must run equally many collectives.
+    The number is fixed, as all ranks must run the same number of collectives.
     """
-    return min([_timed(run, device) for _ in range(count)][1:])
+    return min([_time_run(run, device) for _ in range(count)][1:])
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _time_run(run: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -101,8 +101,8 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
-    """For each figure the lowest of all ranks. For latency, which comes last, the highest."""
+def _reduce_slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
+    """Returns for each figure the lowest of all ranks. For latency, the last figure, the highest."""
     if mesh is None or mesh.size == 1:
         return list(measured)
     with bind_mesh(mesh):
@@ -110,12 +110,12 @@ def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
     return [*every[:, :-1].amin(0).tolist(), every[:, -1].amax().item()]
 
 
-def _memory(device: torch.device) -> int:
+def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return machine_memory()
 
 
-def _per_node(mesh: Mesh | None) -> int:
+def _ranks_per_node(mesh: Mesh | None) -> int:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return local or (dist.get_world_size() if mesh is not None and dist.is_initialized() else 1)

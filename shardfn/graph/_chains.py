@@ -1,7 +1,8 @@
-"""Runs of kernels on a CPU, which are one call from Python each.
+"""Runs of kernels on a CPU that are a single call from Python.
 
-A kernel of few rows takes about as long as its call, its results' allocation and the views around it. In a run of them
-values that nothing else reads are places in one piece of memory, found for all when the program is compiled.
+A kernel of few rows takes about as long as the call, the allocation of results and the views around the kernel. In a
+run of kernels, values that nothing else reads are places in a common piece of memory, found for all values when the
+program is compiled.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ from ._moves import memory_of
 from ._regions import Region
 from ._values import num_bytes, storage_of, tensors_of, written_by
 
-# The most bytes of results and room, which a chain holds from its begin to its end. Programs with larger values spend
-# little of their time on calls.
+# The most bytes of results and room. A chain holds these bytes from begin to end. Programs with larger values spend
+# little time on calls.
 MOST_BYTES = 1 << 22
 _ALIGNED = 64
 
 Place = tuple[int, int]  # a storage, and bytes before it
-_Run = dict[Node, KernelCall | None]  # in order; None for views and parts of results
+_Run = dict[Node, KernelCall | None]  # in order, or None for views and parts of results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,9 @@ class ChainRegion(Region):
     """Kernels that run one after another.
 
     Attributes:
-        steps: its nodes, and the views between them.
+        steps: nodes, and the views between nodes.
         room: bytes of the values that only these kernels read.
-        places: of each value, the number of its memory, and its first byte there (`kernels.KernelChain`).
+        places: number of the memory, and first byte there, of each value (`kernels.KernelChain`).
     """
 
     steps: tuple[Node, ...]
@@ -45,22 +46,22 @@ class ChainRegion(Region):
     places: dict[Place, tuple[int, int]]
 
     def calls(self) -> list[KernelCall]:
-        """The calls, for the present number of threads."""
-        return [call for node in self.nodes if (call := _call(node)) is not None]
+        """Returns the calls, for the present number of threads."""
+        return [call for node in self.nodes if (call := _kernel_call(node)) is not None]
 
     def place(self, x: Tensor) -> tuple[int, int]:
-        """The memory of a tensor of the calls, and its first byte there."""
-        return self.places[_place(x)]
+        """Returns the memory of a tensor of the calls, and the tensor's first byte there."""
+        return self.places[_place_in_storage(x)]
 
 
 def with_chains(
     steps: Sequence[Node | Region], views: Mapping[Node, Node]
 ) -> tuple[list[Node | Region], dict[Node, Node]]:
-    """The steps, with a region in place of each run of kernels that are one call, and the views outside of regions.
+    """Returns the steps, with a region in place of each run of kernels, and the views outside of regions.
 
     Args:
         steps: nodes and regions in order.
-        views: by view of all elements of another value, the earliest value that has them.
+        views: earliest value with the same elements, by view.
 
     Returns:
         The steps, and `views` with the results of ops that a region writes over the memory of another value.
@@ -79,27 +80,27 @@ def with_chains(
     out, outside = list[Node | Region](), dict(views)
     run: _Run = {}
     for step in steps:
-        if isinstance(step, Node) and _joins(step, run, views):
+        if isinstance(step, Node) and _join_run(step, run, views):
             continue
-        out += [*_closed(run, views, outside, readers), step]
+        out += [*_close_run(run, views, outside, readers), step]
         run = {}
     return out, outside
 
 
-def _joins(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
-    """Adds a node to a run if it can be a part of it; returns whether it is."""
+def _join_run(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
+    """Adds a node to a run if possible, and returns whether the node is a part of the run now."""
     if node in views or node.target is operator.getitem:
         call, joins = None, bool(run) if node in views else node.args[0] in run
     else:
-        call = _call(node)
-        # A view that is written may have to be a copy of its value, if that has other strides than its abstract value.
+        call = _kernel_call(node)
+        # A view that is written may have to be a copy, if the value has other strides than the abstract value.
         joins = call is not None and not any(n in views for n in written_by(node))
     if joins:
         run[node] = call
     return joins
 
 
-def _call(node: Node) -> KernelCall | None:
+def _kernel_call(node: Node) -> KernelCall | None:
     if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
         return None
     around = (node, *node.all_input_nodes)
@@ -108,30 +109,30 @@ def _call(node: Node) -> KernelCall | None:
     return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
 
 
-def _closed(
+def _close_run(
     run: _Run, views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
 ) -> list[Node | Region]:
-    """A run as a region, and the views that others read, which are made after it; the run itself if none is made."""
+    """Returns a run as a region, and the views read elsewhere, made afterwards. Without a region, returns the run."""
     nodes = [n for n in run if n not in views]
     made = [n for n in nodes if n.target is not operator.getitem]
-    # Additions alone are torch's, so that programs without kernels of shardfn build none.
+    # A run of only additions stays torch's, so that programs without kernels of shardfn build no chains.
     if len(made) < 2 or all(getattr(n.target, "namespace", "") == "aten" for n in made):
         return list(run)
     owners = {n: views[n] for n in run if n in views}
     for node in nodes:
         of = node.args[0]
         if isinstance(of, Node) and isinstance(of.meta["val"], Tensor) and _place_of(node) == _place_of(of):
-            owners[node] = of  # an op that writes over its operand
+            owners[node] = of  # an op that writes over the operand
     seen = {n for n in run if any(user not in run for user in readers.get(n, []))}
     shown = [n for n in run if n in owners and n in seen]
-    made_by = {n: _owner(n, owners) for n in shown}
+    made_by = {n: _find_owner(n, owners) for n in shown}
     seen.update(made_by.values())
     inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
     outputs = [n for n in nodes if n in seen and n not in owners]
     dense = all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs)
     if not dense or not _are_apart(inputs, outputs, views):
         return list(run)
-    places, room = _placed(nodes, inputs, outputs)
+    places, room = _place_values(nodes, inputs, outputs)
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
     if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
         return list(run)
@@ -142,13 +143,13 @@ def _closed(
 
 
 def _are_apart(inputs: Sequence[Node], outputs: Sequence[Node], views: Mapping[Node, Node]) -> bool:
-    """Whether each place is that of one value: arguments of a program may share an abstract value."""
+    """Returns whether each place belongs to a single value. Arguments of a program may share an abstract value."""
     given, made = {_place_of(n) for n in inputs}, {_place_of(n) for n in outputs}
     once = len(given) == len({views.get(n, n) for n in inputs}) and len(made) == len(outputs)
     return once and given.isdisjoint(made)
 
 
-def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
+def _find_owner(node: Node, owners: Mapping[Node, Node]) -> Node:
     while node in owners:
         node = owners[node]
     return node
@@ -156,35 +157,35 @@ def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
 
 def _place_of(node: Node) -> Place | None:
     value = node.meta["val"]
-    return _place(value) if isinstance(value, Tensor) else None
+    return _place_in_storage(value) if isinstance(value, Tensor) else None
 
 
-def _placed(
+def _place_values(
     nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
 ) -> tuple[dict[Place, tuple[int, int]], int]:
-    """The places of all values, and the bytes of the room."""
-    places = {_place(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
-    places |= {_place(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
+    """Returns the places of all values, and the bytes of the room."""
+    places = {_place_in_storage(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
+    places |= {_place_in_storage(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
     last: dict[Place, int] = {}
     for i, node in enumerate(nodes):
         for n in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(map(_place, tensors_of(n)), i)
+            last |= dict.fromkeys(map(_place_in_storage, tensors_of(n)), i)
     live: list[tuple[int, int, int]] = []  # begin, end, the last call that reads it; by begin
     room = 0
     for i, node in enumerate(nodes):
         live = [x for x in live if x[2] >= i]
         for made in tensors_of(node):
-            if _place(made) not in places:
+            if _place_in_storage(made) not in places:
                 begin, size = 0, -(-num_bytes(made) // _ALIGNED) * _ALIGNED
                 for taken, end, _ in live:
                     if begin + size <= taken:
                         break
                     begin = max(begin, end)
-                live = sorted([*live, (begin, begin + size, last[_place(made)])])
+                live = sorted([*live, (begin, begin + size, last[_place_in_storage(made)])])
                 room = max(room, begin + size)
-                places[_place(made)] = len(inputs), begin
+                places[_place_in_storage(made)] = len(inputs), begin
     return places, room
 
 
-def _place(x: Tensor) -> Place:
+def _place_in_storage(x: Tensor) -> Place:
     return storage_of(x), int(x.storage_offset()) * x.element_size()

@@ -1,8 +1,8 @@
 """Chooses a schedule: of a few candidates that fit in memory, the fastest by the cost model.
 
-Each candidate's passes run on the graph, `estimate` gives the seconds of the result, `memory_analysis` its peak.
-Candidates that begin with the same passes share the result of these, and a graph that two candidates lead to is scored
-once.
+Each candidate's passes run on the graph. `estimate` gives the seconds of the result, and `memory_analysis` the peak.
+Candidates that begin with the same passes share the result of the passes, and a graph that two candidates lead to is
+scored once.
 """
 
 import dataclasses
@@ -20,23 +20,23 @@ from ._prefetch import gathered_bytes
 from ._schedule import Schedule, Stage
 from ._transfers import is_gather, is_reduction, transfers
 
-# Estimates that differ by less are ties: the model is no better than that.
+# Estimates that differ by less are ties: the model is no better.
 _TIE = 1e-3
-# Messages, in units of latency x bandwidth; windows of transfers ahead, in units of the largest one.
+# Messages, in units of latency x bandwidth, and windows of transfers ahead, in units of the largest transfer.
 _MESSAGES = (1, 8)
 _WINDOWS = (0, 4)
-# Bytes for the step's own values when nothing fits, as parts of the memory that its arguments leave free.
+# Bytes for the step's values when nothing fits, as parts of the memory that the arguments leave free.
 _PARTS = (1.0, 0.85, 0.7, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A schedule, and the cost model's prediction for it.
+    """Schedule with the prediction of the cost model.
 
     Attributes:
-        schedule: the schedule.
-        seconds: the simulated time of the scheduled step.
-        peak: bytes alive at its peak.
+        schedule: schedule.
+        seconds: simulated time of the scheduled step.
+        peak: bytes alive at the peak.
         by_kind: kind -> bytes alive there.
     """
 
@@ -48,14 +48,14 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen schedule, and those that it was compared with.
+    """Chosen schedule, with the schedules compared.
 
     Attributes:
-        schedule: the schedule.
-        seconds: the simulated time of the step under it.
+        schedule: schedule.
+        seconds: simulated time of the step under the schedule.
         peak: bytes alive at the step's peak.
         memory: bytes that the device may hold.
-        table: all candidates, in the order in which they were proposed.
+        table: all candidates, in the order in which the candidates were proposed.
     """
 
     schedule: Schedule
@@ -65,14 +65,16 @@ class Choice:
     table: tuple[Scored, ...]
 
     def __str__(self) -> str:
-        """Returns a table with a line for each candidate; a star marks the chosen one."""
-        rows = [self._row(s) for s in self.table]
-        return "\n".join([f"chosen of {len(rows)}, for a device that holds {_mib(self.memory)}:", *rows])
+        """Returns a table with a line for each candidate. A star marks the chosen schedule."""
+        rows = [self._format_row(s) for s in self.table]
+        return "\n".join([f"chosen of {len(rows)}, for a device that holds {_format_mib(self.memory)}:", *rows])
 
-    def _row(self, scored: Scored) -> str:
+    def _format_row(self, scored: Scored) -> str:
         mark = "*" if scored.schedule == self.schedule else " "
         late = "" if scored.peak <= self.memory else "  does not fit"
-        return f"{mark} {scored.seconds:>12.6f} s {_mib(scored.peak):>14}  {_options(scored.schedule)}{late}"
+        return (
+            f"{mark} {scored.seconds:>12.6f} s {_format_mib(scored.peak):>14}  {_format_options(scored.schedule)}{late}"
+        )
 
 
 def choose(
@@ -84,14 +86,14 @@ def choose(
     candidates: Sequence[Schedule] | None = None,
     fuses: bool = False,
 ) -> Choice:
-    """Returns the schedule under which `gm` is fastest on `cluster`, of those that keep its peak within `memory`.
+    """Returns the schedule under which `gm` is fastest on `cluster`, among schedules with a peak within `memory`.
 
         argmin over S of estimate(S(gm)).seconds,  subject to  memory_analysis(S(gm)).peak <= memory
 
-    Times within a thousandth of the least are ties; of these the lowest peak, then the first candidate, is taken. It is
-    a function of its arguments alone. With g the bytes of the largest gather, r those of the largest gradient that is
-    reduced, and m = latency x bandwidth of the wire (the message that takes as long to travel as to set out), the
-    candidates are, each group only if the graph has something that it could change:
+    Times within a thousandth of the least are ties. Among ties the lowest peak wins, then the first candidate. The
+    result depends only on the arguments. Let g be the bytes of the largest gather, r the bytes of the largest gradient
+    that is reduced, and m = latency x bandwidth of the wire (a message that takes as long to travel as to set out). The
+    candidates are, each group only if the graph has something to change:
 
         the default
         bucket                 None, m, 8 m;        prefetch, reductions = g, r
@@ -100,12 +102,12 @@ def choose(
             fastest of these
 
     Args:
-        gm: a captured step, not yet scheduled.
-        cluster: the machines that it runs on.
+        gm: captured step, not yet scheduled.
+        cluster: machines that run the step.
         memory: bytes that the device may hold at the step's peak. Default: the cluster's `device.memory`.
-        given: fields of `Schedule` that are not to be chosen.
-        candidates: schedules to choose from, in place of all these.
-        fuses: whether it is for a back end that fuses elementwise ops.
+        given: fields of `Schedule` that are not to be chosen, for example `{"donate": False}`.
+        candidates: schedules to choose from, in place of the candidates above.
+        fuses: whether the back end fuses elementwise ops.
 
     Returns:
         The choice, with the scores of all candidates.
@@ -123,7 +125,7 @@ def choose(
         8000
     """
     if candidates is not None and not candidates:
-        raise ValueError("choose(candidates=[]): there is no schedule to choose from.")
+        raise ValueError("choose(candidates=[]): expected a schedule to choose from, got none.")
     limit = cluster.device.memory if memory is None else memory
     score = _Scores(gm, cluster, fuses)
     if candidates is not None:
@@ -131,24 +133,24 @@ def choose(
     else:
         grid = _Candidates(gm, cluster, given or {})
         table = score(grid.messages())
-        table = score(grid.windows(_best(table, limit) or _leanest(table)))
-        table = table if _best(table, limit) else score(grid.behind(_leanest(table)))
-        table = table if _best(table, limit) else score(grid.budgets(table, limit))
-    best = _best(table, limit)
+        table = score(grid.windows(_find_best(table, limit) or _find_leanest(table)))
+        table = table if _find_best(table, limit) else score(grid.behind(_find_leanest(table)))
+        table = table if _find_best(table, limit) else score(grid.budgets(table, limit))
+    best = _find_best(table, limit)
     if best is None:
-        raise ValueError(_too_large(_leanest(table), limit, len(table)))
+        raise ValueError(_too_large(_find_leanest(table), limit, len(table)))
     return Choice(best.schedule, best.seconds, best.peak, limit, table)
 
 
 def check_fits(gm: GraphModule, memory: int) -> None:
-    """Refuses a scheduled graph whose peak is above `memory` bytes.
+    """Refuses a scheduled graph with a peak above `memory` bytes.
 
     Args:
-        gm: a scheduled step.
+        gm: scheduled step.
         memory: bytes that the device may hold.
 
     Raises:
-        ValueError: it does not fit. The message has the peak and the remedies.
+        ValueError: the step does not fit. The message has the peak and the remedies.
 
     Example:
         >>> import torch
@@ -164,7 +166,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
 
 
 class _Candidates:
-    """The schedules worth trying for a graph on a cluster; only the default one for a graph that sends nothing."""
+    """Schedules worth trying for a graph on a cluster. Only the default for a graph that sends nothing."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
@@ -180,25 +182,28 @@ class _Candidates:
         self._limits = [k * knee if some else None for k, some in zip(_MESSAGES, mergeable, strict=True)]
 
     def messages(self) -> list[Schedule]:
-        return [self._with(), *(self._ahead(1, bucket=limit) for limit in (None, *self._limits) if self._sends)]
+        return [
+            self._make_schedule(),
+            *(self._prefetch_ahead(1, bucket=limit) for limit in (None, *self._limits) if self._sends),
+        ]
 
     def windows(self, best: Scored) -> list[Schedule]:
-        return [self._ahead(k, bucket=best.schedule.bucket) for k in _WINDOWS if self._sends]
+        return [self._prefetch_ahead(k, bucket=best.schedule.bucket) for k in _WINDOWS if self._sends]
 
     def behind(self, least: Scored) -> list[Schedule]:
         return [dataclasses.replace(least.schedule, **({"prefetch": None, "reductions": 0} | self._given))]
 
     def budgets(self, table: Sequence[Scored], limit: int) -> list[Schedule]:
-        least, fastest = _leanest(table), min(table, key=lambda s: s.seconds)
+        least, fastest = _find_leanest(table), min(table, key=lambda s: s.seconds)
         free = limit - sum(least.by_kind.get(k, 0) for k in ("params", "optimizer", "batch"))
         parts = _PARTS if free > 0 and "budget" not in self._given else ()
         both = (least.schedule, fastest.schedule)
         return [dataclasses.replace(s, budget=int(part * free)) for part in parts for s in both]
 
-    def _ahead(self, k: int, *, bucket: int | None) -> Schedule:
-        return self._with(prefetch=k * self._widest, reductions=k * self._heaviest, bucket=bucket)
+    def _prefetch_ahead(self, k: int, *, bucket: int | None) -> Schedule:
+        return self._make_schedule(prefetch=k * self._widest, reductions=k * self._heaviest, bucket=bucket)
 
-    def _with(self, **options: Any) -> Schedule:
+    def _make_schedule(self, **options: Any) -> Schedule:
         return Schedule(**(options | self._given))
 
 
@@ -209,40 +214,40 @@ _Todo = Sequence[tuple[Schedule, tuple[Stage, ...]]]
 
 
 class _Scores:
-    """The seconds and peaks of schedules of one graph, each computed once."""
+    """Seconds and peaks of schedules of a graph, each computed once."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
         self._gm, self._cluster, self._fuses = gm, cluster, fuses
         self._scores: dict[Schedule, _Score] = {}
-        # Scores by a graph's fingerprint and the passes that are still to run on it.
+        # Scores by a graph's hash and the passes that are still to run on the graph.
         self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
-        """Returns the scores of these schedules and of all earlier ones, in the order in which they were passed."""
+        """Returns the scores of these schedules and of all earlier schedules, in the order of arrival."""
         new = [s for s in dict.fromkeys(schedules) if s not in self._scores]
         order = [*self._scores, *new]
-        self._descend(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
+        self._score_depth_first(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
         self._scores = {s: self._scores[s] for s in order}
         return tuple(Scored(s, *score) for s, score in self._scores.items())
 
-    def _descend(self, gm: GraphModule, todo: _Todo) -> None:
-        """Scores the schedules `todo`, whose passes so far made this graph; depth first, so that few graphs exist."""
+    def _score_depth_first(self, gm: GraphModule, todo: _Todo) -> None:
+        """Scores the schedules `todo`, whose passes so far made this graph. Depth first, so that few graphs exist."""
         done = [s for s, stages in todo if not stages]
-        self._scores |= dict.fromkeys(done, self._measured(gm)) if done else {}
+        self._scores |= dict.fromkeys(done, self._measure_graph(gm)) if done else {}
         for stage in dict.fromkeys(stages[0] for _, stages in todo if stages):
             out = stage(gm)
-            text = _fingerprint(out)
+            text = _hash_graph(out)
             mine = [(s, stages[1:]) for s, stages in todo if stages and stages[0] == stage]
-            self._descend(out, [(s, stages) for s, stages in mine if (text, stages) not in self._known])
+            self._score_depth_first(out, [(s, stages) for s, stages in mine if (text, stages) not in self._known])
             for s, stages in mine:
                 self._scores[s] = self._known[text, stages] = self._known.get((text, stages)) or self._scores[s]
 
-    def _measured(self, gm: GraphModule) -> _Score:
+    def _measure_graph(self, gm: GraphModule) -> _Score:
         memory = memory_analysis(gm, largest=0)
         return estimate(gm, self._cluster).seconds, memory.peak, memory.by_kind
 
 
-def _fingerprint(gm: GraphModule) -> bytes:
+def _hash_graph(gm: GraphModule) -> bytes:
     """Returns a hash that is equal for graphs with the same nodes in the same order."""
     digest = hashlib.blake2b(digest_size=16)
     for n in gm.graph.nodes:
@@ -250,13 +255,13 @@ def _fingerprint(gm: GraphModule) -> bytes:
     return digest.digest()
 
 
-def _best(table: Sequence[Scored], limit: int) -> Scored | None:
+def _find_best(table: Sequence[Scored], limit: int) -> Scored | None:
     fitting = [s for s in table if s.peak <= limit]
     fast = min((s.seconds for s in fitting), default=0.0) * (1 + _TIE)
     return min((s for s in fitting if s.seconds <= fast), key=lambda s: s.peak, default=None)
 
 
-def _leanest(table: Sequence[Scored]) -> Scored:
+def _find_leanest(table: Sequence[Scored]) -> Scored:
     return min(table, key=lambda s: s.peak)
 
 
@@ -265,16 +270,16 @@ def _leanest(table: Sequence[Scored]) -> Scored:
 
 def _too_large(least: Scored, limit: int, count: int) -> str:
     kinds = sorted(((n, kind) for kind, n in least.by_kind.items() if n), reverse=True)
-    parts = ", ".join(f"{kind} {_mib(n)}" for n, kind in kinds[:4])
+    parts = ", ".join(f"{kind} {_format_mib(n)}" for n, kind in kinds[:4])
     tried = f"none of {count} schedules fits" if count > 1 else "the schedule does not fit"
     return (
-        f"{tried}: the smallest peak found is {_mib(least.peak)} ({parts}), the device may hold {_mib(limit)}. Use"
-        " sf.remat around blocks of the model, a higher Zero(stage=), more ranks along its axis, a smaller batch or"
-        " sf.accumulate, a smaller jit(budget=), or raise jit(memory=) if the device has more."
+        f"{tried}: the smallest peak found is {_format_mib(least.peak)} ({parts}), the device may hold"
+        f" {_format_mib(limit)}. Use sf.remat around blocks of the model, a higher Zero(stage=), more ranks along its"
+        " axis, a smaller batch or sf.accumulate, a smaller jit(budget=), or raise jit(memory=) if the device has more."
     )
 
 
-def _options(schedule: Schedule) -> str:
+def _format_options(schedule: Schedule) -> str:
     fields = [f for f in dataclasses.fields(schedule) if f.name in ("prefetch", "bucket", "reductions")]
     fields += [
         f
@@ -284,5 +289,5 @@ def _options(schedule: Schedule) -> str:
     return " ".join(f"{f.name}={getattr(schedule, f.name)}" for f in fields)
 
 
-def _mib(nbytes: int) -> str:
+def _format_mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"

@@ -1,8 +1,8 @@
-"""The costs of a captured step: operations, bytes and traffic, and its time on a given cluster.
+"""Costs of a captured step: operations, bytes and traffic, and the time on a given cluster.
 
 A node takes max(flops / rate, bytes / bandwidth), a transfer latency + sent / bandwidth. `estimate` lets the graph run
-on these clocks: one lane computes in the graph's order, each link carries its transfers one after another from the
-moment they start, and a wait stops the computation until its transfer has arrived.
+on these clocks. A lane computes in the graph's order. Each link carries transfers one after another, from the moment of
+the start. A wait stops the computation until the transfer has arrived.
 """
 
 import collections
@@ -24,15 +24,15 @@ from ._values import PHASES, phases_of, where_of
 
 @dataclasses.dataclass(frozen=True)
 class CostAnalysis:
-    """The costs of one step on one rank.
+    """Costs of a step on a rank.
 
     Attributes:
         flops: floating-point operations.
         flops_by_phase: phase -> operations.
         bytes: bytes that ops read and write in memory.
         bytes_by_phase: phase -> bytes.
-        transfers: (collective, axes) -> (calls, bytes sent), as the traffic counter has them.
-        moves: (from, to) -> (moves, bytes) between "device", "host" and "disk", as the ledger has them.
+        transfers: (collective, axes) -> (calls, bytes sent), as the traffic counter counts transfers.
+        moves: (from, to) -> (moves, bytes) between "device", "host" and "disk", as the ledger counts moves.
     """
 
     flops: int
@@ -44,16 +44,16 @@ class CostAnalysis:
 
     @property
     def sent(self) -> int:
-        """Bytes sent by all collectives."""
+        """Returns the bytes sent by all collectives."""
         return sum(sent for _, sent in self.transfers.values())
 
     @property
     def traffic(self) -> Traffic:
-        """The transfers as `count_traffic` would count them, except that they are not separated by dtype."""
+        """Returns the transfers as `count_traffic` would count, except that dtypes are not separated."""
         return Traffic({(op, tuple(axes.split(","))): [n, sent] for (op, axes), (n, sent) in self.transfers.items()})
 
     def __str__(self) -> str:
-        """A table: phases, then collectives, then moves."""
+        """Returns a table: phases, then collectives, then moves."""
         phases = [f"  {p:<9} {self.flops_by_phase[p]:>20,} flops {self.bytes_by_phase[p]:>20,} bytes" for p in PHASES]
         moves = [f"  {op} over {axes}: {n} calls, {sent:,} bytes" for (op, axes), (n, sent) in self.transfers.items()]
         moves += [f"  {src} -> {dst}: {n} moves, {nbytes:,} bytes" for (src, dst), (n, nbytes) in self.moves.items()]
@@ -62,15 +62,15 @@ class CostAnalysis:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One bar of a timeline.
+    """Bar of a timeline.
 
     Attributes:
-        name: the node.
-        lane: "compute", "wait", the axes of a transfer, or the way of a move, as in "host -> device".
+        name: node.
+        lane: "compute", "wait", the axes of a transfer, or the way of a move, for example "host -> device".
         start: seconds since the step began.
-        seconds: how long it takes.
-        where: the user's line.
-        detail: the op; for a transfer also its bytes and leaves.
+        seconds: duration.
+        where: user's line.
+        detail: op, for a transfer also bytes and leaves.
     """
 
     name: str
@@ -83,15 +83,16 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The time of one step on a cluster.
+    """Time of a step on a cluster.
 
     Attributes:
-        seconds: the whole step.
-        compute: seconds in which the device computes; the step without any transfer.
-        communication: axes -> seconds in which their transfers are on the wire; and, as "host -> device", of moves.
-        exposed: axes -> seconds in which the computation waits for them.
+        seconds: time of the whole step.
+        compute: seconds in which the device computes, or the step without any transfer.
+        communication: axes -> seconds with transfers on the wire, and, under keys such as "host -> device", seconds of
+            moves.
+        exposed: axes -> seconds in which the computation waits for transfers.
         mfu: flops / seconds / the device's rate in the dtype of most of the operations.
-        events: the timeline.
+        events: timeline.
     """
 
     seconds: float
@@ -103,10 +104,10 @@ class Estimate:
 
 
 def cost_analysis(gm: GraphModule) -> CostAnalysis:
-    """Operations, bytes and traffic of a captured step.
+    """Returns operations, bytes and traffic of a captured step.
 
     Args:
-        gm: the step.
+        gm: captured step.
 
     Returns:
         Totals, by phase, and by collective and axes.
@@ -123,13 +124,13 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
         flops[phase] += node_flops(node)
         moved[phase] += node_bytes(node)
     # A receiver sends nothing.
-    traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
-    local = _totals(((m.src, m.dst), m.nbytes) for m in moves(gm))
+    traffic = _sum_by_key(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
+    local = _sum_by_key(((m.src, m.dst), m.nbytes) for m in moves(gm))
     return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic, local)
 
 
-def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each key, the number of its entries and their sum."""
+def _sum_by_key(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns for each key the number of entries and the sum."""
     out: dict[tuple[str, str], tuple[int, int]] = {}
     for key, nbytes in entries:
         count, total = out.get(key, (0, 0))
@@ -138,27 +139,28 @@ def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, s
 
 
 def transfer_seconds(transfer: Transfer, link: Link) -> float:
-    """How long `transfer` takes: latency + sent / bandwidth; 0 for one rank.
+    """Returns the time of `transfer`: latency + sent / bandwidth, and 0 for a single rank.
 
-    A receive counts as if the message were sent when it starts, since the time of other stages is not known here.
+    A receive counts as if the message were sent when the receive starts, since the time of other stages is not known
+    here.
     """
     nbytes = transfer.sizes[0] * transfer.dtype.itemsize if transfer.op == "receive" else transfer.sent
     return link.seconds(nbytes) if transfer.num_ranks > 1 else 0.0
 
 
-def _seconds(node: Node, flops: int, device: Device) -> float:
+def _compute_seconds(node: Node, flops: int, device: Device) -> float:
     computing = flops / device.rate(dtype_name(arithmetic(node))) if flops else 0.0
     return max(computing, node_bytes(node) / device.bandwidth)
 
 
 def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
-    """The time of a captured step on `cluster`: a simulated run with a lane that computes and one for each link.
+    """Returns the time of a captured step on `cluster`, by a simulated run with a compute lane and a lane per link.
 
-    Computation on the host is assumed to run at the device's rates; moves run on the cluster's `host` and `disk` links,
-    one wire a direction, and take no time without a link.
+    Computation on the host is assumed to run at the device's rates. Moves run on the cluster's `host` and `disk` links,
+    a wire a direction, and take no time without a link.
 
     Args:
-        gm: the step; `gm.meta["mesh_shape"]` lays its ranks out over the cluster's nodes.
+        gm: captured step. `gm.meta["mesh_shape"]` lays the ranks out over the cluster's nodes.
         cluster: rates, as measured by `calibrate` or from a table.
 
     Returns:
@@ -186,7 +188,7 @@ def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
 
 
 class _Clocks:
-    """The clocks of the lanes and links of one simulated run."""
+    """Clocks of the lanes and links of a simulated run."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster) -> None:
         self._cluster, self._shape = cluster, gm.meta.get("mesh_shape", {})
@@ -202,34 +204,36 @@ class _Clocks:
 
     def step(self, node: Node) -> None:
         if node in self._moves:
-            self._send(self._moves[node])
+            self._start_transfer(self._moves[node])
         elif node in self._local:
-            self._carry(self._local[node])
+            self._start_move(self._local[node])
         elif is_wait(node):
-            self._wait(node)
+            self._wait_for(node)
         else:
-            self._compute(node)
+            self._compute_node(node)
 
     def rate(self) -> float:
         if not any(self.flops.values()):
             return 0.0
         return self._cluster.device.rate(dtype_name(max(self.flops, key=lambda d: self.flops[d])))
 
-    def _send(self, move: Transfer) -> None:
+    def _start_transfer(self, move: Transfer) -> None:
         if move.num_ranks == 1:
             return
         link = self._cluster.link(self._shape, move.axes)
         detail = f"{move.op} {move.sent} bytes {' '.join(move.leaves)}".strip()
-        self._start(move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail))
+        self._start_on_lane(
+            move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail)
+        )
 
-    def _carry(self, move: MemoryMove) -> None:
-        """Adds a move between memories; each direction has a link of its own."""
+    def _start_move(self, move: MemoryMove) -> None:
+        """Adds a move between memories. Each direction has a separate link."""
         link = self._cluster.host if any(map(is_device, (move.src, move.dst))) else self._cluster.disk
         if link is not None:
             way = f"{move.src} -> {move.dst}"
-            self._start(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
+            self._start_on_lane(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
 
-    def _start(
+    def _start_on_lane(
         self, move: Transfer | MemoryMove, wire: Link | str, lane: str, took: float, say: tuple[str, str]
     ) -> None:
         begin = max(self.now, self.free.get(wire, 0.0))
@@ -241,7 +245,7 @@ class _Clocks:
             self._arrives[move.wait] = (begin + took, lane, waits)
         self.events.append(Event(move.node.name, lane, begin, took, move.where, say[1]))
 
-    def _wait(self, node: Node) -> None:
+    def _wait_for(self, node: Node) -> None:
         if node not in self._arrives:
             return
         arrives, lane, event = self._arrives.pop(node)
@@ -251,9 +255,9 @@ class _Clocks:
             self.events.append(dataclasses.replace(event, start=self.now, seconds=late))
             self.now = arrives
 
-    def _compute(self, node: Node) -> None:
+    def _compute_node(self, node: Node) -> None:
         flops = node_flops(node)
-        took = _seconds(node, flops, self._cluster.device)
+        took = _compute_seconds(node, flops, self._cluster.device)
         if flops:
             self.flops[arithmetic(node)] += flops
         if took:

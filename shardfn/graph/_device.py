@@ -1,4 +1,4 @@
-"""Descriptions of hardware: devices, links, and clusters of them. They are numbers; nothing here touches a machine.
+"""Descriptions of hardware: devices, links, and clusters, as numbers. Nothing here touches a machine.
 
 Costs follow: f floating-point operations take f / rate, a transfer of b bytes takes latency + b / bandwidth.
 """
@@ -12,7 +12,7 @@ from shardfn.core import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A wire between ranks: b bytes take latency + b / bandwidth.
+    """Wire between ranks: b bytes take latency + b / bandwidth.
 
     Attributes:
         bandwidth: bytes a second, each way, per rank.
@@ -33,13 +33,13 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator (or one process on a CPU).
+    """Accelerator (or a process on a CPU).
 
     Attributes:
-        name: name as `DEVICES` lists it.
+        name: name as `DEVICES` lists the device.
         memory: bytes.
         flops: dtype name -> floating-point operations a second, dense.
-        bandwidth: bytes a second between the device and its memory.
+        bandwidth: bytes a second between the device and the device's memory.
 
     Example:
         >>> DEVICES["a100-80"].device.rate("bfloat16")
@@ -52,27 +52,29 @@ class Device:
     bandwidth: float
 
     def rate(self, dtype: str) -> float:
-        """Floating-point operations a second in `dtype`.
+        """Returns the floating-point operations a second in `dtype`.
 
         Raises:
-            ValueError: the device does not compute in it.
+            ValueError: the device does not compute in `dtype`.
         """
         if dtype not in self.flops:
-            raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}.")
+            raise ValueError(
+                f"{self.name} does not compute in {dtype}: the dtype must be one of {', '.join(self.flops)}."
+            )
         return self.flops[dtype]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices, ranks numbered node by node.
+    """Nodes of equal devices, with ranks numbered node by node.
 
     Attributes:
-        device: the device of each rank.
-        per_node: ranks in a node.
-        inside: the wire between ranks of one node.
+        device: device of each rank.
+        per_node: number of ranks in a node.
+        inside: wire between ranks of a node.
         between: each rank's share of the wire between nodes.
-        host: each rank's share of the wire between device and host; None: moves over it take no time.
-        disk: likewise between host and disk.
+        host: each rank's share of the wire between device and host. None: moves take no time.
+        disk: each rank's share of the wire between host and disk. None: moves take no time.
 
     Raises:
         ValueError: a node has no rank.
@@ -88,13 +90,14 @@ class Cluster:
     def __post_init__(self) -> None:
         """Refuses nodes without ranks."""
         if self.per_node < 1:
-            raise ValueError(f"Cluster(per_node={self.per_node}): 1 or more ranks in a node.")
+            raise ValueError(f"Cluster(per_node={self.per_node}): a node must have 1 rank or more.")
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
-        """Returns the wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
+        """Returns the wire of a collective along `axes`, with ranks numbered row-major over the mesh.
 
-        If every group of ranks along `axes` lies in one node it is `inside`. Else the group's ring leaves each node on
-        k wires, where k is the number of its ranks there, so that the slowest hop is min(inside, k * between).
+        If every group of ranks along `axes` lies in a single node, the wire is `inside`. Else the group's ring leaves
+        each node on k wires, for the k ranks of the group there, so that the slowest hop is min(inside, k * between).
+        For example, a group of 16 ranks on nodes of 8 ranks has k = 8.
 
         Args:
             mesh_shape: axis name -> size, major to minor.
@@ -116,7 +119,7 @@ class Cluster:
             hint = did_you_mean(unknown[0], mesh_shape)
             raise ValueError(f"axis {unknown[0]!r} is not in the mesh, which has {tuple(mesh_shape)}.{hint}")
         size = math.prod(mesh_shape[a] for a in names)
-        extent = max((_stride(mesh_shape, a) * mesh_shape[a] for a in names if mesh_shape[a] > 1), default=1)
+        extent = max((_axis_stride(mesh_shape, a) * mesh_shape[a] for a in names if mesh_shape[a] > 1), default=1)
         if self.per_node % extent == 0 or math.prod(mesh_shape.values()) <= self.per_node:
             return self.inside
         wires = _ranks_in_node(mesh_shape, names, self.per_node) if size > 1 else 1
@@ -139,7 +142,7 @@ def cluster(name: str) -> Cluster:
     return DEVICES[known]
 
 
-def _stride(mesh_shape: Mapping[str, int], axis: str) -> int:
+def _axis_stride(mesh_shape: Mapping[str, int], axis: str) -> int:
     names = list(mesh_shape)
     return math.prod(mesh_shape[a] for a in names[names.index(axis) + 1 :])
 
@@ -148,13 +151,13 @@ def _ranks_in_node(mesh_shape: Mapping[str, int], names: list[str], per_node: in
     """Returns the number of ranks of rank 0's group that are in rank 0's node."""
     offsets = [0]
     for axis in names:
-        stride = _stride(mesh_shape, axis)
+        stride = _axis_stride(mesh_shape, axis)
         steps = range(0, min(mesh_shape[axis] * stride, per_node), stride)
         offsets = [o + s for o in offsets for s in steps]
     return sum(o < per_node for o in offsets)
 
 
-def _cluster(
+def _make_cluster(
     name: str,
     gib: float,
     flops: tuple[float, float | None, float | None],
@@ -183,13 +186,13 @@ def _cluster(
 # eight to a machine with one 100 Gbit/s Ethernet port (an assumption).
 # cpu: one process on a few cores of a server, gloo over loopback and 10 Gbit/s Ethernet (assumptions: calibrate).
 DEVICES: Mapping[str, Cluster] = {
-    "v100-32": _cluster("v100-32", 32, (15.7, 125, None), 900, inside_gb=150, between_gb=6.25, per_node=16),
-    "a100-40": _cluster("a100-40", 40, (19.5, 312, 312), 1555, inside_gb=300, between_gb=25),
-    "a100-80": _cluster("a100-80", 80, (19.5, 312, 312), 2039, inside_gb=300, between_gb=25),
-    "h100": _cluster("h100", 80, (67, 989.4, 989.4), 3350, inside_gb=450, between_gb=50),
-    "h200": _cluster("h200", 140, (67, 989.4, 989.4), 4800, inside_gb=450, between_gb=50),
-    "b200": _cluster("b200", 179, (75, 2250, 2250), 8000, inside_gb=900, between_gb=50),
-    "rtx4090": _cluster("rtx4090", 24, (82.6, 165.2, 165.2), 1008, inside_gb=32, between_gb=1.5625, latency=2e-5),
-    "a6000": _cluster("a6000", 48, (38.7, 154.8, 154.8), 768, inside_gb=32, between_gb=1.5625, latency=2e-5),
-    "cpu": _cluster("cpu", 4, (0.1, None, 0.05), 10, inside_gb=1, between_gb=0.15625, latency=1e-4),
+    "v100-32": _make_cluster("v100-32", 32, (15.7, 125, None), 900, inside_gb=150, between_gb=6.25, per_node=16),
+    "a100-40": _make_cluster("a100-40", 40, (19.5, 312, 312), 1555, inside_gb=300, between_gb=25),
+    "a100-80": _make_cluster("a100-80", 80, (19.5, 312, 312), 2039, inside_gb=300, between_gb=25),
+    "h100": _make_cluster("h100", 80, (67, 989.4, 989.4), 3350, inside_gb=450, between_gb=50),
+    "h200": _make_cluster("h200", 140, (67, 989.4, 989.4), 4800, inside_gb=450, between_gb=50),
+    "b200": _make_cluster("b200", 179, (75, 2250, 2250), 8000, inside_gb=900, between_gb=50),
+    "rtx4090": _make_cluster("rtx4090", 24, (82.6, 165.2, 165.2), 1008, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "a6000": _make_cluster("a6000", 48, (38.7, 154.8, 154.8), 768, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "cpu": _make_cluster("cpu", 4, (0.1, None, 0.05), 10, inside_gb=1, between_gb=0.15625, latency=1e-4),
 }

@@ -1,7 +1,9 @@
-"""Edits graphs as copies, with metadata, so that a pass leaves its argument unchanged. Only a draft is changed itself.
+"""Edits graphs as copies, with metadata, so that a pass leaves the argument unchanged.
 
-New nodes get their abstract values by running them on those of their arguments, so that memory is shared in the
-metadata exactly where it is shared at run time.
+Only a draft is changed in place.
+
+A new node gets an abstract value by running the op on the abstract values of the arguments. So memory is shared in the
+metadata exactly where memory is shared at run time.
 """
 
 import copy
@@ -23,9 +25,9 @@ from ._values import tensors_of
 def drafted(gm: GraphModule) -> GraphModule:
     """Returns a private copy, a draft.
 
-    Passes change it in place until `settled` is called. It must not run before that.
+    Passes change a draft in place until `settled` is called. A draft must not run before.
 
-    It saves time: one copy of the step of a trillion parameters takes a second, and there are nine passes.
+    A draft saves time: a copy of the step of a trillion parameters takes a second, and there are nine passes.
     """
     out = reordered(gm, list(gm.graph.nodes))[0]
     out.meta["draft"] = {}  # a cache of `Memory`
@@ -33,13 +35,13 @@ def drafted(gm: GraphModule) -> GraphModule:
 
 
 def settled(gm: GraphModule) -> GraphModule:
-    """Ends a draft: from now on passes copy the graph, as any other."""
+    """Ends a draft: from now on passes copy the graph, as any other graph."""
     gm.meta.pop("draft", None)
     return gm
 
 
 def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
-    """Returns a copy with the nodes in `order`, and a dict from old nodes to new ones. A draft is reordered itself.
+    """Returns a copy with the nodes in `order`, and a dict from old nodes to new. A draft is reordered in place.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,7 +51,7 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
         ['x_1', 'mul', 'add', 'output']
     """
     if "draft" in gm.meta:
-        _rearrange(gm.graph, order)
+        _rearrange_nodes(gm.graph, order)
         return gm, dict(zip(order, order, strict=True))
     graph, new = Graph(), dict[Node, Node]()
     for node in order:
@@ -57,7 +59,7 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
     return finish(gm, graph), new
 
 
-def _rearrange(graph: Graph, order: Sequence[Node]) -> None:
+def _rearrange_nodes(graph: Graph, order: Sequence[Node]) -> None:
     kept = set(order)
     for node in reversed(list(graph.nodes)):
         if node not in kept:
@@ -70,7 +72,7 @@ def _rearrange(graph: Graph, order: Sequence[Node]) -> None:
 
 
 def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
-    """Like `graph.node_copy(node, transform)`, but several times as fast, because nested arguments are not searched."""
+    """Copies a node as `graph.node_copy(node, transform)`, several times as fast: nested arguments are not searched."""
     out = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
     out.args = map_arg(node.args, transform)  # pyright: ignore[reportAttributeAccessIssue]
     if node.kwargs:
@@ -80,7 +82,7 @@ def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
 
 
 def finish(gm: GraphModule, graph: Graph) -> GraphModule:
-    """Returns a module like `gm` that runs `graph`. Its Python is written when it first runs."""
+    """Returns a module like `gm` that runs `graph`. The module's Python is written at the first run."""
     graph._codegen = copy.deepcopy(gm.graph._codegen)
     with use_lazy_graph_module(True):
         out = make_graph_module(gm, graph)
@@ -91,14 +93,14 @@ def finish(gm: GraphModule, graph: Graph) -> GraphModule:
 def call(
     graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: Node
 ) -> Node:
-    """Adds a node at the insertion point, with its abstract value, and with `like`'s phase, line and way of running.
+    """Adds a node at the insertion point, with an abstract value, and with `like`'s phase, line and way of running.
 
     Args:
-        graph: where.
-        target: the op.
+        graph: graph to edit.
+        target: op.
         args: arguments.
         kwargs: keyword arguments.
-        like: the node that it replaces.
+        like: node to replace.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
     node.meta.update({k: like.meta[k] for k in ("phase", "where", "memory", "op_by_op") if k in like.meta})
@@ -107,7 +109,7 @@ def call(
 
 
 def abstract_value(node: Node) -> Any:
-    """Returns the node's result for the abstract values of its arguments."""
+    """Returns the node's result for the abstract values of the arguments."""
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = values
     if node.target is operator.getitem:
@@ -120,11 +122,13 @@ def abstract_value(node: Node) -> Any:
 
 
 def revalue(node: Node, old: Node, changed: set[Node], memory: Memory) -> None:
-    """Computes a node's abstract value again if it shows memory of a `changed` one, and adds it to these.
+    """Computes a node's abstract value again if the node shows memory of a `changed` node.
+
+    The node then becomes a `changed` node, too.
 
     Args:
-        node: a node of the edited graph; to be called on all of them in order.
-        old: the node before the edit.
+        node: node of the edited graph. To be called on all nodes in order.
+        old: node before the edit.
         changed: nodes of the edited graph whose abstract value is other memory than before.
         memory: facts about the graph before the edit.
     """

@@ -1,4 +1,4 @@
-"""Exchanges of rows whose result has exactly the rows that come, in graphs whose ops on these rows run one by one."""
+"""Exchanges of rows with exactly the rows that come, in graphs whose ops on these rows run one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,11 +21,11 @@ _ROWS = 5  # the argument of `_START` that has the number of rows
 
 
 def exact_rows(gm: GraphModule) -> GraphModule:
-    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow it.
+    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow shorter values.
 
-    Values with the mark `arrived_rows` have the rows that came by its table, and so have values made of them by rows.
-    They may be shorter than in the graph if no op needs their whole size. The column `rows` of the op table determines
-    that:
+    For example, a rank of a mixture of experts that gets 700 of at most 4096 rows computes 700. Values with the mark
+    `arrived_rows` have the rows that came by the table, and so have values made row by row. Such values may be shorter
+    than in the graph if no op needs the whole size. The column `rows` of the op table says what an op needs:
 
         "each"     row i of the result is made of row i of the operands, as of pointwise ops
         "places"   row i of the result is made of the rows that row i of the second operand names
@@ -34,14 +34,14 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         "sent"     only the rows that other operands name are read
         "like"     the result has the number of rows of the second operand
 
-    An op without an entry, or a graph that returns such a value, keeps all values of that table at their whole size.
+    An op without an entry, or a graph that returns such a value, keeps all values of the table at the whole size.
     Abstract values keep the whole size. So a compiler of static shapes must leave out the nodes of `has_short_rows`.
 
     Args:
-        gm: a captured step, scheduled.
+        gm: captured step, scheduled.
 
     Returns:
-        A new graph with the same bits; the same one if no exchange changes.
+        A new graph with the same bits, or the same graph if no exchange changes.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,7 +49,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         >>> exact_rows(gm) is gm
         True
     """
-    walk = _walked(gm)
+    walk = _walk_graph(gm)
     starts = [] if walk is None else walk.exact()
     if walk is None or not starts:
         return gm
@@ -62,22 +62,22 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
 
 def balanced_shares(gm: GraphModule) -> dict[Node, float]:
-    """Returns by value of `exact_rows` the share of its rows that it has, if each rank gets as many as it sends.
+    """Returns by value of `exact_rows` the share of rows in use, if each rank gets as many rows as the rank sends.
 
     Args:
-        gm: a captured step, before `exact_rows`.
+        gm: captured step, before `exact_rows`.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> balanced_shares(make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2)))
         {}
     """
-    walk = _walked(gm)
+    walk = _walk_graph(gm)
     return {} if walk is None else {n: walk.balanced_share(n) for n in walk.short()}
 
 
 def has_short_rows(node: Node) -> bool:
-    """Returns whether the value of a node, in a graph of `exact_rows`, may have fewer rows than its abstract value.
+    """Returns whether the value of a node, in a graph of `exact_rows`, may have fewer rows than the abstract value.
 
     Example:
         >>> has_short_rows(torch.fx.Graph().placeholder("x"))
@@ -86,7 +86,7 @@ def has_short_rows(node: Node) -> bool:
     return node.meta.get("short_rows", False)
 
 
-def _walked(gm: GraphModule) -> "_Walk | None":
+def _walk_graph(gm: GraphModule) -> "_Walk | None":
     """Returns the walk through a graph, or None if no rows come by an exchange."""
     return _Walk(Memory(gm)) if any(n.target is _ARRIVED for n in gm.graph.nodes) else None
 
@@ -94,7 +94,7 @@ def _walked(gm: GraphModule) -> "_Walk | None":
 class _Walk:
     """Goes through a graph in order, and notes which values have the rows of which table.
 
-    A table is the number of its value.
+    A table is the number of the table's value.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -106,10 +106,10 @@ class _Walk:
             if node.target is _ARRIVED:
                 self._note_exchange(node)
         for node in memory.order:
-            self._visit(node)
+            self._visit_node(node)
 
     def exact(self) -> list[Node]:
-        """Returns the exchanges whose result may have exactly the rows that come."""
+        """Returns the exchanges with exactly the rows that come in the result."""
         return [s for table, starts in self._starts.items() if table not in self._whole for s in starts]
 
     def short(self) -> list[Node]:
@@ -117,40 +117,40 @@ class _Walk:
         return [n for n, table in self._table.items() if table in self._starts and table not in self._whole]
 
     def balanced_share(self, node: Node) -> float:
-        """Returns the rows that this rank sends, as a share of those that may come."""
+        """Returns the rows that this rank sends, as a share of the rows that may come."""
         start = self._starts[self._table[node]][0]
         sent = len(next(iter(tensors_of(start.all_input_nodes[0]))))
         return min(sent / max(int(start.args[_ROWS]), 1), 1.0)  # pyright: ignore[reportArgumentType]
 
     def _note_exchange(self, mark: Node) -> None:
-        """Notes the exchange that makes the marked value, if one does."""
+        """Notes the exchange that makes the marked value, if any."""
         wait = mark.args[0]
         while isinstance(wait, Node) and wait.target is not WAIT and self._memory.is_view(wait):
             wait = wait.args[0]
         if not isinstance(wait, Node) or wait.target is not WAIT or start_of(wait).target is not _START:
             return
-        table, start = self._of_mark(mark), start_of(wait)
+        table, start = self._table_of(mark), start_of(wait)
         known = self._table.setdefault(wait, table)
         if known != table:
             self._whole |= {known, table}
         elif start not in self._starts.setdefault(table, []):
             self._starts[table].append(start)
 
-    def _of_mark(self, mark: Node) -> int:
+    def _table_of(self, mark: Node) -> int:
         return self._number[mark.args[1]]  # pyright: ignore[reportArgumentType]
 
-    def _visit(self, node: Node) -> None:
+    def _visit_node(self, node: Node) -> None:
         if node in self._table:  # the wait for an exchange
             return
         tables = {self._table[n] for n in node.all_input_nodes if n in self._table}
         if not tables:
-            if node.target is _ARRIVED:  # a value of whole size is used as if it were not
-                self._whole.add(self._of_mark(node))
+            if node.target is _ARRIVED:  # a value of whole size is used although rows may be missing
+                self._whole.add(self._table_of(node))
             return
         rule = _RULES.get(_rows_of(node))
         keeps = None if rule is None or len(tables) > 1 else rule(node, self._is_short)
-        if keeps is None or (node.target is _ARRIVED and self._of_mark(node) not in tables):
-            self._whole |= tables | ({self._of_mark(node)} if node.target is _ARRIVED else set())
+        if keeps is None or (node.target is _ARRIVED and self._table_of(node) not in tables):
+            self._whole |= tables | ({self._table_of(node)} if node.target is _ARRIVED else set())
         if keeps is not False:
             self._table[node] = min(tables)
 
@@ -158,7 +158,8 @@ class _Walk:
         return node in self._table
 
 
-# Rules: True, the result has only the rows in use. False, it has its whole size. None, the op needs the whole size.
+# Rules: True, the result has only the rows in use. False, the result has the whole size. None, the op needs the whole
+# size.
 
 _Short = Callable[[Any], bool]
 
@@ -168,17 +169,17 @@ def _rows_of(node: Node) -> str:
     return op.rows or ("each" if op.pointwise else "")
 
 
-def _each(node: Node, short: _Short) -> bool | None:
+def _check_each(node: Node, short: _Short) -> bool | None:
     results = list(tensors_of(node))
     if not results or _dim_of(node) == 0:
         return None
     num, ndim = {len(x) for x in results if x.dim()}, {x.dim() for x in results}
     alike = len(num) == 1 and len(ndim) == 1
-    return True if alike and all(_fits(n, short, *num, *ndim) for n in node.all_input_nodes) else None
+    return True if alike and all(_can_fit(n, short, *num, *ndim) for n in node.all_input_nodes) else None
 
 
-def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
-    """Returns whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
+def _can_fit(operand: Node, short: _Short, num: int, ndim: int) -> bool:
+    """Returns whether an operand has only the result's rows in use, or is the same for all rows."""
     values = list(tensors_of(operand))
     if short(operand):
         return all(x.dim() == ndim and len(x) == num for x in values)
@@ -192,56 +193,56 @@ def _dim_of(node: Node) -> int:
         return -1
     names = [a.name for a in target._schema.arguments]
     if "dims" in names:  # of a permutation
-        return 0 if _argument(node, names, "dims")[0] != 0 else -1
+        return 0 if _argument_of(node, names, "dims")[0] != 0 else -1
     if "dim" not in names:
         return -1
     first = next(iter(tensors_of(node)))
-    return _argument(node, names, "dim") % max(first.dim(), 1)
+    return _argument_of(node, names, "dim") % max(first.dim(), 1)
 
 
-def _argument(node: Node, names: Sequence[str], name: str) -> Any:
+def _argument_of(node: Node, names: Sequence[str], name: str) -> Any:
     at = names.index(name)
     default = node.target._schema.arguments[at].default_value  # pyright: ignore
     return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
 
 
-def _places(node: Node, short: _Short) -> bool | None:
+def _check_places(node: Node, short: _Short) -> bool | None:
     source, places, *rest = node.args
     others = [n for n in rest if isinstance(n, Node)]
     return True if short(places) and all(map(short, others)) and isinstance(source, Node) else None
 
 
-def _first(node: Node, short: _Short) -> bool | None:
+def _check_first(node: Node, short: _Short) -> bool | None:
     operand = node.args[0]
-    if not short(operand) or any(map(short, _after(node, 1))) or _dim_of(node) == 0:
+    if not short(operand) or any(map(short, _nodes_after(node, 1))) or _dim_of(node) == 0:
         return None
     num = {len(x) for n in (operand, node) for x in tensors_of(n)}  # pyright: ignore[reportArgumentType]
     return True if len(num) == 1 else None
 
 
-def _sum(node: Node, short: _Short) -> bool | None:
+def _check_sum(node: Node, short: _Short) -> bool | None:
     first = node.args[:2]
-    return False if all(map(short, first)) and not any(map(short, _after(node, 2))) else None
+    return False if all(map(short, first)) and not any(map(short, _nodes_after(node, 2))) else None
 
 
-def _sent(node: Node, short: _Short) -> bool | None:
-    return False if short(node.args[0]) and not any(map(short, _after(node, 1))) else None
+def _check_sent(node: Node, short: _Short) -> bool | None:
+    return False if short(node.args[0]) and not any(map(short, _nodes_after(node, 1))) else None
 
 
-def _as_like(node: Node, short: _Short) -> bool | None:
+def _check_as_like(node: Node, short: _Short) -> bool | None:
     x, like = (next(iter(tensors_of(n))) for n in node.args)  # pyright: ignore[reportArgumentType]
     return True if short(node.args[1]) and len(x) == len(like) else None
 
 
-def _after(node: Node, start: int) -> Iterator[Node]:
+def _nodes_after(node: Node, start: int) -> Iterator[Node]:
     return (n for n in node.args[start:] if isinstance(n, Node))
 
 
 _RULES: dict[str, Callable[[Node, _Short], bool | None]] = {
-    "each": _each,
-    "places": _places,
-    "first": _first,
-    "sum": _sum,
-    "sent": _sent,
-    "like": _as_like,
+    "each": _check_each,
+    "places": _check_places,
+    "first": _check_first,
+    "sum": _check_sum,
+    "sent": _check_sent,
+    "like": _check_as_like,
 }

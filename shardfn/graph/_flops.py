@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of one node of a captured graph."""
+"""Floating-point operations and bytes of a node of a captured graph."""
 
 import torch
 from torch.fx import Node
@@ -11,10 +11,10 @@ from ._values import is_view, num_bytes, tensors_of, written_by
 
 
 def node_flops(node: Node) -> int:
-    """Floating-point operations of `node`: 2 m n k for a product of [m, k] and [k, n], and so on.
+    """Returns the floating-point operations of `node`, for example 2 m n k for a product of [m, k] and [k, n].
 
-    By torch's table (`torch.utils.flop_counter`), and for CPU attention. Pointwise ops count 0: bytes give their time.
-    Attention counts every pair of tokens, causal or not, as is the custom.
+    By torch's table (`torch.utils.flop_counter`), and for CPU attention. Pointwise ops count 0: bytes determine the
+    time of pointwise ops. Attention counts every pair of tokens, causal or not, as is the custom.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,9 +32,9 @@ def node_flops(node: Node) -> int:
 
 
 def node_bytes(node: Node) -> int:
-    """Bytes that `node` reads and writes: its operands and its results once, or 0 for views and transfers.
+    """Returns the bytes that `node` reads and writes: operands and results once, or 0 for views and transfers.
 
-    Lookups (`embedding`, `gather`, ...) read only the elements that they return.
+    Lookups (such as `embedding`, `gather`) read only the elements that are returned.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -53,6 +53,6 @@ def node_bytes(node: Node) -> int:
 
 
 def arithmetic(node: Node) -> torch.dtype:
-    """Returns the dtype in which `node` multiplies: that of its first floating-point operand."""
+    """Returns the dtype in which `node` multiplies, the dtype of the first floating-point operand."""
     operands = [t for n in node.all_input_nodes for t in tensors_of(n)] or tensors_of(node)
     return next((t.dtype for t in operands if t.is_floating_point()), torch.float32)

@@ -1,6 +1,6 @@
-"""How a value is spread along a mesh axis: its form, and sharding rules, from forms of operands to those of results.
+"""Forms of values along a mesh axis, and sharding rules, from forms of operands to forms of results.
 
-A value of a program that was written for one device has one of these forms along an axis:
+A value of a program that was written for a single device has a form along an axis:
 
     WHOLE      every rank holds it, computed alike: it counts once (type I)
     VARYING    every rank holds it, and each uses it in its own way: gradients are parts of a sum (type V)
@@ -9,7 +9,8 @@ A value of a program that was written for one device has one of these forms alon
     PARTIAL    every rank holds a summand (type V)
     rows       every rank holds a summand, and each row of the value is zeros on all ranks but its owner (type V)
 
-A rule offers strategies; a planner chooses one for each op. Collectives convert values of other forms.
+A rule offers strategies, and a planner chooses a strategy for each op. For example, a product of x [m, k] and w [k, n]
+may be cut along m, along n, or along k with a PARTIAL result. Collectives convert values of other forms.
 """
 
 import dataclasses
@@ -26,15 +27,15 @@ from shardfn.core import chunk_bounds
 
 
 class Form(NamedTuple):
-    """How a value is spread along an axis.
+    """Form of a value along an axis.
 
     Attributes:
-        kind: see above.
-        dim: which dim is cut.
-        multiple: blocks begin at multiples of it; divides the dim.
-        parts: size and multiple of each part, for a dim whose parts are cut separately (queries, keys and values of one
-            projection). `multiple` is then 1.
-        owner: of own rows, the groups whose ranks own them.
+        kind: kind as above.
+        dim: dim that is cut.
+        multiple: number that divides the dim. Blocks begin at multiples of the number.
+        parts: size and multiple of each part, for a dim whose parts are cut separately, for example queries, keys and
+            values of a single projection. `multiple` is then 1.
+        owner: groups of own rows, each owned by a rank.
     """
 
     kind: Literal["whole", "varying", "cut", "partial", "rows"]
@@ -54,13 +55,13 @@ Parts = tuple[tuple[int, int], ...]
 
 
 class Owner(NamedTuple):
-    """The groups of own rows.
+    """Groups of own rows.
 
     Attributes:
-        sizes: the name of the value that has the sizes of the groups, or their ends.
-        ends: whether it has their ends.
-        num: how many groups there are.
-        multiple: ranks cut them at multiples of it.
+        sizes: name of the value that has the sizes of the groups, or the ends.
+        ends: whether the value has ends.
+        num: number of groups.
+        multiple: number of groups. Ranks cut at multiples of the number.
     """
 
     sizes: str
@@ -74,7 +75,7 @@ WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
 @functools.lru_cache(maxsize=4096)
 def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> Form:
-    """Returns the form of a dim of `size` that is cut over `num` ranks.
+    """Returns the form of a dim of `size` that is cut over `num` ranks, for example 7 rows on 3 ranks.
 
     Of the multiples that give the same blocks, the least.
 
@@ -90,7 +91,7 @@ def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> 
 
 
 def blocks(size: int, num: int, form: Form) -> tuple[tuple[int, ...], ...]:
-    """For each part of a cut dim the lengths of its blocks.
+    """Returns for each part of a cut dim the lengths of the blocks.
 
     Example:
         >>> blocks(12, 2, cut(0, 12, 2)), blocks(12, 2, cut(0, 12, 2, parts=((8, 1), (4, 1))))
@@ -111,7 +112,7 @@ def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def multiple_of(size: int, held: Sequence[int]) -> int | None:
-    """Returns the least multiple that cuts `size` in these blocks, or None if none does.
+    """Returns the least multiple that cuts `size` in these blocks, or None if no multiple does.
 
     Example:
         >>> multiple_of(12, (8, 4)), multiple_of(12, (4, 8)), multiple_of(7, (3, 3, 1))
@@ -125,13 +126,13 @@ def multiple_of(size: int, held: Sequence[int]) -> int | None:
 
 
 class Ranks:
-    """The ranks along the axis, for the `run` of a strategy.
+    """Ranks along the axis, for the `run` of a strategy.
 
     Attributes:
         axis: name.
-        num: how many they are.
-        index: this rank's.
-        functions: a function that computes the same by op, with derivatives of any order.
+        num: number of ranks.
+        index: this rank's index.
+        functions: function that computes the same as an op, by op, with derivatives of any order.
     """
 
     def __init__(self, axis: str, functions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
@@ -151,7 +152,7 @@ class Ranks:
         return pvary(x, self.axis)
 
     def bounds(self, size: int, multiple: int = 1) -> tuple[int, int]:
-        """Where this rank's block of a dim begins and ends."""
+        """Returns the begin and the end of this rank's block of a dim."""
         start, stop = chunk_bounds(size // multiple, self.num, self.index)
         return multiple * start, multiple * stop
 
@@ -167,7 +168,7 @@ class Ranks:
         return [each[self.index] for each in blocks(size, self.num, form)]
 
     def block(self, x: Tensor, form: Form) -> Tensor:
-        """This rank's part of a value that is here as a whole, and cut in the form."""
+        """Returns this rank's part of a value that is here as a whole, and cut in the form."""
         taken, start = [], 0
         for size, multiple in form.parts or ((x.shape[form.dim], form.multiple),):
             first, last = self.bounds(size, multiple)
@@ -180,15 +181,15 @@ Run = Callable[[Ranks, Sequence[Any], dict[str, Any]], Any]
 
 
 class Strategy(NamedTuple):
-    """One way to compute an op on parts.
+    """Way to compute an op on parts.
 
     Attributes:
-        ins: the form that each tensor among the operands must have, in their order.
-        outs: the form of each result.
-        run: computes it from the arguments, with parts in the place of tensors; None: the op itself does.
+        ins: form that each tensor among the operands must have, in order.
+        outs: form of each result.
+        run: function of the arguments, with parts in the place of tensors. None: the op is called.
         sent: bytes that `run` sends, forward and backward, a rank.
-        note: the messages of `run`, in words.
-        beside: the names of values that `run` receives after the arguments, whole; operands of earlier ops.
+        note: messages of `run`, in words.
+        beside: names of values that `run` receives after the arguments, whole. Such values are operands of earlier ops.
     """
 
     ins: tuple[Form, ...]
@@ -200,7 +201,7 @@ class Strategy(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor as a rule sees it: the shape is that of the whole value, and the name that of the op that makes it."""
+    """Tensor as a rule sees the tensor: the shape of the whole value, and the name of the op that makes the value."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -215,16 +216,16 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OpUse:
-    """One op of a program, as its rule sees it.
+    """Op of a program, as the op's rule sees the op.
 
     Attributes:
-        target: the overload.
-        args: by position, with `Operand` in the place of tensors.
+        target: overload.
+        args: arguments by position, with `Operand` in the place of tensors.
         kwargs: keyword arguments by name.
-        operands: the tensors among them, in order.
-        forms: the forms in which the operands come.
-        outs: the results that are tensors.
-        num: ranks along the axis.
+        operands: tensors among the arguments, in order.
+        forms: forms in which the operands come.
+        outs: results that are tensors.
+        num: number of ranks along the axis.
     """
 
     target: Any

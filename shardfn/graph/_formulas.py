@@ -1,6 +1,6 @@
-"""Costs of some ops: floating-point operations, and the memory that they use on CPU while they run, as measured.
+"""Costs of some ops: floating-point operations, and scratch memory on CPU, as measured.
 
-Formulas alone; which op has which is in the op table (`_ops.py`).
+Only formulas. The op table (`_ops.py`) says which op has which formula.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ._values import num_bytes, tensors_in, tensors_of
 
 @functools.cache
 def torch_flops() -> Any:
-    """Torch's own formulas. They are imported when first used, since they import triton, which takes 80 MB."""
+    """Returns torch's formulas, imported at the first use: the import of triton takes 80 MB."""
     return importlib.import_module("torch.utils.flop_counter")
 
 
@@ -34,7 +34,10 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, *
 
 
 def product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of a product. The same as torch's table, which takes several times as long; large graphs have many."""
+    """Returns the operations of a product, as torch's table does, in a fraction of the time.
+
+    Large graphs have many products.
+    """
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -53,53 +56,56 @@ def added_matrix_vector(bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
 
 
 def grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of a product of groups, as if no row was past the last group."""
+    """Returns the operations of a product of groups, as if no row was past the last group."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == b.ndim == 3 else 1)
 
 
 def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, *_: Any, **__: Any) -> int:
-    """The same of the kernel for it."""
+    """Returns the operations of the kernel for a product of groups."""
     del counts
     return 2 * x.numel() * w.shape[1 if transposed else 2]
 
 
 def product_of_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of products of transposed rows and rows."""
+    """Returns the operations of products of transposed rows and rows."""
     return 2 * x.numel() * y.shape[1]
 
 
 def dots(x: Tensor, y: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of dot products of rows that an index names."""
+    """Returns the operations of dot products of rows that an index names."""
     del x
     return 2 * index.numel() * y.shape[1]
 
 
 def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
-    """Operations of block-sparse attention: two products for each tile of each head."""
+    """Returns the operations of block-sparse attention: two products for each tile of each head."""
     del k, v
     return 2 * _tile_product(q, starts, columns, rest[-2])
 
 
 def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
-    """Operations of its backward: five products for each tile."""
+    """Returns the operations of the backward of block-sparse attention: five products for each tile."""
     del dy, k, v, y, lse
     return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, *_: Any, **__: Any) -> int:
-    """Operations of a linear layer of packed weights."""
+    """Returns the operations of a linear layer of packed weights."""
     del packed
     return 2 * x.numel() * num
 
 
 def row_linears(x: Tensor, packed: list[Tensor], nums: list[int], *_: Any, **__: Any) -> int:
-    """Operations of several linear layers of one input."""
+    """Returns the operations of several linear layers of the same input."""
     del packed
     return 2 * x.numel() * sum(nums)
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
-    """Operations of attention over a cache, as if each token saw all places of its row of the tables."""
+    """Returns the operations of attention over a KV cache.
+
+    As if each token saw all places of the token's row of the tables.
+    """
     del k, v
     return 4 * q.numel() * rest[3].shape[1] * cache.shape[3]
 
@@ -109,38 +115,38 @@ def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int
     return 2 * B * K * block**2 * columns.shape[0] * (H // max(starts.shape[0], 1))
 
 
-# Bytes held meanwhile, of a node.
+# Bytes held while a node runs.
 
 
-def _argument(node: Node, i: int) -> Tensor:
+def _tensor_argument(node: Node, i: int) -> Tensor:
     value: Any = node.args[i]
     return tensors_in(value.meta["val"])[0]
 
 
 def if_16_bit(node: Node) -> int:
-    x = _argument(node, 0)
+    x = _tensor_argument(node, 0)
     return 4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0
 
 
 def a_copy(node: Node) -> int:
-    return num_bytes(_argument(node, 0))
+    return num_bytes(_tensor_argument(node, 0))
 
 
 def if_strided(node: Node) -> int:
-    return 0 if _argument(node, 0).is_contiguous() else a_copy(node)
+    return 0 if _tensor_argument(node, 0).is_contiguous() else a_copy(node)
 
 
 def flash_forward(node: Node) -> int:
-    """Bytes per thread of fused attention: a tile of scores, two running statistics and an accumulator."""
-    q, k = _argument(node, 0), _argument(node, 1)
-    rows, columns = _tile(q.shape[2], k.shape[2])
+    """Returns the bytes per thread of fused attention: a tile of scores, two running statistics and an accumulator."""
+    q, k = _tensor_argument(node, 0), _tensor_argument(node, 1)
+    rows, columns = _tile_shape(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * (columns + 2 + q.shape[3])
 
 
 def flash_backward(node: Node) -> int:
-    """Bytes per thread of its backward: two tiles of scores."""
-    q, k = _argument(node, 1), _argument(node, 2)
-    rows, columns = _tile(q.shape[2], k.shape[2])
+    """Returns the bytes per thread of the backward of fused attention: two tiles of scores."""
+    q, k = _tensor_argument(node, 1), _tensor_argument(node, 2)
+    rows, columns = _tile_shape(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
@@ -150,16 +156,16 @@ def of_kernel(node: Node) -> int:
     return scratch_bytes(node.target, args)
 
 
-def _tile(queries: int, keys: int) -> tuple[int, int]:
+def _tile_shape(queries: int, keys: int) -> tuple[int, int]:
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return min(rows, queries), min(512, keys)
 
 
 def codes(node: Node) -> int:
-    """Codes and scales apart from their messages, and, where sums are encoded, those of the sums."""
+    """Returns the bytes of codes and scales outside of messages, and, where sums are encoded, of the sums."""
     return a_copy(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
 
 
 def encoded(node: Node) -> int:
-    """Codes and scales apart from the messages that they become."""
+    """Returns the bytes of codes and scales outside of the messages."""
     return sum(num_bytes(t) for t in tensors_of(node))

@@ -12,9 +12,9 @@ from ._ops import op_of
 def free_at_last_use(gm: GraphModule) -> GraphModule:
     """Shortens lifetimes without changing the order of transfers, of writes or of arithmetic.
 
-    Constants, views, and casts of smaller values or of placeholders are made just before their first use. Several
-    results of one op are unpacked at once, so that unused ones die; unused nodes are removed, except writes, transfers
-    and random draws.
+    Constants, views, and casts of smaller values or of placeholders are made just before the first use. Several results
+    of an op are unpacked at once, so that unused results die. Unused nodes are removed, except writes, transfers and
+    random draws.
 
         z = zeros(1000)                  y = x.relu()
         c = x.float()  # unused          z = zeros(1000)
@@ -22,7 +22,7 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
         w = z + y
 
     Args:
-        gm: a captured step.
+        gm: captured step.
 
     Returns:
         A new graph with the same bits.
@@ -40,15 +40,15 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
         ['x_1', 'relu', 'zeros', 'add', 'output']
     """
     memory = Memory(gm)
-    order = _alive(memory)
+    order = _find_alive(memory)
     before = dependences(memory)
     kept = set(order)
     before = {n: [p for p in before[n] if p in kept] for n in order}
     lazy = {n for n in order if _is_cheap(n, memory)}
-    return reordered(gm, put_off(_unpacked(order, memory), before, lazy))[0]
+    return reordered(gm, put_off(_unpack_early(order, memory), before, lazy))[0]
 
 
-def _alive(memory: Memory) -> list[Node]:
+def _find_alive(memory: Memory) -> list[Node]:
     alive: set[Node] = set()
     for node in reversed(memory.order):
         # Backwards: a node's users have been decided when its turn comes.
@@ -57,7 +57,7 @@ def _alive(memory: Memory) -> list[Node]:
     return [n for n in memory.order if n in alive]
 
 
-def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
+def _unpack_early(order: list[Node], memory: Memory) -> list[Node]:
     """Puts each result of an op with several results directly behind the op."""
     held: dict[Node, list[Node]] = {}
     for node in order:
@@ -67,7 +67,7 @@ def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
 
 
 def _takes_result(node: Node, memory: Memory) -> bool:
-    """Returns whether the node takes one of several results of an op, which is no view."""
+    """Returns whether the node takes a result of an op with several results that is no view."""
     return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
 
 
@@ -80,7 +80,7 @@ def _is_cheap(node: Node, memory: Memory) -> bool:
     if not op.casts:
         return False
     source = node.all_input_nodes[0]
-    return _is_given(source, memory) or _held(source, memory) < _held(node, memory)
+    return _is_given(source, memory) or _held_bytes(source, memory) < _held_bytes(node, memory)
 
 
 def _is_given(node: Node, memory: Memory) -> bool:
@@ -89,5 +89,5 @@ def _is_given(node: Node, memory: Memory) -> bool:
     return node.op == "placeholder"
 
 
-def _held(node: Node, memory: Memory) -> int:
+def _held_bytes(node: Node, memory: Memory) -> int:
     return sum(memory.sizes[m] for m in memory.shown(node))

@@ -1,15 +1,15 @@
 """Writes of a captured forward, replaced by operations that return new values: functionalisation of a graph.
 
-A tensor and its views share memory. A write to one of them becomes an operation that returns the new value, which is
-put back into the tensor that it is a view of, and so on up to the one that owns the memory. Views that are used later
-are taken again, from there:
+A tensor and the tensor's views share memory. A write to a view becomes an operation that returns the new value. The new
+value is put back into the viewed tensor, and so on up to the tensor that owns the memory. Views that are used later are
+taken again, from there:
 
     v = x[:, 1:]             v  = x[:, 1:]
     v.add_(1)                v' = v + 1;  x' = slice_scatter(x, v', 1, 1)
     y = x.sum()              y  = x'.sum()
 
-PyTorch does the same while it traces (https://dev-discuss.pytorch.org/t/functionalization-in-pytorch-2/965, 2022). Here
-it is a pass, so that lines, loops and sections stay beside the operations.
+PyTorch does the same while tracing (https://dev-discuss.pytorch.org/t/functionalization-in-pytorch-2/965, 2022). Here
+functionalisation is a pass, so that lines, loops and sections stay next to the operations.
 """
 
 import operator
@@ -30,7 +30,7 @@ _REMEDY = "write to a clone(), or use the operation that returns a new value"
 
 
 def without_writes(gm: GraphModule) -> Iterator[str]:
-    """Replaces the writes of a captured forward. See above. Yields those that it cannot replace, with a remedy."""
+    """Replaces the writes of a captured forward. See above. Yields writes that cannot be replaced, with a remedy."""
     walk = _Walk(gm)
     for node in list(gm.graph.nodes):
         reason = walk.visit(node)
@@ -44,28 +44,28 @@ class _Walk:
     """Goes through a graph in order, and tracks the current value of each tensor.
 
     Attributes:
-        replaced: the writes, which have no more users.
+        replaced: writes, without users.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.replaced: list[Node] = []
         self._gm = gm
-        self._parents: dict[Node, Node] = {}  # by view, the node that it is a view of
-        self._written: dict[Node, Node] = {}  # of a write, the tensor that it returns
+        self._parents: dict[Node, Node] = {}  # by view, the viewed node
+        self._written: dict[Node, Node] = {}  # by write, the returned tensor
         self._values: dict[Node, Node] = {}
-        self._counts: dict[Node, int] = {}  # of the owner of memory, the writes to it
-        self._seen: dict[Node, int] = {}  # of a view, how many of them its value has seen
+        self._counts: dict[Node, int] = {}  # by owner of memory, the writes
+        self._seen: dict[Node, int] = {}  # by view, how many of the writes the view's value has seen
         self._differentiated: set[Node] = set()
-        self._unclear = False  # a gradient that a detached view has got is lost where it is taken again
+        self._unclear = False  # the gradient of a detached view is lost where the view is taken again
 
     def visit(self, node: Node) -> str:
-        """Takes the next operation, and returns the reason why it cannot replace its write, or ""."""
+        """Takes the next operation, and returns the reason why a write cannot be replaced, or ""."""
         called = node.op == "call_function"
         at = viewed(node.target) if called else None
-        parent = None if at is None else self._tensor(node.args[at])
-        written = self._tensor(node.args[0]) if called and known_op(node.target).writes else None
+        parent = None if at is None else self._tensor_of(node.args[at])
+        written = self._tensor_of(node.args[0]) if called and known_op(node.target).writes else None
         for given in list(node.all_input_nodes):
-            now = self._value(given, node)
+            now = self._value_at(given, node)
             if now is not given:
                 node.replace_input_with(given, now)
         if self._unclear:
@@ -75,87 +75,87 @@ class _Walk:
             if found is None:
                 return f"writes to a value; {_REMEDY.split(', or ')[1]}"
             if viewed(found) is None:
-                return self._write(node, written, found)
+                return self._replace_write(node, written, found)
             node.target, parent = found, written  # `t_()`, which only changes the view of the memory
         if parent is not None and (node.target is not operator.getitem or parent in self._parents):
             self._parents[node] = parent
-            self._seen[node] = self._counts.get(self._owner(node), 0)
-        self._note(node)
+            self._seen[node] = self._counts.get(self._owner_of(node), 0)
+        self._note_gradient(node)
         return ""
 
-    def _tensor(self, node: Any) -> Node:
+    def _tensor_of(self, node: Any) -> Node:
         return self._written[node] if node in self._written else node
 
-    def _owner(self, tensor: Node) -> Node:
+    def _owner_of(self, tensor: Node) -> Node:
         while (parent := self._parents.get(tensor)) is not None:
             tensor = parent
         return tensor
 
-    def _value(self, node: Node, user: Node) -> Node:
+    def _value_at(self, node: Node, user: Node) -> Node:
         """Returns the value of a tensor at the position of `user`."""
-        tensor = self._tensor(node)
-        count = self._counts.get(self._owner(tensor), 0)
+        tensor = self._tensor_of(node)
+        count = self._counts.get(self._owner_of(tensor), 0)
         if tensor in self._parents and self._seen[tensor] != count:
-            parent = self._value(self._parents[tensor], user)
+            parent = self._value_at(self._parents[tensor], user)
             self._unclear |= tensor.target is _ATEN.detach.default and self._values.get(tensor) in self._differentiated
             target: Any = _ATEN.reshape.default if tensor.target in _RESHAPES else tensor.target
             args = map_arg(tensor.args, lambda n: parent)
-            self._values[tensor] = self._call(user, tensor, target, args, dict(tensor.kwargs))
+            self._values[tensor] = self._insert_call(user, tensor, target, args, dict(tensor.kwargs))
             self._seen[tensor] = count
         return self._values.get(tensor, tensor)
 
-    def _write(self, node: Node, tensor: Node, target: Any) -> str:
-        reason = self._refused(node, tensor)
+    def _replace_write(self, node: Node, tensor: Node, target: Any) -> str:
+        reason = self._refuse_write(node, tensor)
         if reason:
             return reason
         if target is _ATEN.copy.default:
-            new = self._copied(node)
+            new = self._copy_value(node)
         else:
-            new = self._call(node, node, target, node.args, dict(node.kwargs))
+            new = self._insert_call(node, node, target, node.args, dict(node.kwargs))
         dtype = tensor.meta["val"].dtype
         if new.meta["val"].dtype != dtype:  # as for a comparison, or a copy from another dtype
-            new = self._call(node, node, _ATEN._to_copy.default, (new,), {"dtype": dtype})
-        self._store(node, tensor, new)
+            new = self._insert_call(node, node, _ATEN._to_copy.default, (new,), {"dtype": dtype})
+        self._store_value(node, tensor, new)
         self._written[node] = tensor
         self.replaced.append(node)
         return ""
 
-    def _copied(self, node: Node) -> Node:
+    def _copy_value(self, node: Node) -> Node:
         """Returns the value that `x.copy_(y)` writes. Torch does not differentiate the functional `copy`."""
         like = node.meta["val"]
-        new = self._call(node, node, _ATEN.expand.default, (node.args[1], list(like.shape)))
-        return self._call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
+        new = self._insert_call(node, node, _ATEN.expand.default, (node.args[1], list(like.shape)))
+        return self._insert_call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
 
-    def _store(self, node: Node, tensor: Node, value: Node) -> None:
-        """Gives a new value to a tensor, and so to the tensors that it is a view of."""
+    def _store_value(self, node: Node, tensor: Node, value: Node) -> None:
+        """Gives a new value to a tensor, and so to the viewed tensors."""
         if tensor not in self._parents:
             self._counts[tensor] = self._counts.get(tensor, 0) + 1
         else:
-            source = self._source(tensor)
-            whole = self._value(source, node)
+            source = self._source_of(tensor)
+            whole = self._value_at(source, node)
             target, *rest = put_back(tensor, whole)  # pyright: ignore[reportGeneralTypeIssues]
             scatters = target in _SCATTERS
             args = (whole, value, *rest) if scatters else (value, *rest)
-            self._store(node, source, self._call(node, node, target, args))
-            self._seen[tensor] = self._counts[self._owner(tensor)]
+            self._store_value(node, source, self._insert_call(node, node, target, args))
+            self._seen[tensor] = self._counts[self._owner_of(tensor)]
         self._values[tensor] = value
 
-    def _source(self, view: Node) -> Node:
-        """Returns the tensor that it is a view of. For a part of a split, the tensor that was split."""
+    def _source_of(self, view: Node) -> Node:
+        """Returns the viewed tensor. For a part of a split, the tensor that was split."""
         parent = self._parents[view]
         return self._parents[parent] if view.target is operator.getitem else parent
 
-    def _refused(self, node: Node, tensor: Node) -> str:
-        owner, views = self._owner(tensor), []
+    def _refuse_write(self, node: Node, tensor: Node) -> str:
+        owner, views = self._owner_of(tensor), []
         while tensor in self._parents:
             views.append(tensor)
-            tensor = self._source(tensor)
+            tensor = self._source_of(tensor)
         if owner.op != "call_function":
             return f"writes to an argument of the loss, or to a constant that it closes over; {_REMEDY}"
         if owner.target is loop_input or any(x.meta.get("loop") is not node.meta.get("loop") for x in (owner, *views)):
             return "in a scan writes to a value from outside; return it in the carry"
         for view in views:
-            if put_back(view, self._source(view)) is None:
+            if put_back(view, self._source_of(view)) is None:
                 return f"writes through a view of another kind ({view.target}); {_REMEDY}"
         unseen = node.meta.get("no_grad") or any(x.target is _ATEN.detach.default for x in views)
         if unseen and self._values.get(owner, owner) in self._differentiated:
@@ -165,7 +165,9 @@ class _Walk:
             )
         return ""
 
-    def _call(self, user: Node, like: Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Node:
+    def _insert_call(
+        self, user: Node, like: Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+    ) -> Node:
         """Returns a new operation before `user`, with the metadata of `like`."""
         with self._gm.graph.inserting_before(user):
             new = self._gm.graph.call_function(target, tuple(args), kwargs or {})
@@ -174,10 +176,10 @@ class _Walk:
             new.meta["section"] = user.meta.get("section")
         given, named = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
         new.meta["val"] = target(*given, **named)
-        self._note(new)
+        self._note_gradient(new)
         return new
 
-    def _note(self, node: Node) -> None:
+    def _note_gradient(self, node: Node) -> None:
         """Notes whether a gradient may arrive."""
         if node.op == "get_attr":
             able = operator.attrgetter(str(node.target))(self._gm).requires_grad
@@ -191,7 +193,7 @@ class _Walk:
 
 @by_identity
 def viewed(target: Any) -> int | None:
-    """Returns the argument that the results of an op are views of; None: they are not views."""
+    """Returns the argument that the results of an op are views of, or None if the results are no views."""
     row = known_op(target)
     if row.views is not None or row.writes:
         return row.views
@@ -204,8 +206,8 @@ def viewed(target: Any) -> int | None:
 
 
 def functional(node: Node) -> Any:
-    """Returns the op that returns the value that this one writes; None: it does not exist."""
-    found, val = _returning(node.target), node.meta.get("val")
+    """Returns the op that returns the value that a writing op writes, or None without such an op."""
+    found, val = _find_functional(node.target), node.meta.get("val")
     if found is None or not isinstance(node.args[0], Node) or not isinstance(val, Tensor):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -215,28 +217,28 @@ def functional(node: Node) -> Any:
 
 
 @by_identity
-def _returning(target: Any) -> Any:
+def _find_functional(target: Any) -> Any:
     """Returns the overload that takes the same arguments, and writes nothing."""
     name = str(target.overloadpacket).removeprefix("aten.")
     base = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
     overloads = [] if base is None else [getattr(base, x) for x in base.overloads()]
-    return next((x for x in overloads if _takes(x) == _takes(target)), None)
+    return next((x for x in overloads if _argument_types(x) == _argument_types(target)), None)
 
 
-def _takes(target: Any) -> list[tuple[str, str]]:
+def _argument_types(target: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
-# By view, the op and the further arguments that put its value back into its source.
+# By view, the op and the further arguments that put the value back into the source.
 
 _RESHAPES = {_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default}
 _SCATTERS = {_ATEN.slice_scatter.default, _ATEN.select_scatter.default, _ATEN.diagonal_scatter.default}
 
 
 def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
-    """Returns an op and its further arguments.
+    """Returns an op and further arguments.
 
-    Of the whole and the value if it is a scatter, else of the value alone.
+    A scatter takes the whole and the value. Another op takes only the value.
     """
     packet = getattr(view.target, "overloadpacket", view.target)
     found = _PUT_BACK.get(packet)
@@ -245,17 +247,17 @@ def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
     return found(view, whole.meta["val"].shape)
 
 
-def _reshaped(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
-    repeats = view.meta["val"].numel() != shape.numel()  # an expand, whose elements share memory
+def _reshape_back(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
+    repeats = view.meta["val"].numel() != shape.numel()  # an expand: elements share memory
     return None if repeats else (_ATEN.reshape.default, list(shape))
 
 
-def _permuted(view: Node, shape: torch.Size) -> tuple[Any, ...]:
+def _permute_back(view: Node, shape: torch.Size) -> tuple[Any, ...]:
     order = [d % len(shape) for d in view.args[1]]  # pyright: ignore
     return _ATEN.permute.default, [order.index(d) for d in range(len(shape))]
 
 
-def _sliced(view: Node, shape: torch.Size) -> tuple[Any, ...]:
+def _scatter_slice(view: Node, shape: torch.Size) -> tuple[Any, ...]:
     given = dict(zip(("dim", "start", "end", "step"), view.args[1:], strict=False)) | view.kwargs
     if view.meta["val"].shape == shape:
         return (_ATEN.alias.default,)
@@ -263,8 +265,8 @@ def _sliced(view: Node, shape: torch.Size) -> tuple[Any, ...]:
     return _ATEN.slice_scatter.default, *named
 
 
-def _part(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
-    """One of the results of `split` or `unbind`."""
+def _scatter_part(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
+    """Puts a result of `split` or `unbind` back."""
     del shape
     source, at = view.args
     packet = getattr(source.target, "overloadpacket", None)  # pyright: ignore
@@ -279,15 +281,15 @@ def _part(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
 
 
 _PUT_BACK: dict[Any, Callable[[Node, torch.Size], tuple[Any, ...] | None]] = {
-    **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape), _reshaped),
-    **dict.fromkeys((_ATEN.unsqueeze, _ATEN.squeeze, _ATEN.expand), _reshaped),
+    **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape), _reshape_back),
+    **dict.fromkeys((_ATEN.unsqueeze, _ATEN.squeeze, _ATEN.expand), _reshape_back),
     **dict.fromkeys((_ATEN.alias, _ATEN.lift_fresh), lambda view, shape: (_ATEN.alias.default,)),
     _ATEN.detach: lambda view, shape: (_ATEN.detach.default,),
     _ATEN.t: lambda view, shape: (_ATEN.t.default,),
     _ATEN.transpose: lambda view, shape: (_ATEN.transpose.int, *view.args[1:]),
-    _ATEN.permute: _permuted,
+    _ATEN.permute: _permute_back,
     _ATEN.select: lambda view, shape: (_ATEN.select_scatter.default, *view.args[1:]),
-    _ATEN.slice: _sliced,
+    _ATEN.slice: _scatter_slice,
     _ATEN.diagonal: lambda view, shape: (_ATEN.diagonal_scatter.default, *view.args[1:]),
-    operator.getitem: _part,
+    operator.getitem: _scatter_part,
 }

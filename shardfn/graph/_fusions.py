@@ -1,8 +1,8 @@
-"""Groups of torch's operations that one kernel computes with the same bits.
+"""Groups of torch's operations that a single kernel computes with the same bits.
 
-Models of others rotate queries and keys by seven operations, and multiply a gated activation by its own product. Where
-operations run one by one, each is a pass over memory and a call. Their kernels are one of each, and join chains
-(`_chains.py`).
+Models of other libraries rotate queries and keys by seven operations, and multiply a gated activation by a separate
+product. Where operations run one by one, each operation is a pass over memory and a call. The kernel is a single pass
+and a single call, and joins chains (`_chains.py`).
 """
 
 import operator
@@ -28,12 +28,13 @@ _MUL, _ADD = (_ATEN.mul.Tensor, _ATEN.mul_.Tensor), (_ATEN.add.Tensor, _ATEN.add
 
 
 class _Fusion(NamedTuple):
-    """A group of operations with one result.
+    """Group of operations with a single result.
 
     Attributes:
-        inner: the operations that the result alone reads.
-        operands: of the kernel.
-        write: adds the kernel before a result, from the result and the operands, and returns the node in its place.
+        inner: operations that only the result reads.
+        operands: operands of the kernel.
+        write: function that adds the kernel before a result, from the result and the operands, and returns the new
+            node.
     """
 
     inner: tuple[Node, ...]
@@ -42,10 +43,10 @@ class _Fusion(NamedTuple):
 
 
 def with_fusions(gm: GraphModule) -> GraphModule:
-    """The graph with a kernel in place of each group of operations on a CPU that were captured under `op_by_op`.
+    """Returns the graph with a kernel for each group of operations on a CPU that were captured under `op_by_op`.
 
     Returns:
-        A new graph with the same bits; the same one if it has no such group.
+        A new graph with the same bits, or the same graph without any such group.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,9 +55,9 @@ def with_fusions(gm: GraphModule) -> GraphModule:
         True
     """
     order = list(gm.graph.nodes)
-    groups = {node: fusion for node in order if (fusion := _fusion(node)) is not None}
+    groups = {node: fusion for node in order if (fusion := _find_fusion(node)) is not None}
     if groups:
-        groups = _apart(groups, order, overwritten(gm))
+        groups = _drop_overlaps(groups, order, overwritten(gm))
     if not groups:
         return gm
     out, new = reordered(gm, order)
@@ -68,12 +69,12 @@ def with_fusions(gm: GraphModule) -> GraphModule:
     return out
 
 
-def _apart(groups: dict[Node, _Fusion], order: list[Node], lost: set[int]) -> dict[Node, _Fusion]:
-    """The groups that share no operation, and whose operands nothing overwrites, in order.
+def _drop_overlaps(groups: dict[Node, _Fusion], order: list[Node], lost: set[int]) -> dict[Node, _Fusion]:
+    """Returns the groups that share no operation, and whose operands nothing overwrites, in order.
 
-    The strides of operands follow from the graph, not from those of arguments.
+    The strides of operands follow from the graph, not from strides of arguments.
     """
-    places, own, found, joined = {n: i for i, n in enumerate(order)}, _with_own_strides(order), {}, set[Node]()
+    places, own, found, joined = {n: i for i, n in enumerate(order)}, _find_own_strides(order), {}, set[Node]()
     for node, fusion in groups.items():
         begin = min(places[n] for n in fusion.inner)
         between = [n for n in order[begin : places[node]] if n not in fusion.inner]
@@ -84,12 +85,12 @@ def _apart(groups: dict[Node, _Fusion], order: list[Node], lost: set[int]) -> di
     return found
 
 
-# Operations whose results have strides that follow from those of their operands.
+# Operations with strides of results that follow from strides of operands.
 _FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim, operator.getitem)
 
 
-def _with_own_strides(order: list[Node]) -> set[Node]:
-    """The values whose strides do not depend on those of arguments of two dims or more."""
+def _find_own_strides(order: list[Node]) -> set[Node]:
+    """Returns the values whose strides do not depend on the strides of arguments of two dims or more."""
     own = set[Node]()
     for node in order:
         value = node.meta.get("val")
@@ -101,10 +102,10 @@ def _with_own_strides(order: list[Node]) -> set[Node]:
     return own
 
 
-def _fusion(node: Node) -> _Fusion | None:
+def _find_fusion(node: Node) -> _Fusion | None:
     if node.kwargs or not isinstance(node.meta.get("val"), Tensor):
         return None
-    fusion = _rotation(node) if node.target in _ADD else _gated(node) if node.target in _MUL else None
+    fusion = _find_rotation(node) if node.target in _ADD else _find_gated(node) if node.target in _MUL else None
     if fusion is None or not all(len(n.users) == 1 for n in fusion.inner):
         return None
     # A write to an operand is not the kernel's.
@@ -120,30 +121,30 @@ def _fusion(node: Node) -> _Fusion | None:
 # x cos + (-b, a) sin of x = (a, b) [batch, heads, time, k], whose memory is [batch, time, heads, k].
 
 
-def _rotation(node: Node) -> _Fusion | None:
+def _find_rotation(node: Node) -> _Fusion | None:
     one, other = node.args
     for plain, turned in ((one, other), (other, one)):
-        match, factors = _halves(turned), _arguments(plain, _MUL[:1])
+        match, factors = _split_halves(turned), _arguments_of(plain, _MUL[:1])
         if match is None or factors is None:
             continue
         x, sin, inner = match
         cos = factors[1] if factors[0] is x else factors[0] if factors[1] is x else None
-        if isinstance(plain, Node) and isinstance(cos, Node) and _rotates(node, x, cos, sin):
+        if isinstance(plain, Node) and isinstance(cos, Node) and _is_rotation(node, x, cos, sin):
             return _Fusion((plain, *inner), (x, cos, sin), _write_rotation)
     return None
 
 
-def _halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """The parts of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
+def _split_halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
+    """Returns the parts of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
     cat: Any
-    cat, sin = _arguments(turned, _MUL) or (None, None)
-    parts, dim = (*(_arguments(cat, (_ATEN.cat.default,)) or ()), 0, 0)[:2]
+    cat, sin = _arguments_of(turned, _MUL) or (None, None)
+    parts, dim = (*(_arguments_of(cat, (_ATEN.cat.default,)) or ()), 0, 0)[:2]
     if not isinstance(parts, list | tuple) or len(parts) != 2 or not isinstance(sin, Node):
         return None
     negative, a = parts
     b: Any
-    (b,) = _arguments(negative, (_ATEN.neg.default,)) or (None,)
-    first, second = _slice(a), _slice(b)
+    (b,) = _arguments_of(negative, (_ATEN.neg.default,)) or (None,)
+    first, second = _slice_bounds(a), _slice_bounds(b)
     if first is None or second is None or first[0] is not second[0]:
         return None
     x, last = first[0], first[0].meta["val"].ndim - 1
@@ -153,9 +154,9 @@ def _halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
     return x, sin, (turned, cat, negative, a, b)
 
 
-def _slice(node: Any) -> tuple[Node, int, int, int] | None:
-    """The tensor, the dim, the begin and the end of a slice of step 1."""
-    args = _arguments(node, (_ATEN.slice.Tensor,))
+def _slice_bounds(node: Any) -> tuple[Node, int, int, int] | None:
+    """Returns the tensor, the dim, the begin and the end of a slice of step 1."""
+    args = _arguments_of(node, (_ATEN.slice.Tensor,))
     if args is None or not isinstance(args[0].meta.get("val"), Tensor):
         return None
     given: Any = (*args, *(0, None, None, 1)[len(args) - 1 :])
@@ -165,7 +166,7 @@ def _slice(node: Any) -> tuple[Node, int, int, int] | None:
     return x, dim % x.meta["val"].ndim, *slice(begin, end).indices(x.meta["val"].shape[dim])[:2]
 
 
-def _rotates(node: Node, x: Node, cos: Node, sin: Node) -> bool:
+def _is_rotation(node: Node, x: Node, cos: Node, sin: Node) -> bool:
     X, out, tables = x.meta["val"], node.meta["val"], [n.meta.get("val") for n in (cos, sin)]
     if X.ndim != 4 or out.shape != X.shape or not _is_transposed(X) or not _is_transposed(out):
         return False
@@ -182,14 +183,14 @@ def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> Node:
     graph, out = node.graph, node.meta["val"]
     batch, heads, time, k = out.shape
     with graph.inserting_before(node):
-        base = x.all_input_nodes[0] if _exchanges(x) else call(graph, _ATEN.transpose.int, (x, 1, 2), like=node)
+        base = x.all_input_nodes[0] if _is_transpose(x) else call(graph, _ATEN.transpose.int, (x, 1, 2), like=node)
         given = [call(graph, _ATEN.view.default, (base, [batch * time, heads, k]), like=node)]
         given += [call(graph, _ATEN.view.default, (t, [batch * time, k]), like=node) for t in (cos, sin)]
         made = call(graph, _KERNELS.rotate.default, tuple(given), like=node)
-        # Views of the result share memory with the abstract value that they were captured with.
+        # Views of the result share memory with the abstract value of the capture.
         made.meta["val"] = out.transpose(1, 2).view(batch * time, heads, k)
         rows = call(graph, _ATEN.view.default, (made, [batch, time, heads, k]), like=node)
-        for user in filter(_exchanges, list(node.users)):
+        for user in filter(_is_transpose, list(node.users)):
             user.replace_all_uses_with(rows)
         turned = call(graph, _ATEN.transpose.int, (rows, 1, 2), like=node)
     node.replace_all_uses_with(turned)
@@ -197,26 +198,26 @@ def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> Node:
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a value, or a view of it, is a result of the program."""
+    """Returns whether a value, or a view of the value, is a result of the program."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
-def _exchanges(node: Node) -> bool:
-    """Whether it exchanges heads and time."""
-    args = _arguments(node, (_ATEN.transpose.int,))
+def _is_transpose(node: Node) -> bool:
+    """Returns whether a node exchanges heads and time."""
+    args = _arguments_of(node, (_ATEN.transpose.int,))
     return args is not None and args[1:] in ((1, 2), (2, 1))
 
 
-# silu(gate) * ones * up, where silu(gate) * ones is one kernel.
+# silu(gate) * ones * up, where silu(gate) * ones is a single kernel.
 
 
-def _gated(node: Node) -> _Fusion | None:
+def _find_gated(node: Node) -> _Fusion | None:
     pair: Any = node.args
     one, other = pair
     for silu, up in ((one, other), (other, one)):
-        given: Any = _arguments(silu, (_KERNELS.gated_silu.default,)) or (None, None)
+        given: Any = _arguments_of(silu, (_KERNELS.gated_silu.default,)) or (None, None)
         gate, ones = given
-        if _arguments(ones, (_ATEN.ones_like.default,)) is None or not isinstance(up, Node) or up is silu:
+        if _arguments_of(ones, (_ATEN.ones_like.default,)) is None or not isinstance(up, Node) or up is silu:
             continue
         x, y, out = values = [n.meta["val"] for n in (gate, up, node)]
         alike = all(isinstance(one, Tensor) and one.shape == out.shape for one in values)
@@ -233,8 +234,8 @@ def _write_gated(node: Node, gate: Node, up: Node) -> Node:
     return made
 
 
-def _arguments(node: Any, targets: tuple[object, ...]) -> Any:
-    """The arguments by position of a call of one of these operations, a tuple; None for others."""
+def _arguments_of(node: Any, targets: tuple[object, ...]) -> Any:
+    """Returns the arguments by position of a call of a given operation, a tuple. None for other nodes."""
     return node.args if isinstance(node, Node) and node.op == "call_function" and node.target in targets else None
 
 
@@ -243,7 +244,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def _is_kernel(op: object, arguments: tuple[Any, ...], result: Tensor, values: list[Any]) -> bool:
-    """Whether an op has a kernel in C++ here, for values of float32 on a CPU."""
+    """Returns whether an op has a kernel in C++ here, for values of float32 on a CPU."""
     if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.is_neg() for x in values):
         return False
     made = call_of(op, arguments, result)

@@ -1,8 +1,9 @@
-"""Sharding rules of products of groups of rows with a matrix each, which are linear layers of experts.
+"""Sharding rules of products of groups of rows with a matrix each, for example linear layers of experts.
 
-Inputs and outputs are cut as those of a product. Where the matrices are cut, each rank multiplies the rows of its own
-groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism by specs alone, for
-ranks that hold the same rows. A second product reads the rows that the first has made, without a message between.
+Inputs and outputs are cut as in a plain product. Where the matrices are cut, each rank multiplies the rows of the
+rank's groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism only by specs,
+for ranks that hold the same rows. A second product reads the rows that the first product has made, without a message
+between.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,41 +21,41 @@ _Multiply = Callable[[Ranks, Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
 
 
 def grouped_product(use: OpUse) -> list[Strategy]:
-    """`shardfn_kernels::grouped_product`, `multiplied_rows` `(x [m, k], w [e, k, n], counts, transposed, exact)`."""
+    """Returns the strategies of `grouped_product` and `multiplied_rows`: `(x [m, k], w [e, k, n], counts, ...)`."""
     matrix: Dims = (None, "n", "k") if use.args[3] else (None, "k", "n")
-    exact = bool(use.args[4])  # whose chains over inputs are not those of parts of them
+    exact = bool(use.args[4])  # chains over inputs differ from chains over parts of inputs
     labels = Labels(((None, None if exact else "k"), matrix, (None,)), ((None, "n"),), sums=not exact, linear=(0,))
     return [
         whole(use),
         *strategies(use, labels),
-        *_own_matrices(use, _multiplied(use.target), ends=False),
+        *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False),
     ]
 
 
 def grouped_outer(use: OpUse) -> list[Strategy]:
-    """`shardfn_kernels::grouped_outer(x [m, k], y [m, n], counts)`."""
+    """Returns the strategies of `shardfn_kernels::grouped_outer(x [m, k], y [m, n], counts)`."""
     return [whole(use), *strategies(use, Labels((("m", "k"), ("m", "n"), (None,)), ((None, "k", "n"),), linear=(0, 1)))]
 
 
 def grouped_mm(use: OpUse) -> list[Strategy]:
-    """`aten::_grouped_mm(a, b, offs)`, of a [m, k] and b [e, k, n], or of a [k, m] and b [m, n]."""
+    """Returns the strategies of `aten::_grouped_mm(a, b, offs)`: a [m, k] and b [e, k, n], or a [k, m] and b [m, n]."""
     out = [whole(use)]
     if len(use.operands) != 3 or use.operands[0].ndim != 2 or use.arg(3, "bias") is not None:
         return out
     alone = use.arg(4, "out_dtype") is None
 
-    def run(outs: tuple[Form, ...]) -> Run | None:
+    def make_run(outs: tuple[Form, ...]) -> Run | None:
         del outs
-        return lambda ranks, args, kwargs: _torchs(*args, **kwargs)
+        return lambda ranks, args, kwargs: _padded_grouped_mm(*args, **kwargs)
 
     if use.operands[1].ndim == 3:
-        labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=run)
-        return [*out, *strategies(use, labels), *_own_matrices(use, _torchs_of_ends, ends=True)]
-    labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=run)
+        labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=make_run)
+        return [*out, *strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
+    labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=make_run)
     return [*out, *strategies(use, labels)]
 
 
-def _own_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:
+def _cut_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:
     w, form = use.operands[1], use.forms[1]
     if w.shape[0] < 2:
         return []
@@ -65,14 +66,17 @@ def _own_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strate
 
 
 def _name_of(use: OpUse, at: int) -> str:
-    """Returns the name of an operand, which is the third one of the op's arguments."""
+    """Returns the name of an operand, the third of the op's arguments."""
     return next(x.name for x in (*use.args, *use.kwargs.values()) if isinstance(x, Operand) and x.number == at)
 
 
 def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
-    """Returns the rows of this rank's groups are moved to the front, multiplied, and moved back."""
+    """Returns a run that multiplies only the rows of this rank's groups.
 
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    The rows are moved to the front, multiplied, and moved back.
+    """
+
+    def multiply_own(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x, own, sizes, *rest = (*args, *kwargs.values())
         start, stop = ranks.bounds(owner.num, owner.multiple)
         if start == stop:  # zeros that depend on both operands, since all ranks' gradients take part in sums
@@ -86,27 +90,29 @@ def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
         here = (back >= 0) & (back < num)
         return torch.where(here[:, None], y[torch.where(here, back, 0)], 0)
 
-    return run
+    return multiply_own
 
 
-def _multiplied(op: Any) -> _Multiply:
-    def multiply(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+def _multiply_by_sizes(op: Any) -> _Multiply:
+    def multiply_sizes(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
         return (ranks.functions.get(op) or op)(x, w, ends - torch.nn.functional.pad(ends[:-1], (1, 0)), *rest)
 
-    return multiply
+    return multiply_sizes
 
 
-def _torchs_of_ends(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+def _grouped_mm_by_ends(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
     del ranks, rest
-    return _torchs(x, w, ends.int())
+    return _padded_grouped_mm(x, w, ends.int())
 
 
-def _torchs(a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`_grouped_mm` of inputs and outputs of any number, which torch takes in multiples of 16 bytes alone."""
+def _padded_grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Runs `_grouped_mm` on inputs and outputs of any number. Torch takes only multiples of 16 bytes."""
     step = 16 // a.element_size()
     k, n = a.shape[b.ndim == 3], b.shape[-1]
     more_k, more_n = (max(-(-size // step), 1) * step - size for size in (k, n))
-    if b.ndim == 2:  # whose rows are of any number: columns of a must not be neighbours
+    if b.ndim == 2:  # rows of any number: columns of a must not be neighbours
         a = torch.nn.functional.pad(a.t(), (0, more_k)).contiguous().t()
         b = torch.nn.functional.pad(b, (0, more_n))
     elif more_k or more_n:

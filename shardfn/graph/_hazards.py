@@ -1,6 +1,7 @@
-"""Which memory the nodes of a graph read and write, and which nodes may therefore change places.
+"""Memory that the nodes of a graph read and write, and the nodes that may therefore change places.
 
-Nodes have a partial order, made of the rules below. Any order of the graph that keeps it computes the same bits:
+Nodes have a partial order, made of the rules below. Any order of the graph within the partial order computes the same
+bits:
 
     data             a user comes after its inputs
     read after write, write after read, write after write: of one memory, through any alias
@@ -11,7 +12,7 @@ Nodes have a partial order, made of the rules below. Any order of the graph that
                      their order, as do random ops: so all ranks issue alike; a gather whose result is gathered again
                      (the first of two hops) is on a channel of its own, so that it may run ahead of those
 
-A view reads no memory. It is tied to the memory's values only through its readers.
+A view reads no memory. Only the readers tie a view to the memory's values.
 """
 
 import functools
@@ -34,14 +35,14 @@ _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR, _MESSAGE = -1, -2, -3, -4
 
 
 class Memory:
-    """Which memory each node of a graph shows, reads and writes. Memories are small numbers in order of birth.
+    """Memory that each node of a graph shows, reads and writes. Memories are small numbers in order of birth.
 
     Attributes:
-        order: the nodes.
-        position: index in it.
-        inputs: the inputs of each node.
-        mutated: memories that an op overwrites, by its schema.
-        given: the memories of placeholders.
+        order: nodes.
+        position: index in `order`.
+        inputs: inputs of each node.
+        mutated: memories that an op overwrites, by the op's schema.
+        given: memories of placeholders.
         sizes: bytes of each memory.
     """
 
@@ -52,23 +53,23 @@ class Memory:
         self.sizes: list[int] = []
         self._number: dict[object, int] = {}
         self._raw: dict[Node, tuple[int, ...]] = {}
-        # By node its abstract value, and the memories of that; passes over one draft share it.
+        # By node the abstract value, and the memories of the value. Passes over the same draft share the cache.
         self._known: dict[Node, tuple[Any, Sequence[tuple[int, Any]]]] = gm.meta.get("draft", {})
         # A snapshot: a pass may edit the graph and still ask.
         self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
-        acts = {n: _acts(n.target) if n.op == "call_function" else _NEVER for n in self.order}
+        acts = {n: _acts_of(n.target) if n.op == "call_function" else _NEVER for n in self.order}
         self._waits: dict[Node, Node] = {}
         for node in self.order:
-            self._raw[node] = self._numbers(node)
+            self._raw[node] = self._list_numbers(node)
             if acts[node].waits:
                 self._waits[node] = start_of(node)
-                self._tie(node)
+                self._unite_wait(node)
             elif node.target is operator.getitem and is_wait_input(node):
-                self._tie(node)
-        self._shown = {n: self._found(raw) for n, raw in self._raw.items()}
+                self._unite_wait(node)
+        self._shown = {n: self._find_all(raw) for n, raw in self._raw.items()}
         # From here on all memories that are the same have been united.
         self._view = {n: acts[n].may_view and self._is_view(n) for n in self.order}
-        self._writes = {n: self._of(written_by(n)) for n in self.order if acts[n].writes}
+        self._writes = {n: self._memories_of(written_by(n)) for n in self.order if acts[n].writes}
         self.mutated = {m for memories in self._writes.values() for m in memories}
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
@@ -81,25 +82,28 @@ class Memory:
         return self._view[node]
 
     def mutates(self, node: Node) -> tuple[int, ...]:
-        """Returns the memories that the node overwrites, by its schema."""
+        """Returns the memories that the node overwrites, by the op's schema."""
         return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
-        """Returns the memories whose contents the node needs. For a wait, also those that its transfer reads."""
+        """Returns the memories with contents that the node needs.
+
+        For a wait, also the memories that the transfer reads.
+        """
         if self._view[node]:
             return ()
         start = self._waits.get(node)
-        return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
+        return self._memories_of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
         """Returns the memories that the node overwrites.
 
-        A wait also writes the memory into which its transfer writes.
+        A wait also writes the memory of the transfer's result.
         """
         start = self._waits.get(node)
         if start is None:
             return self.mutates(node)
-        return _once((*self._of(self.inputs[node]), *self.mutates(start)))
+        return _drop_repeats((*self._memories_of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
         """Returns the representative of all memories that were found to be the same."""
@@ -116,7 +120,7 @@ class Memory:
 
     @functools.cached_property
     def far(self) -> set[Node]:
-        """Returns the gathers whose results are gathered again: the first of two hops."""
+        """Returns the first gathers of gathers in two hops."""
         behind: dict[Node, set[Node]] = {}
         out: set[Node] = set()
         for node in self.order:
@@ -129,42 +133,42 @@ class Memory:
                 behind[node] = found
         return out
 
-    def _of(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+    def _memories_of(self, nodes: Sequence[Node]) -> tuple[int, ...]:
         if len(nodes) == 1:
             return self._shown[nodes[0]]
-        return _once(m for n in nodes for m in self._shown[n])
+        return _drop_repeats(m for n in nodes for m in self._shown[n])
 
-    def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
+    def _find_all(self, memories: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the representatives of these memories, each once."""
         if len(memories) == 1:
             return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
-        return _once(map(self.find, memories))
+        return _drop_repeats(map(self.find, memories))
 
-    def _numbers(self, node: Node) -> tuple[int, ...]:
+    def _list_numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
-        # By the storage of the abstract value, which aliases share, as real tensors do.
+        # By the storage of the abstract value. Aliases share a storage, as real tensors do.
         if "val" in node.meta:
-            return tuple([self._new(key, storage) for key, storage in self._storages(node)])
+            return tuple([self._new_memory(key, storage) for key, storage in self._storages_of(node)])
         if node.op != "call_function":
-            return (self._new((node.op, node.target)),)
+            return (self._new_memory((node.op, node.target)),)
         if isinstance(node.target, OpOverload) and not node.target._schema.returns:
             return ()
         # An op without an abstract value may return its arguments.
-        own = self._new(node)
+        own = self._new_memory(node)
         for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
-    def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
-        """Returns the storages of the node's abstract value, with their addresses; cached for a draft."""
+    def _storages_of(self, node: Node) -> Sequence[tuple[int, Any]]:
+        """Returns the storages of the node's abstract value, with addresses. Cached for a draft."""
         val, known = node.meta["val"], self._known.get(node)
         if known is None or known[0] is not val:
             storages = [t.untyped_storage() for t in tensors_of(node)]
             known = self._known[node] = (val, [(x._cdata, x) for x in storages])
         return known[1]
 
-    def _new(self, key: object, storage: Any = None) -> int:
+    def _new_memory(self, key: object, storage: Any = None) -> int:
         found = self._number.get(key)
         if found is None:
             found = self._number[key] = len(self._parent)
@@ -172,8 +176,8 @@ class Memory:
             self.sizes.append(0 if storage is None else storage.nbytes())
         return found
 
-    def _tie(self, node: Node) -> None:
-        """Unites the memory of a wait with that of its transfer, which abstract values may not show."""
+    def _unite_wait(self, node: Node) -> None:
+        """Unites the memory of a wait with the memory of the transfer. Abstract values may not show the connection."""
         start = start_of(node)
         others = list(node.all_input_nodes)
         if start.target is PSUM_SCATTER and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
@@ -192,7 +196,7 @@ class Memory:
 
 
 class _Acts(NamedTuple):
-    """The possible effects of an op: it waits, returns a view, overwrites memory."""
+    """Possible effects of an op: waits, returns a view, overwrites memory."""
 
     waits: bool
     may_view: bool
@@ -203,36 +207,38 @@ _NEVER = _Acts(waits=False, may_view=False, writes=False)
 
 
 @by_identity
-def _acts(target: Any) -> _Acts:
+def _acts_of(target: Any) -> _Acts:
     op = known_op(target)
     moves = op.channel or op.move is not None or op.waits
     looks = isinstance(target, OpOverload) and not moves and not target._schema.is_mutable
     return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
 
 
-def _once(memories: Iterable[int]) -> tuple[int, ...]:
+def _drop_repeats(memories: Iterable[int]) -> tuple[int, ...]:
     """Returns the memories without repetitions, in order."""
     return tuple(dict.fromkeys(memories))
 
 
 def is_wait_input(node: Node) -> bool:
-    """Returns whether the node takes one of several collectives out of a tuple."""
+    """Returns whether the node takes a collective out of a tuple of several."""
     return any(is_start(n) for n in node.all_input_nodes)
 
 
 def keeps_its_place(node: Node) -> bool:
-    """Returns whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
+    """Returns whether a node has an effect: writes, transfers, draws at random or acts outside the graph."""
     if is_fetch(node):
-        return False  # this rank's own affair, and repeatable
-    return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
+        return False  # a matter of this rank only, and repeatable
+    return (
+        bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns_of(node)) or node.op == "placeholder"
+    )
 
 
 def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Node]]:
-    """For each node those that must come before it, in the graph's order.
+    """Returns for each node the nodes that must come before, in the graph's order.
 
     Args:
-        memory: the facts.
-        channels: whether gathers, and reductions, keep their order among themselves.
+        memory: facts about the graph.
+        channels: whether gathers, and reductions, keep their order.
 
     Example:
         >>> import torch
@@ -245,9 +251,10 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     readers: dict[int, list[Node]] = {}
     out: dict[Node, list[Node]] = {}
     for node in memory.order:
-        turns, writes = _turns(node), memory.writes(node)
-        # Nodes that must not run if the program stops before them, and must have run if it stops after them. Also
-        # transfers: a rank that stops must have started exactly those that others wait for.
+        turns, writes = _turns_of(node), memory.writes(node)
+        # Nodes that must not run if the program stops before, and must have run if the program stops afterwards.
+        # Transfers are among these nodes: a rank that stops must have started exactly the transfers that other ranks
+        # wait for.
         stopped = (_EFFECT,) if writes or _RANDOM in turns or is_start(node) else ()
         if turns:
             turns = (_FAR,) if node in memory.far else turns
@@ -262,7 +269,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
             last[m] = node
         for m in reads:
             readers.setdefault(m, []).append(node)
-        # A node may read the memory that it writes.
+        # A node may read and write the same memory.
         before.pop(node, None)
         out[node] = sorted(before, key=memory.position.__getitem__) if len(before) > 1 else list(before)
     return out
@@ -270,11 +277,11 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
 
 def is_stop(node: Node) -> bool:
     """Returns whether the program may end at the node, or the node has an unknown effect."""
-    return _EFFECT in _turns(node)
+    return _EFFECT in _turns_of(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
-    """Returns the same order in reverse: for each node, the nodes that must come after it."""
+    """Returns the same order in reverse: for each node, the nodes that must come after."""
     out: dict[Node, list[Node]] = {n: [] for n in before}
     for node, earlier in before.items():
         for n in earlier:
@@ -285,7 +292,7 @@ def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
 def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[Node]:
     """Returns the legal order nearest to `wish`.
 
-    Each node at its place there, or earlier if one that needs it is earlier.
+    Each node is at the node's place in `wish`, or earlier if a node that needs the first node is earlier.
 
     Example:
         >>> import torch
@@ -311,13 +318,13 @@ def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[No
 
 
 def put_off(order: Sequence[Node], before: dict[Node, list[Node]], lazy: set[Node]) -> list[Node]:
-    """Returns the order with each `lazy` node directly before the first node that must come after it."""
+    """Returns the order with each `lazy` node directly before the first node that must come later."""
     busy = [n for n in order if n not in lazy and n.op != "output"]
     return legal_order([*busy, *(n for n in order if n in lazy), order[-1]], before)
 
 
 def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: set[Node]) -> list[Node]:
-    """Returns the order with each `eager` node directly after the last node that must come before it."""
+    """Returns the order with each `eager` node directly after the last node that must come earlier."""
     first = [n for n in order if n.op == "placeholder"]
     busy = [n for n in order if n not in eager and n.op != "placeholder"]
     late = [n for n in order if n in eager]
@@ -328,9 +335,9 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
 
 
 def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
-    """For each node, the index in `order` after which it could run if nodes that only bring its inputs were moved, too.
+    """Returns for each node the index in `order` after which the node could run, if nodes that only bring inputs moved.
 
-    These are copies, views, fetches, and the first hops of gathers in two hops.
+    Such nodes are copies, views, fetches, and the first hops of gathers in two hops.
     """
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
@@ -344,7 +351,7 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
 
 
 def is_copy(node: Node) -> bool:
-    """Returns whether a node only copies, casts, packs or encodes, and may run next to the transfer of its value."""
+    """Returns whether a node only copies, casts, packs or encodes, and may run next to the transfer of the value."""
     return op_of(node).copies
 
 
@@ -368,7 +375,7 @@ def _turn_of(target: Any) -> tuple[int, ...]:
     return (_EFFECT,) if op.effects else ()
 
 
-def _turns(node: Node) -> tuple[int, ...]:
+def _turns_of(node: Node) -> tuple[int, ...]:
     if node.op != "call_function":
         return ()
     if node.target is WAIT and is_message(start_of(node)):
@@ -378,4 +385,4 @@ def _turns(node: Node) -> tuple[int, ...]:
 
 def is_random(node: Node) -> bool:
     """Returns whether the node draws from torch's generator, or may do more than compute."""
-    return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns(node))
+    return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns_of(node))

@@ -1,9 +1,9 @@
 # pyright: reportPrivateImportUsage=false
-"""Compiles regions of a captured graph by torch's inductor: forward only, with one compilation for equal regions.
+"""Compiles regions of a captured graph by torch's inductor: forward only, with a single compilation for equal regions.
 
-Arithmetic keeps its precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded op by
-op as eager does. Generated code lies in inductor's own cache on disk (`TORCHINDUCTOR_CACHE_DIR`), where a later process
-finds it.
+Arithmetic keeps the precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded op by
+op as eager does. Generated code lies in inductor's cache on disk (`TORCHINDUCTOR_CACHE_DIR`), where a later process
+finds the code.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The compiled regions of one graph.
+    """Compiled regions of a graph.
 
     Attributes:
-        calls: for each region the function of its inputs, which empties the list that it is given.
-        num_compiled: how many different regions there were.
-        cache_hits: how many of these were found on disk.
-        seconds: how long it took.
+        calls: function of each region's inputs. A function empties the list of inputs.
+        num_compiled: number of different regions.
+        cache_hits: number of different regions found on disk.
+        seconds: seconds that compilation took.
     """
 
     calls: tuple[Call, ...]
@@ -49,7 +49,7 @@ class Kernels:
 
 
 def compile_regions(regions: Sequence[Region]) -> Kernels:
-    """Compiles each region; regions with equal text share one kernel.
+    """Compiles each region. Regions with equal text share a kernel.
 
     Returns:
         The kernels, in the order of `regions`.
@@ -65,31 +65,31 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
     texts = [canonical(region) for region in regions]
     if not regions:
         return Kernels((), 0, 0, 0.0)
-    with _compiler():
-        before = _hits()
+    with _use_compiler():
+        before = _count_hits()
         for text, region in zip(texts, regions, strict=True):
             if text not in made:
-                made[text] = _compile(region)
-        hits = _hits() - before
+                made[text] = _compile_region(region)
+        hits = _count_hits() - before
     return Kernels(tuple(made[text] for text in texts), len(made), hits, time.perf_counter() - start)
 
 
 def canonical(region: Region) -> str:
-    """Returns the region as a text without names, which is equal for regions that can share a kernel.
+    """Returns the region as a text without names. Regions that can share a kernel have equal texts.
 
     Example:
         >>> print(canonical(Region((), (), ())))
         graph():
             return ()
     """
-    graph = _graph(region)
-    inputs = [f"{_look(node)}\n" for node in graph.nodes if node.op == "placeholder"]
-    outputs = [_look(node) for node in region.outputs]
+    graph = _region_graph(region)
+    inputs = [f"{_describe_value(node)}\n" for node in graph.nodes if node.op == "placeholder"]
+    outputs = [_describe_value(node) for node in region.outputs]
     return "".join(inputs) + "".join(f"-> {look}\n" for look in outputs) + str(graph)
 
 
 def find_compiler() -> str | None:
-    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if it is not found.
+    """Returns the C++ compiler that inductor would call (`CXX`, else g++), or None if there is no such compiler.
 
     Example:
         >>> find_compiler() is None or len(find_compiler()) > 0
@@ -101,15 +101,15 @@ def find_compiler() -> str | None:
     return next((path for path in found if path), None)
 
 
-def _look(node: Node) -> str:
+def _describe_value(node: Node) -> str:
     value = node.meta["val"]
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
 
-# One region as a graph of its own.
+# A region as a separate graph.
 
 
-def _graph(region: Region) -> Graph:
+def _region_graph(region: Region) -> Graph:
     graph, inner = Graph(), dict[Node, Node]()
     for i, node in enumerate(region.inputs):
         inner[node] = graph.placeholder(f"p{i}")
@@ -117,12 +117,12 @@ def _graph(region: Region) -> Graph:
     for node in region.nodes:
         for given in node.all_input_nodes:
             _copy_views(graph, given, inner)
-        inner[node] = _copied(graph, node, inner)
+        inner[node] = _copy_node(graph, node, inner)
     graph.output(tuple(inner[node] for node in region.outputs))
     return graph
 
 
-def _copied(graph: Graph, node: Node, inner: dict[Node, Node]) -> Node:
+def _copy_node(graph: Graph, node: Node, inner: dict[Node, Node]) -> Node:
     if op_of(node).identity:
         return inner[node.all_input_nodes[0]]
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), inner.__getitem__)
@@ -136,20 +136,22 @@ def _copy_views(graph: Graph, node: Node, inner: dict[Node, Node]) -> None:
         chain.append(node)
         node = node.all_input_nodes[0]
     for view in reversed(chain):
-        inner[view] = _copied(graph, view, inner)
+        inner[view] = _copy_node(graph, view, inner)
 
 
-# One region as a kernel.
+# A region as a kernel.
 
 
-def _compile(region: Region) -> Call:
+def _compile_region(region: Region) -> Call:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Shapes are numbers, but without an environment for symbols inductor's cache stays shut.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        inputs = [_like(node.meta["val"]) for node in region.inputs]
-        gm = make_fx(_functional(GraphModule({}, _graph(region))), decomposition_table=_decompositions())(*inputs)
+        inputs = [_empty_like(node.meta["val"]) for node in region.inputs]
+        gm = make_fx(
+            _functionalize(GraphModule({}, _region_graph(region))), decomposition_table=_decomposition_table()
+        )(*inputs)
     output = next(iter(reversed(gm.graph.nodes)))
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in region.outputs]
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
@@ -157,51 +159,51 @@ def _compile(region: Region) -> Call:
         with tracing(TracingContext(mode)):
             compiled = inductor("compile_fx").compile_fx_inner(gm, inputs, is_inference=True)
     except Exception as error:
-        raise _explained(error) from error
+        raise _explain_error(error) from error
     return compiled.current_callable  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _functional(gm: GraphModule) -> Callable[..., Any]:
+def _functionalize(gm: GraphModule) -> Callable[..., Any]:
     """Returns a decomposition without writes in place: inputs must not change."""
     return torch.func.functionalize(lambda *args: gm(*args), remove="mutations")
 
 
-def _like(value: torch.Tensor) -> torch.Tensor:
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _decompositions() -> dict[Any, Any]:
+def _decomposition_table() -> dict[Any, Any]:
     table = inductor("decomposition").select_decomp_table()
-    tanh = {_ATEN.gelu.default: _gelu, _ATEN.gelu_backward.default: _gelu_backward}
-    return table | {op: _for_tanh(form, table[op]) for op, form in tanh.items()}
+    tanh = {_ATEN.gelu.default: _tanh_gelu, _ATEN.gelu_backward.default: _tanh_gelu_backward}
+    return table | {op: _select_tanh(form, table[op]) for op, form in tanh.items()}
 
 
-def _for_tanh(form: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+def _select_tanh(form: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: form(*args) if kwargs.get("approximate") == "tanh" else other(*args, **kwargs)
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by 0.5 (1 + tanh u) = sigmoid(2 u): equal up to the last bits, in half the time."""
-    wide = _wide(x)
-    return (wide * torch.sigmoid(2 * _inside(wide))).to(x.dtype)
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Returns GELU by 0.5 (1 + tanh u) = sigmoid(2 u): equal up to the last bits, in half the time."""
+    wide = _to_wide(x)
+    return (wide * torch.sigmoid(2 * _tanh_argument(wide))).to(x.dtype)
 
 
-def _gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    wide = _wide(x)
-    gate = torch.sigmoid(2 * _inside(wide))
+def _tanh_gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    wide = _to_wide(x)
+    gate = torch.sigmoid(2 * _tanh_argument(wide))
     slope = 2 * _SCALE * (1 + 3 * _CUBIC * wide * wide)
-    return (_wide(grad) * (gate + wide * gate * (1 - gate) * slope)).to(x.dtype)
+    return (_to_wide(grad) * (gate + wide * gate * (1 - gate) * slope)).to(x.dtype)
 
 
-def _inside(x: torch.Tensor) -> torch.Tensor:
+def _tanh_argument(x: torch.Tensor) -> torch.Tensor:
     return _SCALE * (x + _CUBIC * x * x * x)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _to_wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _explained(error: Exception) -> Exception:
+def _explain_error(error: Exception) -> Exception:
     inner, kinds = getattr(error, "inner_exception", error), inductor("exc")
     if not isinstance(inner, kinds.CppCompileError | kinds.InvalidCxxCompiler):
         return error
@@ -212,14 +214,15 @@ def _explained(error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def _compiler() -> Iterator[None]:
-    """Inductor with our settings; kernels go to the C++ compiler while the next region is still being lowered."""
+def _use_compiler() -> Iterator[None]:
+    """Calls inductor with our settings. Kernels go to the C++ compiler while the next region is still being lowered."""
     inductor("compile_fx")
     config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
     cores = num_processors()
     under_way: list[tuple[Any, dict[str, Any]]] = []
     with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
-        # A region's code is waited for after the last one has been lowered. One thread at a time is here.
+        # The wait for a region's code comes after the last region has been lowered. Only a single thread at a time is
+        # here.
         wait = AsyncCompile.wait
         AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
         try:
@@ -230,7 +233,7 @@ def _compiler() -> Iterator[None]:
             for compiler, scope in under_way:
                 compiler.wait(scope)
         except Exception as error:
-            raise _explained(error) from error
+            raise _explain_error(error) from error
 
 
 _SETTINGS: dict[str, Any] = {
@@ -240,10 +243,10 @@ _SETTINGS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
-    # 0.3 us a tensor, against code that would read past its end.
+    # 0.3 us a tensor, against code that would read past the tensor's end.
     "size_asserts": True,
 }
 
 
-def _hits() -> int:
+def _count_hits() -> int:
     return dynamo_counters()["inductor"]["fxgraph_cache_hit"]

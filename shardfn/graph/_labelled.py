@@ -1,7 +1,7 @@
-"""Sharding rules of ops that treat some dims alike: dims have labels, and where a label is cut, it is cut everywhere.
+"""Sharding rules of ops that treat some dims equally: dims have labels, and a cut label is cut in all operands.
 
-A label names one dim of each operand and result that has it. Products, pointwise ops, reductions, norms, lookups
-and attention differ in their labels alone: `mk, kn -> mn`. A label that no result has is summed over.
+A label names a dim of each operand and result that has the label. Products, pointwise ops, reductions, norms, lookups
+and attention differ only in labels, for example `mk, kn -> mn`. A label that no result has is summed over.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ Dims = tuple[object, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The labels of an op's dims.
+    """Labels of an op's dims.
 
     Attributes:
-        ins: the labels of each operand's dims.
-        outs: outputs of each result's.
-        sums: whether a label that no result has may be cut: the op is a sum over it.
-        linear: operands in which the op is linear, each by itself. Its result is partial if one of them is.
-        together: the op is linear in these operands taken together, as a sum is.
-        run: see `Strategy`; given the forms of the results.
+        ins: labels of each operand's dims.
+        outs: labels of each result's dims.
+        sums: whether a label that no result has may be cut, since the op is a sum over the label.
+        linear: operands in which the op is linear, each separately. The result is partial if such an operand is.
+        together: operands in which the op is linear if taken together, as a sum is.
+        run: see `Strategy`. A function of the forms of the results.
     """
 
     ins: tuple[Dims, ...]
@@ -37,23 +37,23 @@ class Labels:
 def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
     """Returns the rule of an op with labels."""
 
-    def rule(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         return [whole(use), *strategies(use, label(use))]
 
-    return rule
+    return apply_rule
 
 
 def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
-    """Returns the strategies that cut one label, and those that leave a sum to be taken."""
+    """Returns the strategies that cut a label, and the strategies that leave a sum to be taken."""
     out: list[Strategy] = []
-    for name, size in _sizes(use, labels).items():
+    for name, size in _label_sizes(use, labels).items():
         summed = not any(name in dims for dims in labels.outs)
         if size < 2 or (summed and not labels.sums):
             continue
-        for way in _ways(use, labels, name):
-            ins = tuple(_form(use, x, dims, name, way) for x, dims in zip(use.operands, labels.ins, strict=True))
+        for way in _ways_to_cut(use, labels, name):
+            ins = tuple(_form_of(use, x, dims, name, way) for x, dims in zip(use.operands, labels.ins, strict=True))
             outs = tuple(
-                PARTIAL if summed else _form(use, x, dims, name, way)
+                PARTIAL if summed else _form_of(use, x, dims, name, way)
                 for x, dims in zip(use.outs, labels.outs, strict=True)
             )
             if all(form != VARYING for form in outs):
@@ -65,16 +65,16 @@ def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     return out
 
 
-def _form(use: OpUse, x: Operand, dims: Dims, name: object, way: tuple[int, Parts]) -> Form:
+def _form_of(use: OpUse, x: Operand, dims: Dims, name: object, way: tuple[int, Parts]) -> Form:
     return use.cut(dims.index(name), x.shape[dims.index(name)], *way) if name in dims else VARYING
 
 
-def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
+def _label_sizes(use: OpUse, labels: Labels) -> dict[object, int]:
     sides = (*zip(use.operands, labels.ins, strict=True), *zip(use.outs, labels.outs, strict=True))
     return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
 
 
-def _ways(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
+def _ways_to_cut(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
     """Returns the multiples and parts by which operands are cut along a label, and the plain way."""
     found: set[tuple[int, Parts]] = {(1, ())}
     for form, dims in zip(use.forms, labels.ins, strict=True):
@@ -87,34 +87,34 @@ def _ways(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
 
 
 def broadcast(use: OpUse) -> Labels:
-    """Pointwise: the dims of the results, to which operands are broadcast."""
+    """Labels a pointwise op by the dims of the results, to which operands are broadcast."""
     out = use.outs[0]
     ins = tuple(aligned(x, out) for x in use.operands)
     return Labels(ins, tuple(tuple(range(x.ndim)) for x in use.outs))
 
 
 def aligned(x: Operand, out: Operand) -> Dims:
-    """Labels of an operand's dims: the dims of the result that they are broadcast to."""
+    """Returns labels of an operand's dims: the dims of the result to which the operand's dims are broadcast."""
     lead = out.ndim - x.ndim
     return tuple(i + lead if size == out.shape[i + lead] else None for i, size in enumerate(x.shape))
 
 
 def sum_of_operands(use: OpUse) -> Labels:
-    """Pointwise and linear in all its operands together, if these are all tensors."""
+    """Labels an op that is pointwise and linear in all operands together, if all operands are tensors."""
     labels = broadcast(use)
     every = tuple(range(len(use.operands)))
     alone = len(every) == len(use.args)
-    # A partial operand that is broadcast stays a summand. A number would be added once a rank.
+    # A partial operand that is broadcast stays a summand. A number would be added on every rank.
     return dataclasses.replace(labels, together=every if alone else ())
 
 
 def unary_linear(use: OpUse) -> Labels:
-    """Pointwise and linear."""
+    """Labels an op of a single operand that is pointwise and linear."""
     return dataclasses.replace(broadcast(use), together=(0,))
 
 
 def scaled(use: OpUse) -> Labels:
-    """Returns a product with a number, or of two: a sum that is scaled may be taken afterwards."""
+    """Labels a product with a number, or of two tensors: a sum that is scaled may be taken afterwards."""
     labels = broadcast(use)
     if len(use.operands) == 1:
         return dataclasses.replace(labels, together=(0,))
@@ -123,7 +123,7 @@ def scaled(use: OpUse) -> Labels:
 
 
 def divided(use: OpUse) -> Labels:
-    """Returns a quotient: linear in the dividend."""
+    """Labels a quotient, linear in the dividend."""
     labels = broadcast(use)
     small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
     first = isinstance(use.args[0], Operand)
@@ -132,18 +132,21 @@ def divided(use: OpUse) -> Labels:
 
 
 def product(*terms: str) -> Callable[[OpUse], Labels]:
-    """Products: `product("mk", "kn", "mn")`."""
+    """Returns the labelling of products, for example `product("mk", "kn", "mn")`."""
     ins, out = tuple(tuple(t) for t in terms[:-1]), tuple(terms[-1])
     return lambda use: Labels(ins, (out,), sums=True, linear=(0,))
 
 
 def keeps_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
-    """Computes along some dims, on which nothing may be cut, for each index of the others; results have all dims."""
+    """Labels an op that computes along some dims, not to be cut, for each index of the others.
 
-    def label(use: OpUse) -> Labels:
+    Results have all dims.
+    """
+
+    def label_op(use: OpUse) -> Labels:
         x = use.operands[0]
         closed = {d % max(x.ndim, 1) for d in dims(use)}
         own: Dims = tuple(None if i in closed else i for i in range(x.ndim))
         return Labels(tuple(own for _ in use.operands), tuple(own for _ in use.outs))
 
-    return label
+    return label_op

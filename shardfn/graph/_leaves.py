@@ -1,4 +1,4 @@
-"""Finds the leaves of a transfer: those whose elements it moves, or those that its sum updates."""
+"""Finds the leaves of a transfer: leaves whose elements the transfer moves, or leaves that the sum updates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from ._values import is_view
 
 
 def leaves_behind(own: Any) -> tuple[str, ...]:
-    """Paths of the leaves that a transfer's operand, a node or a list of them, is made of, in the operand's order.
+    """Returns the paths of the leaves that a transfer's operand, a node or a list of nodes, is made of, in order.
 
-    Leaves in `node.meta["gradient_of"]`, where a capture has noted them, count too.
+    Leaves in `node.meta["gradient_of"]`, where a capture has noted leaves, count too.
     """
     names: dict[str, None] = {}
     for operand in own if isinstance(own, (list, tuple)) else [own]:
@@ -23,7 +23,7 @@ def leaves_behind(own: Any) -> tuple[str, ...]:
 
 
 class Updates:
-    """Follows a reduced gradient to the optimizer's op that takes it, which names the parameter beside it."""
+    """Follows a reduced gradient to the optimizer's op that takes the gradient. The op names the parameter, too."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._takers: dict[Node, dict[Node, int]] = {}
@@ -32,19 +32,19 @@ class Updates:
                 self._takers[node] = {g: i for i, g in enumerate(node.args[1])}
 
     def leaves_after(self, wait: Node, limit: int = 4096) -> tuple[str, ...]:
-        """Paths of the parameters that the value of `wait` updates."""
+        """Returns the paths of the parameters that the value of `wait` updates."""
         stack, seen, names = [wait], {wait}, dict[str, None]()
         while stack and len(seen) < limit:
             node = stack.pop()
             for user in node.users:
                 if user in self._takers:
-                    names.update(dict.fromkeys(self._leaf(user, node)))
+                    names.update(dict.fromkeys(self._find_leaf(user, node)))
                 elif user not in seen and _keeps_identity(user) and user.args[0] is node:
                     seen.add(user)
                     stack.append(user)
         return tuple(names)
 
-    def _leaf(self, taker: Node, grad: Node) -> tuple[str, ...]:
+    def _find_leaf(self, taker: Node, grad: Node) -> tuple[str, ...]:
         at = self._takers[taker].get(grad)
         if at is None:
             return ()
@@ -55,18 +55,18 @@ class Updates:
 
 def sources(node: Node) -> Iterator[Node]:
     """Yields the nodes that a value's elements come from by cuts, joins, casts, codes, transfers or copies."""
-    stack, seen = list(node.all_input_nodes) if _carries(node) else [], {node}
+    stack, seen = list(node.all_input_nodes) if _is_moving(node) else [], {node}
     while stack:
         n = stack.pop()
         if n in seen:
             continue
         seen.add(n)
         yield n
-        if _carries(n):
+        if _is_moving(n):
             stack.extend(n.all_input_nodes)
 
 
-def _carries(node: Node) -> bool:
+def _is_moving(node: Node) -> bool:
     """Returns whether `node` moves elements and computes nothing with them."""
     return node.op == "call_function" and (op_of(node).carries or is_view(node))
 

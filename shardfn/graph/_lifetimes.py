@@ -1,15 +1,15 @@
-"""Lifetimes of the memory of a captured step: when the graph, run in its order, allocates and frees each piece.
+"""Lifetimes of the memory of a captured step: when the graph, run in order, allocates and frees each piece.
 
-A value dies after its last use, and memory after the last value that shows it. Placeholders belong to the caller and
-constants to the graph: they live throughout; outputs live to the end. A transfer holds its operands until its wait, and
-memory of its own:
+A value dies after the last use, and memory after the last value that shows the memory. Placeholders belong to the
+caller and constants to the graph, and live throughout. Outputs live to the end. A transfer holds the operands until the
+wait, and further memory:
 
     all_gather    the result, from start to its last use
     psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; for two ranks they become
                   the result, else the result is added at the wait
     psum          a packed copy of its parts, which becomes the result
 
-A token counts as the bytes on disk that it names.
+A token counts as the bytes on disk that the token names.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from ._values import storage_of, tensors_of
 
 @dataclasses.dataclass
 class Block:
-    """A piece of memory.
+    """Piece of memory.
 
     Attributes:
-        nbytes: its size.
-        maker: the node that makes it.
-        born: position in the graph of the node at which it comes to life; -1 for memory that is there before.
-        dies: position of the last node at which it is alive.
-        holders: the nodes whose values show it; empty for buffers inside a transfer.
-        operand: the purpose of a buffer inside a transfer.
+        nbytes: size.
+        maker: node that makes the block.
+        born: position in the graph of the node at which the block comes to life, or -1 for memory that is there before.
+        dies: position of the last node at which the block is alive.
+        holders: nodes with values that show the block. Empty for buffers inside a transfer.
+        operand: purpose of a buffer inside a transfer.
     """
 
     nbytes: int
@@ -47,15 +47,15 @@ class Block:
 
 
 def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
-    """Every piece of memory of the step, in the order of birth.
+    """Returns every piece of memory of the step, in the order of birth.
 
     Args:
-        gm: the step.
-        sent: its transfers between ranks.
+        gm: captured step.
+        sent: transfers between ranks.
     """
     nodes = list(gm.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
-    blocks = _stored(nodes, at)
+    blocks = _memories_of(nodes, at)
     hidden: list[Block] = []
     for local in moves(gm):
         _hold_operands(local, at, blocks)
@@ -63,13 +63,13 @@ def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
         _hold_operands(move, at, blocks)
         if move.wait is not None:
             if move.node.target is torch.ops.shardfn.psum_scatter_start.default:
-                hidden += _arriving(move, at, blocks)
+                hidden += _arriving_buffers(move, at, blocks)
     out = [*blocks.values(), *hidden]
     return sorted((b for b in out if b.nbytes), key=lambda b: b.born)
 
 
-def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
-    """The memory that the values show, by identity."""
+def _memories_of(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
+    """Returns the memory that the values show, by identity."""
     end, blocks = len(nodes) - 1, dict[int, Block]()
     for i, node in enumerate(nodes):
         given = node.op in ("placeholder", "get_attr")
@@ -89,15 +89,15 @@ def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
 
 def _hold_operands(move: Transfer | MemoryMove, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
     if move.wait is None or move.node.target is torch.ops.shardfn.psum_start.default:
-        return  # it sends a packed copy
+        return  # the transfer sends a packed copy
     for node in move.node.all_input_nodes:
         for tensor in tensors_of(node):
             block = blocks[storage_of(tensor)]
             block.dies = max(block.dies, at[move.wait])
 
 
-def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
-    """The buffers of a psum_scatter; its result is allocated at the wait."""
+def _arriving_buffers(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
+    """Returns the buffers of a psum_scatter. The result is allocated at the wait."""
     assert move.wait is not None
     start, wait = at[move.node], at[move.wait]
     result = blocks[storage_of(tensors_of(move.node)[0])]
@@ -112,7 +112,7 @@ def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block
     # With two ranks the sum overwrites the block that arrives.
     made = [Block(rows * own, move.node, start, wait - 1 if rows == 1 else wait, operand="arriving")]
     if size == 2:
-        # A 32-bit total and a row cast to be added to it; with several rows the result is not one of them.
+        # A 32-bit total and a row cast to be added to the total. With several rows the result is a separate block.
         wide = 2 * 4 * move.sizes[index] - (own if rows > 1 else 0)
         made.append(Block(wide, move.wait, wait, wait, operand="32-bit sum"))
     return made

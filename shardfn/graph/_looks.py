@@ -1,4 +1,7 @@
-"""Chains of views that show all elements of one tensor in their order, which one view can take from the first."""
+"""Chains of views that show all elements of a tensor in order.
+
+A single view of the first tensor can replace such a chain.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -14,7 +17,7 @@ _RESIZES = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.se
 
 
 def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
-    """Returns the earliest value with all elements of a view in its order, by view.
+    """Returns by view the earliest value with all elements of the view in the same order.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,11 +26,13 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
         {'view': 'add', 'unsqueeze': 'add', 'select': 'add'}
     """
     first: dict[Node, Node] = {}
-    bases: dict[Node, tuple[Node, ...]] = {}  # by view, all values that it is a view of, the earliest first
-    # Tensors that get another shape are not what they were captured as.
-    reshaped = {storage_of(x) for step in steps if _reshapes(step) for n in step.all_input_nodes for x in tensors_of(n)}
+    bases: dict[Node, tuple[Node, ...]] = {}  # by view, all viewed values, the earliest first
+    # Tensors that get another shape differ from the captured tensors.
+    reshaped = {
+        storage_of(x) for step in steps if _is_reshaping(step) for n in step.all_input_nodes for x in tensors_of(n)
+    }
     for step in steps:
-        of = _viewed(step) if isinstance(step, Node) else None
+        of = _viewed_node(step) if isinstance(step, Node) else None
         if isinstance(step, Node) and of is not None and reshaped.isdisjoint(map(storage_of, tensors_of(step))):
             bases[step] = (*bases.get(of, ()), of)
             base = next((base for base in bases[step] if _shows_all(step, base)), None)
@@ -37,11 +42,11 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
 
 
 def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
-    """Returns the steps without views that no other step reads, where those in `first` read their value there."""
+    """Returns the steps without views that no other step reads. Views in `first` are read from the first value."""
     read: set[Node] = set()
     kept: list[Node | Region] = []
     for step in reversed(steps):
-        if isinstance(step, Node) and step not in read and is_view(step) and not _reshapes(step):
+        if isinstance(step, Node) and step not in read and is_view(step) and not _is_reshaping(step):
             continue
         kept.append(step)
         read.update(reads(step, first))
@@ -55,14 +60,14 @@ def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
     return [first[step]] if step in first else step.all_input_nodes
 
 
-def _viewed(node: Node) -> Node | None:
-    # `as_strided` counts in memory, whose strides at run time may be others.
+def _viewed_node(node: Node) -> Node | None:
+    # `as_strided` counts in memory, and strides at run time may be others.
     of = node.args[0] if is_view(node) and node.target is not torch.ops.aten.as_strided.default else None
     return of if isinstance(of, Node) else None
 
 
-def _reshapes(step: Node | Region) -> TypeGuard[Node]:
-    """Returns whether it changes the shape of a tensor, or its memory, in place."""
+def _is_reshaping(step: Node | Region) -> TypeGuard[Node]:
+    """Returns whether a step changes the shape of a tensor, or the tensor's memory, in place."""
     target: Any = step.target if isinstance(step, Node) else None
     return torch.Tag.inplace_view in getattr(target, "tags", ()) or getattr(target, "overloadpacket", None) in _RESIZES
 
@@ -80,5 +85,5 @@ def _shows_all(node: Node, of: Node) -> bool:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Returns whether its strides are those of `view`, also in dims of one element."""
+    """Returns whether the strides are the strides of `view`, also in dims of a single element."""
     return x.stride() == torch.empty(x.shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""The memory that this process may use: that of the machine, or less in a container."""
+"""Memory that this process may use: the machine's memory, or less in a container."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def machine_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Returns the bytes of memory of this machine, or of the smallest control group of Linux that this process is in.
+    """Returns the bytes of memory of this machine, or of this process's smallest Linux control group.
 
     Args:
         root: directory that has `proc` and `sys`.
@@ -19,7 +19,7 @@ def machine_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def _group_limits(root: pathlib.Path) -> Iterator[int]:
-    """Yields the limits of this process's control groups, and of the groups around them, in versions 1 and 2."""
+    """Yields the limits of this process's control groups, and of the surrounding groups, in versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -35,7 +35,7 @@ def _group_limits(root: pathlib.Path) -> Iterator[int]:
         for depth in range(len(parts) + 1):
             try:
                 text = (root / top).joinpath(*parts[:depth], name).read_text().strip()
-            except OSError:  # the groups around a container's are not visible in it
+            except OSError:  # the groups around a container's group are not visible in the container
                 continue
             if text.isdecimal():  # "max" is no limit
                 yield int(text)

@@ -27,16 +27,16 @@ _DECODE, _ALL_TO_ALL = torch.ops.shardfn.decode.default, torch.ops.shardfn.all_t
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A piece of memory that is alive at the peak.
+    """Piece of memory that is alive at the peak.
 
     Attributes:
-        name: the node that makes it.
-        kind: one of `KINDS`.
-        nbytes: its size.
-        shape: the shape of the value that made it; empty for buffers inside an op.
-        dtype: its dtype.
-        leaf: the path of the leaf that it is, or the purpose of a buffer.
-        where: the user's line.
+        name: node that makes the piece.
+        kind: kind, as in `KINDS`.
+        nbytes: size.
+        shape: shape of the value that made the piece. Empty for buffers inside an op.
+        dtype: dtype.
+        leaf: path of the leaf, or the purpose of a buffer.
+        where: user's line.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """The memory of one step on one rank, in bytes.
+    """Memory of a step on a rank, in bytes.
 
     Attributes:
-        peak: the most bytes alive at once on the device; the fields below are about it, but for the last two.
-        by_kind: kind -> bytes alive at the peak; they add up to `peak`.
-        max_by_kind: kind -> the most of it that is alive at any time.
-        node: the node that runs at the peak.
-        where: the user's line there.
-        phase: the phase there.
+        peak: most bytes alive at once on the device. The fields below are about the device, except for the last two.
+        by_kind: kind -> bytes alive at the peak. The sum is `peak`.
+        max_by_kind: kind -> most bytes of the kind that are alive at any time.
+        node: node that runs at the peak.
+        where: user's line there.
+        phase: phase there.
         timeline: bytes alive after each node, in the graph's order.
-        begins: phase -> the position of its first op in the timeline.
-        largest: the largest pieces alive at the peak, largest first.
-        by_memory: "device", "host", "disk" -> the most bytes alive there at once, each at a time of its own.
-        max_by_memory: for each of them, kind -> the most of it that is alive there at any time.
+        begins: phase -> position of the phase's first op in the timeline.
+        largest: largest pieces alive at the peak, largest first.
+        by_memory: "device", "host", "disk" -> most bytes alive there at once, each at a separate time.
+        max_by_memory: "device", "host", "disk" -> kind -> most bytes of the kind that are alive there at any time.
     """
 
     peak: int
@@ -79,40 +79,44 @@ class MemoryAnalysis:
     max_by_memory: Mapping[str, Mapping[str, int]]
 
     def __str__(self) -> str:
-        """A table: kinds, then the largest pieces."""
-        head = f"peak {_mib(self.peak)} in {self.phase} at {self.node}" + (f" ({self.where})" if self.where else "")
+        """Returns a table: kinds, then the largest pieces."""
+        head = f"peak {_format_mib(self.peak)} in {self.phase} at {self.node}" + (
+            f" ({self.where})" if self.where else ""
+        )
         kinds = [
-            f"  {k:<12} {_mib(self.by_kind[k])}   (at most {_mib(self.max_by_kind[k])})"
+            f"  {k:<12} {_format_mib(self.by_kind[k])}   (at most {_format_mib(self.max_by_kind[k])})"
             for k in KINDS
             if self.max_by_kind[k]
         ]
-        rows = [f"  {_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest]
-        return "\n".join([head, *kinds, *self._elsewhere(), "largest:", *rows])
+        rows = [
+            f"  {_format_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest
+        ]
+        return "\n".join([head, *kinds, *self._other_kinds(), "largest:", *rows])
 
-    def _elsewhere(self) -> list[str]:
-        """A line for each other kind of memory that is used."""
+    def _other_kinds(self) -> list[str]:
+        """Returns a line for each other kind of memory that is used."""
         used = [m for m in MEMORIES[1:] if self.by_memory[m]]
-        shown = {m: [f"{k} {_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
-        return [f"{m} peak {_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
+        shown = {m: [f"{k} {_format_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
+        return [f"{m} peak {_format_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
 
 
 def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = False) -> MemoryAnalysis:
-    """The peak of live tensor bytes of a captured step, by kind and over time.
+    """Returns the peak of live tensor bytes of a captured step, by kind and over time.
 
-    live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
-    peak = max_i live(i), for each memory. Kinds: arguments are `params`, `optimizer`, `batch` (or `other`); results of
-    gathers and of fetches for the loss are `gathered`; values made in the backward for the update or for a sum over
-    ranks are `grads`; values made in the forward and used in the backward are `activations`; results that no node reads
-    are `other`; the rest is `temporaries`.
+    live(i) = sum of the blocks born at or before node i that die at or after node i, and the scratch of i. peak = max_i
+    live(i), for each memory. Kinds: arguments are `params`, `optimizer`, `batch` (or `other`). Results of gathers and
+    of fetches for the loss are `gathered`. Values made in the backward for the update or for a sum over ranks are
+    `grads`. Values made in the forward and used in the backward are `activations`. Results that no node reads are
+    `other`. The rest is `temporaries`.
 
     Args:
-        gm: the step.
-        largest: how many of the largest pieces at the peak to list.
-        balanced: of the rows that an exchange brings, and that the step holds exactly (`exact_rows`), the number that
-            this rank sends counts, as with equally busy experts. Else the most that may come count.
+        gm: captured step.
+        largest: number of the largest pieces at the peak to list.
+        balanced: whether this rank's share of rows of an exchange counts, as with equally busy experts. Applies to rows
+            that the step holds exactly (`exact_rows`). Else the most rows that may come count.
 
     Returns:
-        The analysis; `print` shows it as a table.
+        The analysis. `print` shows a table.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -124,8 +128,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     blocks = blocks_of(gm, sent)
     if balanced:
         shares = balanced_shares(gm)
-        blocks = [_shrunk(b, shares) for b in blocks]
-    kinds = _kinds(blocks, sent, phases)
+        blocks = [_shrink_block(b, shares) for b in blocks]
+    kinds = _kinds_of(blocks, sent, phases)
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
     at, scratch = walk.at, _scratch_in("device", nodes)
@@ -133,25 +137,25 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,
-        by_kind=_sums(alive, scratch[at]),
+        by_kind=_sum_by_kind(alive, scratch[at]),
         max_by_kind=walk.most,
         node=nodes[at].name,
         where=where_of(nodes[at]),
         phase=phases[nodes[at]],
         timeline=tuple(walk.timeline),
-        begins=_begins(nodes, phases),
-        largest=tuple(_live(b, k) for b, k in top),
+        begins=_phase_begins(nodes, phases),
+        largest=tuple(_describe_live(b, k) for b, k in top),
         by_memory={m: max(w.peak, 0) for m, w in walks.items()},
         max_by_memory={m: w.most for m, w in walks.items()},
     )
 
 
-def _shrunk(block: Block, shares: Mapping[Node, float]) -> Block:
+def _shrink_block(block: Block, shares: Mapping[Node, float]) -> Block:
     share = next((shares[h] for h in block.holders if h in shares), 1.0)
     return dataclasses.replace(block, nbytes=math.ceil(block.nbytes * share))
 
 
-def _begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
+def _phase_begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
     begins: dict[str, int] = {}
     for i, node in enumerate(nodes):
         if node.op == "call_function":
@@ -164,7 +168,7 @@ def _begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]
 
 @dataclasses.dataclass
 class _RunningTotals:
-    """Running totals: the peak, where it was, and the peak of each kind."""
+    """Running totals: the peak with the peak's position, and the peak of each kind."""
 
     at: int
     peak: int
@@ -175,15 +179,15 @@ class _RunningTotals:
 def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _RunningTotals:
     mine = [memory_of(b.maker) == memory for b in blocks]
     chosen = list(itertools.compress(blocks, mine)), list(itertools.compress(kinds, mine))
-    return _walk(*chosen, _scratch_in(memory, nodes))
+    return _walk_blocks(*chosen, _scratch_in(memory, nodes))
 
 
 def _scratch_in(memory: str, nodes: Sequence[Node]) -> list[int]:
     return [scratch_bytes(n) if memory_of(n) == memory else 0 for n in nodes]
 
 
-def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _RunningTotals:
-    born, dead = _events(blocks, kinds, len(scratch))
+def _walk_blocks(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _RunningTotals:
+    born, dead = _births_and_deaths(blocks, kinds, len(scratch))
     now = {k: sum(n for kind, n in born[-1] if kind == k) for k in KINDS}
     total, walk = sum(now.values()), _RunningTotals(0, -1, dict(now), [])
     for i, extra in enumerate(scratch):
@@ -204,8 +208,8 @@ def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int])
 _Events = list[list[tuple[str, int]]]
 
 
-def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
-    """The blocks allocated at each node, and freed after it. The last births are of blocks that exist before the step.
+def _births_and_deaths(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
+    """Returns the blocks allocated at each node, and freed afterwards. The last births exist before the step.
 
     Blocks that are alive at the last node outlive the step.
     """
@@ -218,7 +222,7 @@ def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[
     return born, dead
 
 
-def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
+def _sum_by_kind(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
     sums = dict.fromkeys(KINDS, 0)
     for block, kind in alive:
         sums[kind] += block.nbytes
@@ -226,9 +230,9 @@ def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
     return sums
 
 
-def _live(block: Block, kind: str) -> Live:
+def _describe_live(block: Block, kind: str) -> Live:
     maker = block.maker
-    # Memory that rows do not fill is larger than its block.
+    # Memory that rows do not fill is larger than the block.
     fits = [t for t in tensors_of(maker) if t.untyped_storage().nbytes() >= block.nbytes]
     value = min(fits, key=lambda t: t.untyped_storage().nbytes(), default=None)
     shown = value is not None and not block.operand
@@ -238,19 +242,19 @@ def _live(block: Block, kind: str) -> Live:
     return Live(maker.name, kind, block.nbytes, shape, dtype, leaf, where_of(maker))
 
 
-def _mib(nbytes: int) -> str:
+def _format_mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
 # Kinds of memory.
 
 
-def _kinds(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
-    gathered, summed = _moved(moves)
-    return [_kind(b, gathered, summed, phases) for b in blocks]
+def _kinds_of(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
+    gathered, summed = _moved_nodes(moves)
+    return [_kind_of(b, gathered, summed, phases) for b in blocks]
 
 
-def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[Node, str]) -> str:
+def _kind_of(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[Node, str]) -> str:
     maker = block.maker
     if maker.op != "call_function":
         kind = maker.meta.get("kind", "other")
@@ -272,8 +276,8 @@ def _kind_by_use(made: str, used: set[str]) -> str:
     return "other" if "output" in used else "temporaries"
 
 
-def _moved(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
-    """The nodes that show gathered values, and the nodes that show sums over ranks or their parts."""
+def _moved_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
+    """Returns the nodes that show gathered values, and the nodes that show sums over ranks or parts of sums."""
     gathered, summed = set[Node](), set[Node]()
     for move in moves:
         mine = {move.node} if move.wait is None else {move.node, move.wait}

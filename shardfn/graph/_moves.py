@@ -1,4 +1,4 @@
-"""The moves of a captured step between device, host and disk, and the memory that each value is in."""
+"""Moves of a captured step between device, host and disk, and the memory that each value is in."""
 
 import dataclasses
 from typing import Any, cast
@@ -15,16 +15,16 @@ from ._values import num_bytes, phases_of, tensors_of, where_of
 
 @dataclasses.dataclass(frozen=True)
 class MemoryMove:
-    """One transfer between memories.
+    """Transfer between memories.
 
     Attributes:
-        node: the node that starts it.
-        wait: the node that waits for it, or None.
-        src: the memory that it leaves.
-        dst: the memory that it goes to.
-        nbytes: bytes that it moves.
+        node: node that starts the move.
+        wait: node that waits for the move, or None.
+        src: memory that the value leaves.
+        dst: memory that the value goes to.
+        nbytes: bytes that the move carries.
         phase: "forward", "backward" or "update".
-        where: the user's line.
+        where: user's line.
     """
 
     node: Node
@@ -37,10 +37,10 @@ class MemoryMove:
 
 
 def moves(gm: GraphModule) -> list[MemoryMove]:
-    """Returns the moves of a captured step, in the order of their starts; moves of nothing are left out.
+    """Returns the moves of a captured step, in the order of the starts. Moves of nothing are left out.
 
     Args:
-        gm: the step.
+        gm: captured step.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -50,7 +50,7 @@ def moves(gm: GraphModule) -> list[MemoryMove]:
         [('device', 'host', 12)]
     """
     phases = phases_of(gm)
-    found = [_move(node, phases[node]) for node in gm.graph.nodes if is_move(node)]
+    found = [_move_of(node, phases[node]) for node in gm.graph.nodes if is_move(node)]
     return [move for move in found if move.nbytes]
 
 
@@ -60,7 +60,7 @@ def is_move(node: Node) -> bool:
 
 
 def is_fetch(node: Node) -> bool:
-    """Returns whether `node` only brings a value nearer to where it is used, or waits for such a move."""
+    """Returns whether `node` only brings a value nearer to the value's use, or waits for such a move."""
     start = node.args[0] if op_of(node).waits else node
     return isinstance(start, Node) and op_of(start).fetches
 
@@ -80,17 +80,17 @@ def moved_bytes(start: Node) -> int:
 
 
 def memory_of(node: Node) -> MemoryKind:
-    """Returns the memory in which `node` makes its value."""
+    """Returns the memory in which `node` makes a value."""
     return op_of(node).makes_in or node.meta.get("memory", "device")
 
 
 def stored_bytes(node: Node) -> int:
-    """Returns the bytes on disk that a token names. Its node is a placeholder or a writer."""
+    """Returns the bytes on disk that a token names. The token's node is a placeholder or a writer."""
     shape, dtype = cast(tuple[Any, Any], node.meta["stored"] if node.op == "placeholder" else node.args)
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _move(node: Node, phase: str) -> MemoryMove:
+def _move_of(node: Node, phase: str) -> MemoryMove:
     src, dst, _ = crossing(node)
     wait = next((u for u in node.users if op_of(u).waits), None)
     return MemoryMove(node, wait, src, dst, moved_bytes(node), phase, where_of(node))

@@ -14,10 +14,10 @@ from ._transfers import is_start, is_wait
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
-    """Returns a number for each node; equal for equal ops on equal placeholders, with no write to these in between.
+    """Returns a number for each node. Equal ops on equal placeholders, not written in between, have equal numbers.
 
-    A gather of the same block is the same value, and so is a fetch. Values that are overwritten later, drawn at random
-    or summed over ranks equal no others.
+    For example, two gathers of the same block are the same value, and so are two fetches. Values that are overwritten
+    later, drawn at random or summed over ranks equal no other values.
 
     Example:
         >>> import torch
@@ -36,11 +36,11 @@ class _Numbering:
         self._seen: dict[Hashable, int] = {}
         self.out: dict[Node, int] = {}
         for node in memory.order:
-            self.out[node] = self._seen.setdefault(self._key(node), len(self._seen))
+            self.out[node] = self._seen.setdefault(self._node_key(node), len(self._seen))
             for m in memory.writes(node):
                 self._version[m] = self._version.get(m, 0) + 1
 
-    def _key(self, node: Node) -> Hashable:
+    def _node_key(self, node: Node) -> Hashable:
         memory = self._memory
         moving = is_start(node) and node.target is not ALL_GATHER and not is_fetch(node)
         if node.op != "call_function" or moving or memory.mutates(node) or is_random(node):
@@ -48,16 +48,16 @@ class _Numbering:
         if any(m in memory.mutated and m not in memory.given for m in memory.shown(node)):
             return node
         if is_wait(node):
-            return (node.target, self._frozen(node.args))
+            return (node.target, self._freeze_value(node.args))
         reads = tuple(self._version.get(m, 0) if m in memory.mutated else 0 for m in memory.reads(node))
-        return (node.target, reads, self._frozen(node.args), self._frozen(tuple(node.kwargs.items())))
+        return (node.target, reads, self._freeze_value(node.args), self._freeze_value(tuple(node.kwargs.items())))
 
-    def _frozen(self, x: Any) -> Hashable:
+    def _freeze_value(self, x: Any) -> Hashable:
         if isinstance(x, Node):
             return (Node, self.out[x])
         if isinstance(x, list | tuple):
-            return (tuple, *map(self._frozen, x))
+            return (tuple, *map(self._freeze_value, x))
         if isinstance(x, slice):
-            return (slice, *map(self._frozen, (x.start, x.stop, x.step)))
+            return (slice, *map(self._freeze_value, (x.start, x.stop, x.step)))
         # 1, 1.0 and True are equal keys, and so are 0.0 and -0.0.
         return (type(x), x if isinstance(x, int | str | Sizes) else repr(x))

@@ -1,7 +1,7 @@
-"""`Op`: the facts about one op. The op table consists of these.
+"""`Op`: the facts about an op. The op table consists of such facts.
 
-Two sources make an `Op`. Its schema gives views, writes and draws, for any op. The other fields are a row of the table
-(`_ops.py`). An op without a row has their defaults.
+Two sources make an `Op`. The op's schema gives views, writes and draws, for any op. The other fields are a row of the
+table (`_ops.py`). An op without a row has the defaults.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _Fact = TypeVar("_Fact")
 
 
 class Crossing(NamedTuple):
-    """The memories that a move connects, and the argument that has its bytes; None: its own value has them."""
+    """Memories that a move connects, and the argument that has the bytes. None: the move's value has the bytes."""
 
     src: MemoryKind
     dst: MemoryKind
@@ -32,41 +32,43 @@ class Crossing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One op, or a family of overloads.
+    """Op, or a family of overloads.
 
     Attributes:
-        flops: flops of its operands and `out_val`; None: torch's formula, or no arithmetic worth counting.
-        scratch: bytes that it holds on CPU while it runs, beyond operands and results; None: operands that it casts.
-        lookup: it reads only the elements that it returns, not all of its first operand.
-        constant: it makes a value from no tensor.
-        casts: it makes the same elements again, in another dtype or layout.
-        copies: it only copies, casts, packs or encodes, which may be done where a value is sent, or arrives.
-        carries: elements are those of its operands.
-        scales: a gradient stays that of the same leaves: cut, cast, scaled, or summed in code.
-        fuses: a compiler makes one kernel of it and its neighbours; pointwise ops do in any case.
-        weight: the number of ops that it counts as, when a kernel must be worth its compilation.
-        identity: it is its operand, and costs nothing.
-        channel: the channel in whose order a transfer between ranks takes its turn, or "" for ops that start no
-            transfer.
+        flops: function of the operands and `out_val`. None: torch's formula, or no arithmetic worth counting.
+        scratch: bytes that the op holds on CPU while running, beyond operands and results. None: operands that the op
+            casts.
+        lookup: flag. The op only reads the elements that are returned, not all of the first operand.
+        constant: flag. The op makes a value from no tensor.
+        casts: flag. The op makes the same elements again, in another dtype or layout.
+        copies: flag. The op only copies, casts, packs or encodes, so the op may run where a value is sent, or arrives.
+        carries: flag. Elements of results are elements of operands.
+        scales: flag. A gradient stays a gradient of the same leaves: cut, cast, scaled, or summed in code.
+        fuses: flag. A compiler makes a single kernel of the op and neighbours. Pointwise ops fuse in any case.
+        weight: number of ops that the op counts as, when a kernel must be worth the compilation.
+        identity: flag. The result is the operand, and costs nothing.
+        channel: channel that orders a transfer between ranks, or "" for ops that start no transfer.
         transfer: function from such a start and the graph's metadata to the fields of a `Transfer`.
-        waits: it ends a transfer or a move.
-        move: the memories that it connects, if it starts a move between memories.
-        fetches: it only brings a value nearer to its use.
-        makes_in: the memory in which it makes its value, if that is fixed.
-        calls: a faster binding of the same kernel by overload.
-        in_place: of a kernel, the op that writes the result over its first operand, of the same shape, if any.
-        strides: by overload, from torch's abstract result and the operands to a result in the kernel's strides.
-        abstract: by overload, from operands without data to the result, where torch's differs in more than strides.
-        types: how it changes the types of values along axes (`_types.py`), or "" for ops that compute on each rank
-            alone.
-        rows: how it takes values that may lack their last rows (`_exact_rows.py`); "": whole values only.
-        sharding: function from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values
+        waits: flag. The op ends a transfer or a move.
+        move: memories that the op connects, if the op starts a move between memories.
+        fetches: flag. The op only brings a value nearer to the value's use.
+        makes_in: memory in which the op makes a value, if fixed.
+        calls: faster binding of the same kernel by overload.
+        in_place: op, for a kernel, that writes the result over the first operand, of the same shape, if any.
+        strides: function by overload, from torch's abstract result and the operands to a result in the kernel's
+            strides.
+        abstract: function by overload, from operands without data to the result, where torch's differs in more than
+            strides.
+        types: change of the types of values along axes (`_types.py`), or "" for ops that compute on each rank
+            separately.
+        rows: use of values that may lack the last rows (`_exact_rows.py`), or "" for whole values only.
+        sharding: function from the forms of operands along an axis to strategies (`_forms.py`). None: whole values
             only.
-        views: the argument that its result is a view of, by its schema.
-        writes: position and name of the arguments that it overwrites, by its schema.
-        draws: it draws from torch's generator, by its tags.
-        pointwise: by its tags.
-        effects: it returns nothing and writes nothing, so it must have another effect.
+        views: argument that the result is a view of, by the op's schema.
+        writes: position and name of the arguments that the op overwrites, by the op's schema.
+        draws: flag. The op draws from torch's generator, by the op's tags.
+        pointwise: flag, by the op's tags.
+        effects: flag. The op returns nothing and writes nothing, so the op must have another effect.
     """
 
     flops: Callable[..., int] | None = None
@@ -101,18 +103,18 @@ class Op:
 
 
 def with_schema(row: Op, target: Any) -> Op:
-    """Returns a row of the table, completed by the schema and the tags of one overload."""
+    """Returns a row of the table, completed by the schema and the tags of an overload."""
     if not isinstance(target, OpOverload):
         return row
     schema, tags = target._schema, target.tags
     writes = written_arguments(target)
     return dataclasses.replace(
         row,
-        # Overloads with `out=` make nothing of their own.
+        # Overloads with `out=` make no new value.
         constant=row.constant and not writes,
         casts=row.casts and not writes,
         copies=row.copies and not writes,
-        views=None if writes else _viewed(schema) if row.views is None else row.views,
+        views=None if writes else _viewed_argument(schema) if row.views is None else row.views,
         writes=writes,
         draws=torch.Tag.nondeterministic_seeded in tags,
         pointwise=torch.Tag.pointwise in tags,
@@ -121,9 +123,9 @@ def with_schema(row: Op, target: Any) -> Op:
 
 
 def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
-    """Caches `f` of each op, as `functools.cache` does, but without a hash, which is slow for torch's ops.
+    """Caches `f` of each op, as `functools.cache` does, but without a hash: hashing torch's ops is slow.
 
-    Only for arguments that live as long as the program, since the cache keeps them alive.
+    Only for arguments that live as long as the program, since the cache keeps arguments alive.
 
     Example:
         >>> asked = []
@@ -133,18 +135,18 @@ def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
     """
     known: dict[int, tuple[Any, _Fact]] = {}
 
-    def remembered(target: Any) -> _Fact:
+    def find_fact(target: Any) -> _Fact:
         found = known.get(id(target))
         if found is None:
-            found = known[id(target)] = (target, f(target))  # the op itself, too, or its number might be given again
+            found = known[id(target)] = (target, f(target))  # keeps the op, or the number might be given again
         return found[1]
 
-    return functools.wraps(f)(remembered)
+    return functools.wraps(f)(find_fact)
 
 
 @by_identity
 def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an op overwrites, by its schema."""
+    """Returns position and name of the arguments that an op overwrites, by the op's schema."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return ()
@@ -153,7 +155,7 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _viewed(schema: Any) -> int | None:
+def _viewed_argument(schema: Any) -> int | None:
     """Returns the argument that the op's only result is a view of."""
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
         return None

@@ -1,8 +1,8 @@
-"""The op table. A row adds to an op's schema: costs, memory, transfers, types and sharding.
+"""Op table. A row adds to an op's schema: costs, memory, transfers, types and sharding.
 
-A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs the
-bytes of its operands and results, and stays where it is. All code of this room that depends on a node's op uses this
-table.
+A row holds for all overloads, except where the row names overloads. An op without a row computes on each rank
+separately, costs the bytes of operands and results, and stays in place. All code of this room that depends on a node's
+op uses this table.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ._sharding import POINTWISE, RULES
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
 _WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.ops.shardfn_kernels
 
-# Ops that passes write themselves.
+# Ops that passes write.
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
 ALL_GATHER_INTO, PSUM = _WIRE.all_gather_into_start.default, _WIRE.psum_start.default
 TO_DEVICE, READ, TO_HOST = (getattr(_MEMORY, f"{name}_start").default for name in ("to_device", "read", "to_host"))
@@ -61,30 +61,33 @@ def known_op(target: Any) -> Op:
     return op if rule is None else dataclasses.replace(op, sharding=rule)
 
 
-def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a kernel with gradients enabled. Without them it would leave out results that are read later."""
+def _run_as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a kernel with gradients enabled.
 
-    def run(*args: Any) -> Any:
+    Without gradients the kernel would leave out results that are read later.
+    """
+
+    def run_training(*args: Any) -> Any:
         with torch.enable_grad():
             return op(*args)
 
-    return run
+    return run_training
 
 
 # Families.
 
 
-def _kept(*overloads: str, lay_out: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+def _keep_layout(*overloads: str, lay_out: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
     return dict.fromkeys(overloads or ("default",), lay_out)
 
 
-def _rows(names: str, row: Op) -> dict[Any, Op]:
+def _make_rows(names: str, row: Op) -> dict[Any, Op]:
     return {getattr(_ATEN, name): row for name in names.split()}
 
 
 _NONE = Op()
 _FUSED = Op(fuses=True)
-# Ops that use only their operand's shape, and constants; neither is worth a kernel.
+# Ops that only use the operand's shape, and constants. Neither is worth a kernel.
 _LIGHT = Op(fuses=True, weight=0, types="filled", rows="first")
 _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0, rows="first")
@@ -95,9 +98,9 @@ _SCALES = Op(scales=True)
 _LOOKUP = Op(lookup=True)
 _ATTENTION = Op(flops=formulas.attention)
 _ATTENTION_BACKWARD = Op(flops=formulas.attention_backward)
-_DENSE = _kept(lay_out=strides.contiguous)
-_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_kept(lay_out=strides.in_format_of(i)) for i in (0, 1))
-_ELEMENTWISE = _kept(lay_out=strides.as_elementwise)
+_DENSE = _keep_layout(lay_out=strides.contiguous)
+_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_keep_layout(lay_out=strides.in_format_of(i)) for i in (0, 1))
+_ELEMENTWISE = _keep_layout(lay_out=strides.as_elementwise)
 
 OPS: dict[Any, Op] = {
     operator.getitem: Op(scales=True, rows="first", calls={"": operator.getitem}),
@@ -130,14 +133,14 @@ OPS: dict[Any, Op] = {
     _KERNELS.row_linear: Op(formulas.row_linear),
     _KERNELS.row_linears: Op(formulas.row_linears),
     _KERNELS.ragged_attention: Op(formulas.ragged_attention),
-    _ATEN.mkldnn_rnn_layer: Op(calls={"default": _as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
+    _ATEN.mkldnn_rnn_layer: Op(calls={"default": _run_as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups
-    **_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),
+    **_make_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),
     _ATEN.nll_loss_forward: Op(lookup=True, fuses=True),
     # reductions
-    **_rows("sum amax amin prod any all argmax argmin var var_mean", _FUSED),
-    **_rows("_softmax_backward_data nll_loss_backward native_layer_norm", _FUSED),
-    **_rows("_fused_rms_norm _fused_rms_norm_backward", _FUSED),
+    **_make_rows("sum amax amin prod any all argmax argmin var var_mean", _FUSED),
+    **_make_rows("_softmax_backward_data nll_loss_backward native_layer_norm", _FUSED),
+    **_make_rows("_fused_rms_norm _fused_rms_norm_backward", _FUSED),
     _ATEN.mean: Op(scratch=formulas.if_16_bit, fuses=True),
     _ATEN.logsumexp: Op(scratch=formulas.a_copy, fuses=True),
     _ATEN._softmax: Op(scratch=formulas.if_strided, fuses=True),
@@ -145,49 +148,53 @@ OPS: dict[Any, Op] = {
     _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
     _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
     # pointwise, without the tag or with further facts
-    **_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", Op(fuses=True, rows="each")),
-    **_rows("slice_backward select_backward", _FUSED),
-    # whose compiled form is cheaper than eager's
-    **_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
+    **_make_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", Op(fuses=True, rows="each")),
+    **_make_rows("slice_backward select_backward", _FUSED),
+    # cheaper compiled than in eager mode
+    **_make_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
     _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
-    _ATEN.div: Op(scales=True, strides=_kept("Tensor_mode", lay_out=strides.as_elementwise)),
-    **_rows("mul_ div_", _SCALES),
+    _ATEN.div: Op(scales=True, strides=_keep_layout("Tensor_mode", lay_out=strides.as_elementwise)),
+    **_make_rows("mul_ div_", _SCALES),
     # constants
-    **_rows("empty eye", Op(constant=True)),
-    **_rows("zeros ones full arange scalar_tensor", _CONSTANT),
-    **_rows("zeros_like ones_like full_like", _LIGHT),
-    **_rows("new_zeros new_ones new_full", Op(fuses=True, types="filled")),
-    **_rows("empty_like new_empty new_empty_strided zero_ fill_", Op(types="filled")),
+    **_make_rows("empty eye", Op(constant=True)),
+    **_make_rows("zeros ones full arange scalar_tensor", _CONSTANT),
+    **_make_rows("zeros_like ones_like full_like", _LIGHT),
+    **_make_rows("new_zeros new_ones new_full", Op(fuses=True, types="filled")),
+    **_make_rows("empty_like new_empty new_empty_strided zero_ fill_", Op(types="filled")),
     # copies
-    **_rows("_to_copy clone", _CAST),
+    **_make_rows("_to_copy clone", _CAST),
     _ATEN.cat: dataclasses.replace(_JOINED, rows="each"),
     _ATEN.constant_pad_nd: _JOINED,
     _ATEN.copy: Op(copies=True, carries=True, types="copied"),
-    **_rows("stack contiguous", _CARRIES),
-    **_rows("copy_ _foreach_copy_", Op(carries=True, types="copied")),
+    **_make_rows("stack contiguous", _CARRIES),
+    **_make_rows("copy_ _foreach_copy_", Op(carries=True, types="copied")),
     # views
     _ATEN.view: Op(calls={"default": torch.Tensor.view}),
     _ATEN.t: Op(calls={"default": torch.t}),
     _ATEN.transpose: Op(calls={"int": torch.transpose}),
-    **_rows("alias slice unsqueeze", Op(rows="first")),
+    **_make_rows("alias slice unsqueeze", Op(rows="first")),
     _ATEN.permute: Op(rows="first", calls={"default": torch.permute}),
     _ATEN.expand: Op(calls={"default": torch.Tensor.expand}),
     _ATEN.detach: Op(rows="first", calls={"default": torch.detach}),
-    _ATEN._unsafe_view: Op(scales=True, views=0),  # by its schema it copies
+    _ATEN._unsafe_view: Op(scales=True, views=0),  # a copy by the schema
     _ATEN.reshape: _SCALES,
-    **_rows("split split_with_sizes", Op(scales=True, rows="first")),  # whose results are several, or sometimes new
+    **_make_rows(
+        "split split_with_sizes", Op(scales=True, rows="first")
+    ),  # with several results, or sometimes new results
     # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
     # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
-    _ATEN.copysign: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
-    _ATEN.xlogy: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
-    **_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),
-    **_rows("native_dropout_backward softplus_backward special_xlog1py", Op(strides=_ELEMENTWISE)),
-    **_rows("huber_loss_backward log_sigmoid_forward mse_loss_backward smooth_l1_loss_backward", Op(strides=_DENSE)),
-    _ATEN.normal: Op(strides=_kept("Tensor_Tensor", lay_out=strides.contiguous)),
-    _ATEN.pow: Op(strides=_kept("Scalar", lay_out=strides.contiguous)),
-    **_rows("channel_shuffle max_unpool2d native_batch_norm", Op(strides=_IN_FORMAT)),
-    **_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
+    _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
+    _ATEN.xlogy: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
+    **_make_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),
+    **_make_rows("native_dropout_backward softplus_backward special_xlog1py", Op(strides=_ELEMENTWISE)),
+    **_make_rows(
+        "huber_loss_backward log_sigmoid_forward mse_loss_backward smooth_l1_loss_backward", Op(strides=_DENSE)
+    ),
+    _ATEN.normal: Op(strides=_keep_layout("Tensor_Tensor", lay_out=strides.contiguous)),
+    _ATEN.pow: Op(strides=_keep_layout("Scalar", lay_out=strides.contiguous)),
+    **_make_rows("channel_shuffle max_unpool2d native_batch_norm", Op(strides=_IN_FORMAT)),
+    **_make_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
     _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
     # transfers of the step
     _WIRE.all_gather_start: Op(channel="gather", transfer=wire.all_gather, carries=True, types="gather"),
@@ -215,7 +222,7 @@ OPS: dict[Any, Op] = {
     _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective", rows="sent"),
     _WIRE.arrived_rows: Op(identity=True, rows="first", calls={"default": lambda x, sizes: x}),
     _WIRE.rows_as: Op(rows="like"),
-    # collectives of torch's own, which somebody has written into a loss
+    # torch's collectives, written into a loss
     **{getattr(_C10D, name): _FOREIGN for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")},
     _C10D.all_to_all_single: _FOREIGN,
     _C10D.wait_tensor: Op(waits=True, carries=True),

@@ -13,9 +13,9 @@ from ._transfers import is_reduction, is_wait, start_of, wait_of
 
 
 def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
-    """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
+    """Starts each sum as early as inputs allow and waits as late as possible, so that the backward covers the sum.
 
-    A wait comes before the first use of its value, or, oldest first, before a start that would bring the whole
+    A wait comes before the first use of the value, or, oldest first, before a start that would bring the whole
     gradients in flight above `limit` bytes. A sum that is kept on the host, or goes on to other nodes, sets out when
     the next reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
@@ -27,7 +27,7 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
         p -= s                                  p -= s
 
     Args:
-        gm: a captured step.
+        gm: captured step.
         limit: bytes.
 
     Returns:
@@ -53,33 +53,36 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
         raise ValueError(f"overlap_reductions(limit={limit}): a limit of bytes must not be negative.")
     memory = Memory(gm)
     before = dependences(memory)
-    # Starts first go up as far as they may; from there on only waits move.
-    order = put_forward(memory.order, before, _eager(memory, dependents(before)))
-    leaving = _leaving(memory)
-    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flat(leaving)}
-    wish = [*_limited([n for n in order if n not in lazy][:-1], limit, leaving)]
+    # Starts first go up as far as possible. From there on only waits move.
+    order = put_forward(memory.order, before, _find_eager(memory, dependents(before)))
+    leaving = _find_leaving(memory)
+    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flatten_chains(leaving)}
+    wish = [*_limit_starts([n for n in order if n not in lazy][:-1], limit, leaving)]
     return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
 
 
 def reduced_bytes(start: Node) -> int:
-    """Bytes of the whole gradients that a reduction sums: the same on all ranks."""
+    """Returns the bytes of the whole gradients that a reduction sums, the same on all ranks."""
     values = [n.meta["val"] for n in start.all_input_nodes]
     return sum(v.numel() * v.element_size() for v in values)
 
 
-def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
-    """Returns the starts of reductions, with the copies and views that only they need."""
+def _find_eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
+    """Returns the starts of reductions, with the copies and views that only the starts need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
-        # Ops that pack a message go up with it. If others use their result, too, they stay, or it would live longer.
+        # Ops that pack a message go up with the start. An op with other users stays, or the result would live longer.
         packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
         if is_reduction(node) or (packs and all(n in eager for n in after[node])):
             eager.add(node)
     return eager
 
 
-def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
-    """For each reduction, the nodes that send its sum on, to the host or over another hop, with copies and views."""
+def _find_leaving(memory: Memory) -> dict[Node | None, list[Node]]:
+    """Returns for each reduction the nodes that send the sum on, with copies and views.
+
+    A sum may go to the host, for example, or over another hop.
+    """
     behind: dict[Node, Node] = {}
     chains: dict[Node | None, list[Node]] = {}
     for node in memory.order:
@@ -99,12 +102,12 @@ def _goes_on(node: Node) -> bool:
     return node.target is TO_HOST or is_reduction(node)
 
 
-def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
+def _flatten_chains(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
     return [node for chain in chains.values() for node in chain]
 
 
-def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
-    """Puts waits before starts that would exceed the limit. All others are put where their value is needed."""
+def _limit_starts(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
+    """Puts waits before starts that would exceed the limit, and all other waits where the value is needed."""
     flying: collections.deque[tuple[Node, int]] = collections.deque()
     before: Node | None = None  # the reduction before
     total = 0
@@ -112,7 +115,7 @@ def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[N
         if is_reduction(node):
             yield from leaving.get(before, ())
             before, nbytes = node, reduced_bytes(node)
-            # The oldest first: reductions of one channel end in the order in which they began.
+            # The oldest first: reductions of the same channel end in the order in which the reductions began.
             while flying and total + nbytes > limit:
                 oldest, freed = flying.popleft()
                 total -= freed

@@ -1,8 +1,8 @@
-"""Sharding rules of ops that take a dim apart, or join values along one: a dim whose parts are cut each by itself.
+"""Sharding rules of ops that split a dim, or join values along a dim: a dim whose parts are cut separately.
 
-Queries, keys and values that come of one projection lie one after another along its last dim. Where a rank holds its
-block of each, it has its part of each without sending anything: `split` of [3 D] cut by parts of [D, D, D] gives three
-values cut along D. `cat` is the way back.
+Queries, keys and values that come of the same projection lie one after another along the last dim. Where a rank holds a
+block of each, the rank has a part of each without sending anything. For example, `split` of [3 D] cut by parts of [D,
+D, D] gives three values cut along D. `cat` is the way back.
 """
 
 import itertools
@@ -15,25 +15,28 @@ from ._shape_rules import closed
 
 
 def taken_apart(at: int) -> Callable[[OpUse], list[Strategy]]:
-    """`slice`, `split`, `split_with_sizes`, whose argument `at` is the dim: other dims, and parts of this one."""
+    """Returns the rule of `slice`, `split`, `split_with_sizes`, with the dim at `at`.
+
+    Other dims, and parts of the dim.
+    """
     label = closed(at)
 
-    def rule(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         out = [whole(use), *strategies(use, label(use))]
         x, form = use.operands[0], use.forms[0]
         dim = use.arg(at, "dim", 0) % max(x.ndim, 1)
         if not (form.kind == "cut" and form.dim == dim and form.parts):
             return out
-        pieces = _pieces(use, x.shape[dim], form.parts)
+        pieces = _find_pieces(use, x.shape[dim], form.parts)
         if pieces is not None:
             outs = tuple(use.cut(dim, sum(s for s, _ in form.parts[a:b]), 1, form.parts[a:b]) for a, b in pieces)
-            out.append(Strategy((form,), outs, _taken(form, x.shape[dim], pieces, single=at == 1)))
+            out.append(Strategy((form,), outs, _take_parts(form, x.shape[dim], pieces, single=at == 1)))
         return out
 
-    return rule
+    return apply_rule
 
 
-def _pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
+def _find_pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
     """Returns the range of parts that each result consists of, or None if a result cuts through a part."""
     ends = [0, *itertools.accumulate(n for n, _ in parts)]
     if use.target.__name__ == "slice.Tensor":
@@ -52,18 +55,21 @@ def _pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None
     return [(ends.index(a), ends.index(b)) for a, b in bounds]
 
 
-def _taken(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: bool) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _take_parts(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: bool) -> Run:
+    def take_pieces(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del kwargs
         ends = [0, *itertools.accumulate(ranks.own(size, form))]
         found = [args[0].narrow(form.dim, ends[a], ends[b] - ends[a]) for a, b in pieces]
         return found[0] if single else found
 
-    return run
+    return take_pieces
 
 
 def joined(use: OpUse) -> list[Strategy]:
-    """`cat`: other dims, or each operand is cut along this one, and is a part of the result."""
+    """Returns the strategies of `cat`.
+
+    Other dims, or each operand is cut along the dim, and is a part of the result.
+    """
     out = [whole(use), *strategies(use, closed(1)(use))]
     dim = use.arg(1, "dim", 0) % max(use.outs[0].ndim, 1)
     alike = all(x.ndim == use.outs[0].ndim for x in use.operands)

@@ -1,4 +1,4 @@
-"""`peak_flops`: the rate of a device, known by its name or measured."""
+"""`peak_flops`: the rate of a device, known by name or measured."""
 
 import re
 
@@ -9,7 +9,7 @@ from shardfn.core import dtype_name
 from ._calibrate import measured_rate
 from ._device import DEVICES
 
-# Words of the names that drivers give, each with its entry of `DEVICES`. The first that fits counts.
+# Words of the names that drivers give, each with an entry of `DEVICES`. The first that fits counts.
 _NAMES = {
     r"V100.*32": "v100-32",
     r"A100.*80": "a100-80",
@@ -25,15 +25,15 @@ _NAMES = {
 def peak_flops(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, *, seconds: float = 0.5
 ) -> float:
-    """Floating-point operations a second of one device, for model FLOPs utilisation.
+    """Returns the floating-point operations a second of a device, for model FLOPs utilisation.
 
-    For a GPU in `DEVICES` it is the vendor's figure. For any other device it is the rate of the fastest of several
-    matrix products that run now, so utilisation is then a fraction of that rate.
+    For a GPU in `DEVICES` the vendor's figure. For any other device the rate of the fastest of several matrix products
+    that run now, so utilisation is then a fraction of this rate.
 
     Args:
-        device: such as `mesh.device`; for all devices of a mesh multiply by `mesh.size`.
+        device: device, such as `mesh.device`. For all devices of a mesh multiply by `mesh.size`.
         dtype: dtype of the products.
-        seconds: about how long a measurement may take.
+        seconds: approximate time of a measurement.
 
     Example:
         >>> peak_flops("cpu", torch.float32, seconds=0.01) > 0
@@ -47,7 +47,7 @@ def peak_flops(
 
 
 def known_device(name: str) -> str | None:
-    """Returns the entry of `DEVICES` for a driver's name of a device, or None if it is not listed.
+    """Returns the entry of `DEVICES` for a driver's name of a device, or None if the device is not listed.
 
     Example:
         >>> known_device("NVIDIA H100 80GB HBM3"), known_device("NVIDIA T4")

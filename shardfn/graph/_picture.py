@@ -22,10 +22,10 @@ def picture_of_time(found: Estimate) -> "Figure":
     """Draws lanes of compute and waiting, of the transfers along each axes and of moves, over predicted milliseconds.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     lanes = ["compute", *dict.fromkeys(e.lane for e in found.events if e.lane not in ("compute", "wait"))]
-    figure = _figure(1.2 + 0.5 * len(lanes))
+    figure = _format_height(1.2 + 0.5 * len(lanes))
     axes, known = figure.add_subplot(), set[str]()
     for event in found.events:
         here = event.lane in ("compute", "wait")
@@ -44,12 +44,12 @@ def picture_of_time(found: Estimate) -> "Figure":
 
 
 def picture_of_memory(found: MemoryAnalysis) -> "Figure":
-    """Draws the bytes alive on the device after each op, with the phases; beside them the bytes at the peak by kind.
+    """Draws the bytes alive on the device after each op, with the phases, and next to the curve the peak by kind.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
-    figure = _figure(3.6)
+    figure = _format_height(3.6)
     over, at_peak = figure.subplots(1, 2, width_ratios=[3, 1])
     mib = [nbytes / (1 << 20) for nbytes in found.timeline]
     over.fill_between(range(len(mib)), mib, color=_COLORS["compute"], alpha=0.5)
@@ -68,9 +68,11 @@ def picture_of_memory(found: MemoryAnalysis) -> "Figure":
     return figure
 
 
-def _figure(height: float) -> Any:
+def _format_height(height: float) -> Any:
     try:
-        from matplotlib.figure import Figure  # of an extra, and it takes as long to import as shardfn
+        from matplotlib.figure import Figure  # an extra dependency, as slow to import as shardfn
     except ImportError as error:
-        raise ImportError("pictures are drawn with matplotlib; pip install 'shardfn[train]'.") from error
+        raise ImportError(
+            "pictures are drawn with matplotlib, which must be installed: pip install 'shardfn[train]'."
+        ) from error
     return Figure(figsize=(9, height), layout="constrained")

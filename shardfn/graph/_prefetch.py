@@ -1,4 +1,4 @@
-"""Starts gathers before their use, within a budget, and fetches the blocks that they gather before that."""
+"""Starts gathers before their use, within a budget, and fetches the gathered blocks still earlier."""
 
 import collections
 from collections.abc import Callable
@@ -13,18 +13,19 @@ from ._sink import waits_and_views
 from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import phases_of
 
-# How much further ahead than leaves are gathered they make the first of two hops, and are read from the disk.
+# How much further ahead than the gather of a leaf the first of two hops starts, and the read from disk.
 FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
-    """Issues gathers ahead of their first use, up to `budget` bytes, but at least one.
+    """Issues gathers ahead of the first use, up to `budget` bytes, but at least one gather.
 
     The gathers keep their order, so all ranks still issue the same transfers in the same order. A block is not read
-    before it is written. Their waits go down to the first use, as in `sink_waits`. A gather that was ahead by more than
-    the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks on the host begin
-    their way to the device `budget` bytes before they are gathered, or used. Those on disk are read three times as far
-    ahead. Rows of a value on the host are brought likewise, and waits for rows on their way there go down to the end.
+    before the block is written. Waits go down to the first use, as in `sink_waits`. A gather that was ahead by more
+    than the budget is held back. Where leaves come in two hops the first hop runs twice as far ahead. Blocks on the
+    host begin the way to the device `budget` bytes before the gather, or the use. Blocks on disk are read three times
+    as far ahead. Rows of a value on the host are brought in the same way, and waits for rows on the way there go down
+    to the end.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
         y = x @ w1                              h2 = all_gather_start(b)
@@ -34,7 +35,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
                                                 z = y @ w2
 
     Args:
-        gm: a captured step.
+        gm: captured step.
         budget: bytes.
 
     Returns:
@@ -60,24 +61,24 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
     memory, phases = Memory(gm), phases_of(gm)
     before = dependences(memory)
-    # The time when a gather could run depends on its inputs alone. `before` and the queue keep the gathers' order.
+    # The time when a gather could run depends only on the inputs. `before` and the queue keep the gathers' order.
     free = dependences(memory, channels=False)
 
-    def used(node: Node) -> bool:  # the update bounds its moves in flight by its own order
+    def is_used(node: Node) -> bool:  # the update limits the moves in flight by the order of ops
         return phases[node] != "update"
 
-    def late(node: Node) -> bool:
-        return (_lands(node) and (used(node) or _gathers(node))) or _returns(node)
+    def is_late(node: Node) -> bool:
+        return (_is_landing(node) and (is_used(node) or _is_gathering(node))) or _is_return(node)
 
-    order = put_off(memory.order, before, waits_and_views(memory, late))
+    order = put_off(memory.order, before, waits_and_views(memory, is_late))
     far = memory.far
-    stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _gathers(n) and n not in far, budget)]
+    stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _is_gathering(n) and n not in far, budget)]
     if far:
         stages.append((far.__contains__, FAR_AHEAD * budget))
     if any(map(is_fetch, memory.order)):
-        stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
-        stages += [(lambda n: n.target is ROWS_TO_DEVICE and used(n), budget)]
-        stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
+        stages += [(lambda n: n.target is TO_DEVICE and is_used(n), budget)]
+        stages += [(lambda n: n.target is ROWS_TO_DEVICE and is_used(n), budget)]
+        stages += [(lambda n: n.target is READ and is_used(n), READ_AHEAD * budget)]
     # One stage after another, the nearest first: moves that feed a gather are placed by the gather's new position.
     for which, limit in stages:
         ready = ready_after(order, free, memory)
@@ -85,20 +86,23 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     return reordered(gm, order)[0]
 
 
-def _lands(node: Node) -> bool:
+def _is_landing(node: Node) -> bool:
     return is_wait(node) and (is_gather(start_of(node)) or is_fetch(node))
 
 
-def _returns(node: Node) -> bool:
+def _is_return(node: Node) -> bool:
     return is_wait(node) and start_of(node).target is ROWS_TO_HOST
 
 
-def _gathers(node: Node) -> bool:
+def _is_gathering(node: Node) -> bool:
     return is_gather(start_of(node) if is_wait(node) else node)
 
 
 def gathered_bytes(start: Node) -> int:
-    """Bytes of the value that a gather makes: the same on all ranks. A gather into memory that exists makes none."""
+    """Returns the bytes of the value that a gather makes, the same on all ranks.
+
+    A gather into existing memory makes no bytes.
+    """
     value = start.meta["val"]
     return value.numel() * value.element_size()
 
@@ -119,32 +123,32 @@ class _Starter:
             if node in self._chosen:
                 continue
             if is_wait(node) and start_of(node) in self._chosen:
-                out += self._land(start_of(node))
-            # No transfer starts among the placeholders, which come first in a graph.
+                out += self._land_gather(start_of(node))
+            # No transfer starts among the placeholders, the first nodes of a graph.
             if node.op != "placeholder":
-                out += self._admit(i)
+                out += self._admit_starts(i)
             out.append(node)
         return out
 
-    def _land(self, start: Node) -> list[Node]:
-        """Starts the gather and those before it, if they have not started, and takes its bytes off the budget."""
+    def _land_gather(self, start: Node) -> list[Node]:
+        """Starts the gather and all earlier gathers, if not yet started, and takes the bytes off the budget."""
         late: list[Node] = []
         while self._starts and start not in self._flying:
-            late.append(self._take())
+            late.append(self._take_start())
         self._bytes -= self._flying.pop(start, 0)
         return late
 
-    def _admit(self, i: int) -> list[Node]:
+    def _admit_starts(self, i: int) -> list[Node]:
         out: list[Node] = []
-        while self._starts and self._ready[self._starts[0]] < i and self._fits(gathered_bytes(self._starts[0])):
-            out.append(self._take())
+        while self._starts and self._ready[self._starts[0]] < i and self._has_room(gathered_bytes(self._starts[0])):
+            out.append(self._take_start())
         return out
 
-    def _fits(self, nbytes: int) -> bool:
-        # At least one, of any size: else a leaf above the budget would never be gathered ahead.
+    def _has_room(self, nbytes: int) -> bool:
+        # At least one gather, of any size. Else a leaf above the budget would never be gathered ahead.
         return self._bytes == 0 or self._bytes + nbytes <= self._budget
 
-    def _take(self) -> Node:
+    def _take_start(self) -> Node:
         start = self._starts.popleft()
         self._flying[start] = gathered_bytes(start)
         self._bytes += self._flying[start]

@@ -1,7 +1,7 @@
 """Chooses which activations to keep under a budget of bytes, and which to compute again in the backward.
 
-Chen et al., Training deep nets with sublinear memory cost, 2016, https://arxiv.org/abs/1604.06174. Greedy here: most
-bytes per operation first.
+Activation checkpointing by the graph. Chen et al., Training deep nets with sublinear memory cost, 2016,
+https://arxiv.org/abs/1604.06174. Greedy here: most bytes per operation first.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from ._edit import abstract_value, finish, revalue
 from ._hazards import Memory
 from ._replay import Again, Replay, ReplayPlan, Step
 
-# How many ops may be run again for one value: longer chains stop at a value that is kept.
+# How many ops may be run again for a single value. Longer chains stop at a value that is kept.
 _REACH = (128, 512, 2048)
 
 
 def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
-    """Computes activations again just before the backward needs them, until the live values fit `budget` bytes.
+    """Computes activations again just before the backward needs the values, until live values fit `budget` bytes.
 
-    An activation is memory made in the forward and used in the backward, by ops that are pure and not random. Those
-    with the most bytes per operation go first, from inputs that are alive then, computed again too, or gathered by the
-    backward anyway (that gather then moves up; gathers keep their order). `out.meta["rematerialise"]` has the result:
-    `{"budget": ..., "reached": peak bytes, "again": number of ops run again}`.
+    An activation is memory made in the forward and used in the backward, by ops that are pure and not random.
+    Activations with the most bytes per operation go first. Inputs are alive then, computed again too, or gathered by
+    the backward anyway (such a gather then moves up, and gathers keep their order). `out.meta["rematerialise"]` has the
+    result: `{"budget": ..., "reached": peak bytes, "again": number of ops run again}`.
 
         y = gelu(x)   # forward            y = gelu(x)
         z = y @ w                          z = y @ w
@@ -31,11 +31,11 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
                                            dw = y1.t() @ dz
 
     Args:
-        gm: a captured step whose nodes have a `meta["phase"]`.
-        budget: bytes that the step's own values may hold at any time. Its arguments do not count.
+        gm: captured step. Nodes have a `meta["phase"]`.
+        budget: bytes that the step's values may hold at any time. Arguments do not count.
 
     Returns:
-        A new graph with the same bits. If the budget cannot be reached, the one with the lowest peak that was found.
+        A new graph with the same bits. If the budget cannot be reached, the graph with the lowest peak that was found.
 
     Raises:
         ValueError: `budget` is negative.
@@ -56,47 +56,47 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"rematerialise(budget={budget}): a budget of bytes must not be negative.")
     replay = Replay(gm)
-    steps, peak = _search(replay, budget)
+    steps, peak = _search_plan(replay, budget)
     again = sum(isinstance(s.value, Again) for s in steps)
-    out = _build(gm, replay.memory, steps)
+    out = _build_graph(gm, replay.memory, steps)
     out.meta["rematerialise"] = {"budget": budget, "reached": peak, "again": again}
     return out
 
 
-def _plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[Step], int]:
+def _make_plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[Step], int]:
     plan = ReplayPlan(replay, replay.thinned(chosen, reach))
     return plan.steps, plan.peak()
 
 
-def _search(replay: Replay, budget: int) -> tuple[list[Step], int]:
-    """Returns the plan that computes the fewest activations again and fits.
+def _search_plan(replay: Replay, budget: int) -> tuple[list[Step], int]:
+    """Returns the plan that fits and computes the fewest activations again.
 
-    If none fits, the plan with the lowest peak.
+    If no plan fits, the plan with the lowest peak.
     """
-    best = _plan(replay, [])
+    best = _make_plan(replay, [])
     ranking = [] if best[1] <= budget else replay.ranking()
     for reach in _REACH if ranking else ():
         for part in (4, 3, 2, 1):
-            plan = _plan(replay, ranking[: -(-len(ranking) * part // 4)], reach)
+            plan = _make_plan(replay, ranking[: -(-len(ranking) * part // 4)], reach)
             best = min(best, plan, key=lambda p: p[1])
             if plan[1] <= budget:
-                return _fewest(replay, ranking[: -(-len(ranking) * part // 4)], reach, budget, plan)
+                return _find_fewest(replay, ranking[: -(-len(ranking) * part // 4)], reach, budget, plan)
     return best
 
 
-def _fewest(
+def _find_fewest(
     replay: Replay, ranking: Sequence[int], reach: int, budget: int, fits: tuple[list[Step], int]
 ) -> tuple[list[Step], int]:
     low, high = 0, len(ranking)
     while high - low > 1:
         middle = (low + high) // 2
-        plan = _plan(replay, ranking[:middle], reach)
+        plan = _make_plan(replay, ranking[:middle], reach)
         low, high = (low, middle) if plan[1] <= budget else (middle, high)
         fits = plan if plan[1] <= budget else fits
     return fits
 
 
-def _build(gm: GraphModule, memory: Memory, steps: Sequence[Step]) -> GraphModule:
+def _build_graph(gm: GraphModule, memory: Memory, steps: Sequence[Step]) -> GraphModule:
     graph, new, changed = Graph(), dict[Node | Again, Node](), set[Node]()
     for step in steps:
         old = step.value.node if isinstance(step.value, Again) else step.value

@@ -1,4 +1,4 @@
-"""Plans that run parts of the forward again: the activations that they can compute, their inputs and costs."""
+"""Plans that run parts of the forward again: the activations that such a plan can compute, with inputs and costs."""
 
 import dataclasses
 import itertools
@@ -15,18 +15,18 @@ from ._values import phases_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Again:
-    """A node that runs a second time."""
+    """Node that runs a second time."""
 
     node: Node
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One position of a plan.
+    """Position of a plan.
 
     Attributes:
-        value: the node that runs there, or that runs there again.
-        swaps: inputs that are replaced, with their replacements.
+        value: node that runs there, or that runs there again.
+        swaps: inputs that are replaced, with the replacements.
     """
 
     value: Node | Again
@@ -35,13 +35,13 @@ class Step:
 
 @dataclasses.dataclass
 class Chain:
-    """The ops that compute an activation again while all others are kept.
+    """Ops that compute an activation again while all other activations are kept.
 
     Attributes:
-        nodes: how many ops run again.
+        nodes: number of ops that run again.
         work: cost, in operations and bytes.
-        held: bytes whose lifetime it extends.
-        inputs: the activations that it reads.
+        held: bytes that live longer because of the chain.
+        inputs: activations that the chain reads.
     """
 
     nodes: int = 0
@@ -51,17 +51,17 @@ class Chain:
 
 
 class Replay:
-    """Facts about a graph, which do not depend on the plan.
+    """Facts about a graph, independent of the plan.
 
     Attributes:
-        memory: facts about the graph.
-        phases: the phase of each node.
+        memory: facts about memory.
+        phases: phase of each node.
         before: dependences.
-        activations: memories made in the forward, by ops that can run again, and used in forward and backward only;
+        activations: memories made in the forward, by ops that can run again, and used only in forward and backward,
             with the position of the first use in the backward.
-        late_uses: for nodes of the backward, those of the forward that they take and that show activations.
-        needs: for each node those whose values are alive while it runs.
-        held: the memories of these and its own, given ones excepted.
+        late_uses: nodes of the forward that show activations, by node of the backward that takes the nodes.
+        needs: nodes with values alive while a node runs, by node.
+        held: memories of a node and of the node's needs, without given memories.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -81,7 +81,7 @@ class Replay:
         self.activations = self._find_activations()
         self.late_uses = {n: found for n in memory.order if (found := self._late_uses(n))}
         self.needs = {n: needed_by(n) for n in memory.order}
-        self.held = {n: self._held(n) for n in memory.order}
+        self.held = {n: self._held_memories(n) for n in memory.order}
         self._chains: dict[int, Chain | None] = {}
         self._number = value_numbers(memory)
         self._twins: dict[int, list[Node]] = {}
@@ -100,7 +100,7 @@ class Replay:
         return [m for _, m in sorted(worth)]
 
     def thinned(self, chosen: Sequence[int], reach: int) -> set[int]:
-        """Returns the chosen activations without those for which more than `reach` ops would run again."""
+        """Returns the chosen activations without activations for which more than `reach` ops would run again."""
         weight: dict[int, int] = {}
         for m in sorted(chosen, key=lambda m: self.memory.position[self._makers[m]]):
             chain = self.chain(m)
@@ -113,14 +113,14 @@ class Replay:
     def stand_in(self, node: Node, i: int, chosen: set[int]) -> Node | None:
         """Returns the value that an op run again at position i reads instead of `node`.
 
-        None if that must run again, too.
+        None if `node` must run again, too.
         """
         shown = self.memory.shown(node)
         if any(m in chosen for m in shown):
             return None
         if all(m in self.memory.given or m in self.activations or self._last.get(m, -1) >= i for m in shown):
             return node
-        # The backward computes or gathers the same value for itself: taken from there, it costs nothing more.
+        # The backward computes or gathers the same value anyway. Taken from there, the value costs nothing more.
         twins = self._twins.get(self._number[node], ())
         twin = next((t for t in twins if any(self._last.get(m, -1) >= i for m in self.memory.shown(t))), None)
         return twin or (None if self._can_run_again(node) else node)
@@ -128,10 +128,10 @@ class Replay:
     def chain(self, m: int) -> Chain | None:
         """Returns the ops that compute activation m again, or None if that is impossible."""
         if m not in self._chains:
-            self._chains[m] = self._follow(m)
+            self._chains[m] = self._follow_chain(m)
         return self._chains[m]
 
-    def _follow(self, m: int, limit: int = 2048) -> Chain | None:
+    def _follow_chain(self, m: int, limit: int = 2048) -> Chain | None:
         out, stack, seen, i = Chain(), [self._makers[m]], set[Node](), self.activations[m]
         while stack:
             node = stack.pop()
@@ -143,30 +143,30 @@ class Replay:
                 taken = self.stand_in(a, i, {m})
                 if taken is None:
                     stack.append(a)
-                # It is read later than before: a write in between would change the value.
-                elif not self._steady(a, node):
+                # The value is read later than before: a write in between would change the value.
+                elif not self._is_steady(a, node):
                     return None
                 elif taken is a:
-                    self._note(out, a, i)
+                    self._note_chain(out, a, i)
             if out.nodes > limit:
                 return None
         return out
 
-    def _note(self, chain: Chain, taken: Node, i: int) -> None:
+    def _note_chain(self, chain: Chain, taken: Node, i: int) -> None:
         for u in self.memory.shown(taken):
             if u in self.activations:
                 chain.inputs.add(u)
             elif u not in self.memory.given and self._last.get(u, -1) < i:
                 chain.held += self.memory.sizes[u]
 
-    def _steady(self, node: Node, reader: Node) -> bool:
+    def _is_steady(self, node: Node, reader: Node) -> bool:
         """Returns whether the memory of `node` stays unchanged from `reader` to the end of the backward."""
         begin = self.memory.position[reader]
         return not any(begin < i <= self._end for m in self.memory.shown(node) for i in self._writes.get(m, ()))
 
     def _can_run_again(self, node: Node) -> bool:
         memory, shown = self.memory, self.memory.shown(node)
-        # Not transfers, which involve other ranks, nor random draws, which would differ, nor writes, done twice.
+        # Not transfers (other ranks take part), nor random draws (draws would differ), nor writes (done twice).
         if node.op != "call_function" or self.phases[node] != "forward" or not shown:
             return False
         if is_start(node) or is_wait(node) or is_random(node) or memory.mutates(node):
@@ -179,7 +179,7 @@ class Replay:
         early = [a for a in node.all_input_nodes if self.phases[a] == "forward"]
         return [a for a in early if any(m in self.activations for m in self.memory.shown(a))]
 
-    def _held(self, node: Node) -> set[int]:
+    def _held_memories(self, node: Node) -> set[int]:
         shown = {m for a in (node, *self.needs[node]) for m in self.memory.shown(a)}
         return shown - self.memory.given
 
@@ -200,14 +200,14 @@ class Replay:
 
 
 class ReplayPlan:
-    """An order of execution in which the chosen activations are computed again.
+    """Order of execution in which the chosen activations are computed again.
 
     Args:
-        replay: the graph.
+        replay: facts about the graph.
         chosen: activations.
 
     Attributes:
-        steps: the nodes that run, in order.
+        steps: nodes that run, in order.
     """
 
     def __init__(self, replay: Replay, chosen: set[int]) -> None:
@@ -216,19 +216,19 @@ class ReplayPlan:
         self._done: set[Node] = set()
         self.steps: list[Step] = []
         for node in replay.memory.order:
-            self._emit(node)
+            self._emit_node(node)
 
     def peak(self) -> int:
         """Returns the most bytes of values, arguments excepted, that are alive at any step."""
-        first, last, sizes = _lifetimes(self._replay, self.steps)
+        first, last, sizes = _lifetimes_of(self._replay, self.steps)
         change = [0] * (len(self.steps) + 1)
         for m, begin in first.items():
             change[begin] += sizes[m]
             change[last[m] + 1] -= sizes[m]
         return max(itertools.accumulate(change))
 
-    def _emit(self, target: Node) -> None:
-        """Runs the node, after those that must come before it."""
+    def _emit_node(self, target: Node) -> None:
+        """Runs the node, after the nodes that must come before."""
         # By hand and not by recursion: chains are as long as a model is deep.
         stack = [target]
         while stack:
@@ -238,20 +238,20 @@ class ReplayPlan:
             if not missing:
                 stack.pop()
                 if node not in self._done:
-                    self._run(node)
+                    self._run_node(node)
 
-    def _run(self, node: Node) -> None:
+    def _run_node(self, node: Node) -> None:
         swaps: dict[Node, Node | Again] = {}
         replay = self._replay
         for a in replay.late_uses.get(node, ()) if self._chosen else ():
             if any(m in self._chosen for m in replay.memory.shown(a)):
-                swaps[a] = self._need(a, replay.memory.position[node])
+                swaps[a] = self._need_again(a, replay.memory.position[node])
         if node not in self._done:
             self._done.add(node)
             self.steps.append(Step(node, swaps))
 
-    def _need(self, root: Node, i: int) -> Again:
-        """Runs `root` again before position i, with the inputs that must run again, unless it did already."""
+    def _need_again(self, root: Node, i: int) -> Again:
+        """Runs `root` again before position i, with the inputs that must run again, unless `root` already did."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -269,16 +269,16 @@ class ReplayPlan:
         # A replacement may come later in the graph: it runs now.
         for taken in inputs.values():
             if taken is not None:
-                self._emit(taken)
+                self._emit_node(taken)
         swaps = {a: self._again[a] if taken is None else taken for a, taken in inputs.items() if taken is not a}
         self._again[node] = Again(node)
         self.steps.append(Step(self._again[node], swaps))
 
 
-def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
+def _lifetimes_of(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """Returns the first and the last step at which each memory that is not given is held, and all sizes."""
     memory, sizes = replay.memory, list(replay.memory.sizes)
-    # By value, its memories in the plan, where they differ from the graph's.
+    # By value, the memories in the plan, where different from the graph's.
     names: dict[Node | Again, dict[int, int]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -288,17 +288,19 @@ def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], d
         if isinstance(value, Node) and not step.swaps and names.keys().isdisjoint(replay.needs[value]):
             held = replay.held[value]
         else:
-            held = _held(memory, step, names, sizes)
+            held = _alive_memories(memory, step, names, sizes)
         for m in held:
             first.setdefault(m, i)
             last[m] = i
     return first, last, sizes
 
 
-def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]) -> set[int]:
+def _alive_memories(
+    memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]
+) -> set[int]:
     """Returns the memories alive while the step runs, by their names in the plan.
 
-    Gives names to those that it makes.
+    New memories get names.
     """
     value, node = step.value, _node_of(step.value)
     inputs = [step.swaps.get(a, a) for a in needed_by(node)]
@@ -307,7 +309,7 @@ def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]],
     for m in memory.shown(node):
         own[m] = next((named[m] for named in shown if m in named), m)
         if isinstance(value, Again) and not memory.is_view(node):
-            # A value that is made again is memory of its own, beside that of the first.
+            # A value that is made again is separate memory, next to the first value's.
             own[m] = len(sizes)
             sizes.append(sizes[m])
     names[value] = own
@@ -319,5 +321,5 @@ def _node_of(value: Node | Again) -> Node:
 
 
 def needed_by(node: Node) -> list[Node]:
-    """Returns the nodes whose values are alive while `node` runs. A wait holds its transfer's operands."""
+    """Returns the nodes with values alive while `node` runs. A wait holds the transfer's operands."""
     return [*node.all_input_nodes, *(start_of(node).all_input_nodes if is_wait(node) else ())]

@@ -1,4 +1,4 @@
-"""Drops a second gather, or a second fetch, of a leaf whose gathered value still exists."""
+"""Drops a second gather, or a second fetch, of a leaf if the gathered value still exists."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -14,12 +14,12 @@ from ._transfers import is_gather, wait_of
 
 
 def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
-    """Drops the second gather of a leaf where its first value is still alive, or is worth keeping until then.
+    """Drops the second gather of a leaf where the first value is still alive, or is worth keeping.
 
-    It is worth it if the other gathered values that are used between the last use of the first and the first use of the
-    second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. Values fetched
-    from the host for use count as gathered. A value that is written to, or returned, is not shared; nor are gathers
-    with a write to the block between them.
+    A value is worth keeping if the other gathered values that are used between the last use of the first value and the
+    first use of the second hold at most `budget` bytes. So at the turn from forward to backward the last layers stay.
+    Values fetched from the host for use count as gathered. A value that is written to, or returned, is not shared.
+    Neither are gathers with a write to the block in between.
 
         w = wait(all_gather_start(a))           w = wait(all_gather_start(a))
         y = x @ w                               y = x @ w
@@ -28,7 +28,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
         dx = dy @ v.t()
 
     Args:
-        gm: a captured step.
+        gm: captured step.
         budget: bytes.
 
     Returns:
@@ -50,7 +50,8 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
     memory = Memory(gm)
-    # Apart: values that are not gathered may have other sizes on other ranks, while all ranks must gather alike.
+    # Separately: values that are not gathered may have other sizes on other ranks, while all ranks must issue equal
+    # gathers.
     lone, number = _lone_fetches(memory), value_numbers(memory)
     stands = _Recent(memory, number, budget, lambda n: n.target is ALL_GATHER).stands
     stands |= _Recent(memory, number, budget, lone.__contains__).stands
@@ -58,7 +59,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     out, new = reordered(gm, memory.order)
     for again, first in stands.items():
         new[again].replace_all_uses_with(new[first])
-    # Waits before their starts: a node that has users cannot be erased.
+    # Waits before starts: a node that has users cannot be erased.
     for node in reversed(memory.order):
         if node in dropped:
             out.graph.erase_node(new.pop(node))
@@ -69,10 +70,10 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 class _Recent:
-    """Gathered values in the order of their last use. Those beyond the budget are dropped.
+    """Gathered values in the order of the last use. Values beyond the budget are dropped.
 
     Attributes:
-        stands: dropped wait -> the wait whose value replaces it.
+        stands: dropped wait -> the wait that replaces the dropped wait.
     """
 
     def __init__(self, memory: Memory, number: Mapping[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
@@ -80,49 +81,49 @@ class _Recent:
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._total = 0
         self._first: dict[int, Node] = {}
-        self._last_use, private = _uses(memory)
+        self._last_use, private = _last_uses(memory)
         self._leaf: dict[int, int] = {}
         self.stands: dict[Node, Node] = {}
         for node in memory.order:
             wait = wait_of(node) if which(node) else None
             if wait is not None and not private.intersection(memory.shown(wait)):
-                self._gather(node, wait)
+                self._reuse_gather(node, wait)
             for m in memory.reads(node):
                 if m in self._leaf:
-                    self._touch(self._leaf[m], memory.sizes[m])
+                    self._touch_leaf(self._leaf[m], memory.sizes[m])
 
-    def _gather(self, start: Node, wait: Node) -> None:
+    def _reuse_gather(self, start: Node, wait: Node) -> None:
         leaf, m = self._number[start], self._memory.shown(wait)[0]
         first = self._first.get(leaf)
-        # The dropped value's uses are the first one's from here on.
-        if first is not None and (leaf in self._recent or self._alive(first, start)):
+        # The dropped value's uses are the first value's from here on.
+        if first is not None and (leaf in self._recent or self._is_alive(first, start)):
             self.stands[wait] = first
             kept = self._memory.shown(first)[0]
             self._last_use[kept] = max(self._last_use.get(kept, 0), self._last_use.get(m, 0))
         else:
             self._first[leaf] = wait
         self._leaf[m] = leaf
-        self._touch(leaf, gathered_bytes(start))
+        self._touch_leaf(leaf, gathered_bytes(start))
 
-    def _alive(self, wait: Node, start: Node) -> bool:
+    def _is_alive(self, wait: Node, start: Node) -> bool:
         return self._last_use.get(self._memory.shown(wait)[0], 0) > self._memory.position[start]
 
-    def _touch(self, leaf: int, nbytes: int) -> None:
+    def _touch_leaf(self, leaf: int, nbytes: int) -> None:
         self._total += nbytes - self._recent.pop(leaf, 0)
         self._recent[leaf] = nbytes
-        # All others were used after the oldest one: that one stays only while they fit the budget.
+        # All other values were used after the oldest value. The oldest stays only while the others fit the budget.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
 
 
 def _lone_fetches(memory: Memory) -> set[Node]:
-    """Returns the moves to the device whose values are used directly, and not gathered there."""
+    """Returns the moves to the device of values that are used directly, and not gathered there."""
     gathered = {m for n in memory.order if is_gather(n) for m in memory.reads(n)}
     waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 
 
-def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
+def _last_uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
     """Returns the last position at which each memory is read, and the memories that are overwritten or returned."""
     last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
     return last, memory.mutated.union(memory.reads(memory.order[-1]))

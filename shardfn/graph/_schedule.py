@@ -1,4 +1,4 @@
-"""`Schedule`: which passes run over a captured graph, in an order in which each helps the next, as one value."""
+"""`Schedule`: which passes run over a captured graph, as a single value. Each pass helps the next."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from ._sink import sink_waits
 
 
 class Stage(NamedTuple):
-    """One pass of a schedule with its options; equal stages make equal graphs of one graph.
+    """Pass of a schedule with options. Equal stages make equal graphs of the same graph.
 
     Attributes:
-        run: the pass.
+        run: pass.
         options: keyword arguments.
     """
 
@@ -37,12 +37,12 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The passes over a captured step. All but `budget` only change when things happen. None leaves a pass out.
+    """Passes over a captured step. All but `budget` only change when things happen. None leaves a pass out.
 
-    First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on their times
+    First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on times
     (`sink_waits`, `overlap_reductions`, `prefetch`), then on memory (`free_at_last_use`, `donate`), which needs the
-    final order. The result is a function of the graph alone: ranks with the same graph issue the same transfers in the
-    same order, and it has the same bits.
+    final order. The result depends only on the graph: ranks with the same graph issue the same transfers in the same
+    order, and the scheduled graph has the same bits.
 
         w = wait(all_gather_start(a))            h = all_gather_start(a)
         y = x @ w                                h1 = all_gather_start(b)
@@ -52,12 +52,13 @@ class Schedule:
                                                  z = y.add_(v)
 
     Attributes:
-        prefetch: bytes of gathered leaves that may be there ahead of their use.
+        prefetch: bytes of gathered leaves that may be there ahead of use.
         bucket: bytes up to which small transfers travel together.
         reductions: bytes of whole gradients that may be under way.
-        reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered. Default: as
-            `prefetch`.
-        budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
+        reuse: limit in bytes. A gathered leaf stays in memory while at most this many bytes of other leaves are
+            gathered. Default: as `prefetch`.
+        budget: bytes that a step's values may take. Activations beyond the budget are computed again. None keeps all
+            activations.
         donate: whether pure updates may run in place.
         passes: further passes `f(gm) -> gm`, which run first, in this order.
 
@@ -87,14 +88,16 @@ class Schedule:
         for name in ("prefetch", "bucket", "reductions", "reuse", "budget"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
+                raise ValueError(
+                    f"Schedule({name}={value}): must be a number of bytes, 0 or more, or None to leave the pass out."
+                )
 
     def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
-        """Returns the scheduled graph. `gm` stays as it is.
+        """Returns the scheduled graph. `gm` stays unchanged.
 
         Args:
-            gm: a captured step.
-            fuses: whether it is for a back end that fuses elementwise ops.
+            gm: captured step.
+            fuses: whether the back end fuses elementwise ops.
         """
         for own in self.passes:
             gm = own(gm)
@@ -104,7 +107,7 @@ class Schedule:
         return settled(draft)
 
     def stages(self, *, fuses: bool = False) -> list[Stage]:
-        """Returns the passes of this schedule, in order: first `passes`, then those of the room."""
+        """Returns the passes of this schedule, in order: first `passes`, then the passes of the room."""
         reuse = self.prefetch if self.reuse is None else self.reuse
         chosen = [
             (True, free_at_last_use, {}),

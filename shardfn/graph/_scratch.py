@@ -1,4 +1,4 @@
-"""Scratch memory, which an op allocates and frees while it runs: measured on CPU, for ops where it is not small."""
+"""Scratch memory that an op allocates and frees while running: measured on CPU, for ops with much scratch memory."""
 
 import functools
 
@@ -10,13 +10,13 @@ from ._values import tensors_of, written_by
 
 
 def scratch_bytes(node: Node) -> int:
-    """Bytes that `node` holds while it runs beyond its arguments and results.
+    """Returns the bytes that `node` holds while running, beyond arguments and results.
 
-    Operands of a pointwise op in another dtype than that of its arithmetic are cast whole; other ops by their rows.
-    Off the CPU kernels cast element by element, and this is 0.
+    Operands of a pointwise op in another dtype than the dtype of the arithmetic are cast whole. Other ops cast row by
+    row. Off the CPU kernels cast element by element, and the result is 0.
 
     Args:
-        node: a node of a captured graph.
+        node: node of a captured graph.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,20 +24,20 @@ def scratch_bytes(node: Node) -> int:
         >>> [scratch_bytes(n) for n in gm.graph.nodes if n.name == "add"]
         [32]
     """
-    if node.op != "call_function" or _device(node) != "cpu":
+    if node.op != "call_function" or _device_of(node) != "cpu":
         return 0
     op = op_of(node)
     if op.scratch is not None:
         return op.scratch(node)
-    return _casts(node) if op.pointwise else 0
+    return _is_cast(node) if op.pointwise else 0
 
 
-def _device(node: Node) -> str:
+def _device_of(node: Node) -> str:
     first = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
     return first.device.type if first is not None else ""
 
 
-def _casts(node: Node) -> int:
+def _is_cast(node: Node) -> int:
     operands = [t for n in node.all_input_nodes for t in tensors_of(n)]
     if len({t.dtype for t in operands}) < 2:
         return 0

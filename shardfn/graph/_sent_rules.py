@@ -1,4 +1,4 @@
-"""Sharding rules of transfers along another axis: for this axis, operations that leave most dims unchanged."""
+"""Sharding rules of transfers along another axis. For this axis, such a transfer leaves most dims unchanged."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from ._labelled import Dims, Labels
 
 
 def sent_along(x: Any, axis: str, before: Any, after: Any, shape: Any) -> Any:
-    """Target of a node: a value of this `shape` goes from form to form along an axis that is not this graph's.
+    """Target of a node: a value of this `shape` goes from form to form along an axis outside of this graph.
 
     A graph's arguments are plain: forms are tuples here.
     """
 
 
 def sent(use: OpUse) -> Labels:
-    """Dims that the other axis does not cut. A sum of blocks, so that partial values stay so."""
+    """Labels the dims that the other axis does not cut. The op is a sum of blocks, so partial values stay partial."""
     before, after = (Form(*form) for form in use.args[2:4])
     cut = {form.dim for form in (before, after) if form.kind == "cut"}
     own: Dims = tuple(None if i in cut else i for i in range(use.operands[0].ndim))

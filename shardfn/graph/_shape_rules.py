@@ -11,14 +11,14 @@ from ._labelled import Dims, Labels, aligned, strategies
 from ._view_rules import shaped
 
 
-def _moved(use: OpUse, order: Sequence[object]) -> Labels:
-    """Labels for an operand whose dims keep their elements; `order` labels the result's dims."""
+def _move_dims(use: OpUse, order: Sequence[object]) -> Labels:
+    """Returns labels for an operand with dims that keep the elements. `order` labels the result's dims."""
     x = use.operands[0]
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
 
 
 def transposed(use: OpUse) -> Labels:
-    """`t`, `transpose`, `permute`, `movedim` as aten has them."""
+    """Labels `t`, `transpose`, `permute`, `movedim` of aten."""
     order = list(range(use.operands[0].ndim))
     rest = use.args[1:]
     if not rest:
@@ -28,28 +28,28 @@ def transposed(use: OpUse) -> Labels:
         order[a], order[b] = order[b], order[a]
     else:
         order = [d % len(order) for d in rest[0]]
-    return _moved(use, order)
+    return _move_dims(use, order)
 
 
 def unsqueezed(use: OpUse) -> Labels:
-    """Returns a new dim of size 1."""
+    """Labels a new dim of size 1."""
     order: list[object] = list(range(use.operands[0].ndim))
     order.insert(use.args[1] % use.outs[0].ndim, None)
-    return _moved(use, order)
+    return _move_dims(use, order)
 
 
 def squeezed(use: OpUse) -> Labels:
-    """Dims of size 1 that go."""
+    """Labels an op that drops dims of size 1."""
     x = use.operands[0]
     named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
     dims = {d % max(x.ndim, 1) for d in ([named] if isinstance(named, int) else named)}
-    labels = _moved(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
-    # By shape: a block may be of size 1 where the dim is not.
+    labels = _move_dims(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
+    # By shape: a block may be of size 1 where the dim is larger.
     return dataclasses.replace(labels, run=shaped(use, "reshape"))
 
 
 def expanded(use: OpUse) -> Labels:
-    """Dims of size 1 that are repeated. The shape, an argument, becomes that of this rank's part."""
+    """Labels repeated dims of size 1. The shape, an argument, becomes the shape of this rank's part."""
     x, out = use.operands[0], use.outs[0]
     own = aligned(x, out)
     sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
@@ -57,33 +57,33 @@ def expanded(use: OpUse) -> Labels:
 
 
 def repeated(use: OpUse) -> Labels:
-    """Dims that are written several times must not be cut."""
+    """Labels a repetition. Dims that are written several times must not be cut."""
     x, out = use.operands[0], use.outs[0]
     own = tuple(i if i is not None and use.args[1][i] == 1 else None for i in aligned(x, out))
     return Labels((own,), (tuple(i if i in own else None for i in range(out.ndim)),))
 
 
 def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
-    """Returns all dims but one, along which it takes or joins parts.
+    """Returns a labelling of all dims except the dim along which the op takes or joins parts.
 
-    `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`.
+    For example `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`.
     """
 
-    def label(use: OpUse) -> Labels:
+    def label_op(use: OpUse) -> Labels:
         x = max(use.operands, key=lambda one: one.ndim)
         dim = use.arg(at, name, default) % max(x.ndim, 1)
-        own: Dims = tuple(None if i == dim and not _untouched(use, dim) else i for i in range(x.ndim))
+        own: Dims = tuple(None if i == dim and not _is_untouched(use, dim) else i for i in range(x.ndim))
         fewer = tuple(i for i in range(x.ndim) if i != dim)
         outs = tuple(own if out.ndim == x.ndim else fewer for out in use.outs)
-        # Joined with others an empty value of one dim is as if it were not there.
+        # Joined with other values, an empty value of a single dim has no effect.
         ins = tuple(own if one.ndim == x.ndim else (None,) * one.ndim for one in use.operands)
         return Labels(ins, outs, together=tuple(range(len(use.operands))))
 
-    return label
+    return label_op
 
 
 def put_in(use: OpUse) -> Labels:
-    """`slice_scatter`, `select_scatter`: all dims but the one along which a part is replaced."""
+    """Labels `slice_scatter` and `select_scatter`: all dims except the dim along which a part is replaced."""
     x, new = use.operands
     dim = use.arg(2, "dim", 0) % x.ndim
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
@@ -91,7 +91,7 @@ def put_in(use: OpUse) -> Labels:
 
 
 def stacked(use: OpUse) -> Labels:
-    """`stack`: a new dim, along which the operands lie."""
+    """Labels `stack`: a new dim, along which the operands lie."""
     own: Dims = tuple(range(use.operands[0].ndim))
     order: list[object] = list(own)
     order.insert(use.arg(1, "dim", 0) % use.outs[0].ndim, None)
@@ -99,8 +99,8 @@ def stacked(use: OpUse) -> Labels:
     return Labels((own,) * len(every), (tuple(order),), together=every)
 
 
-def _untouched(use: OpUse, dim: int) -> bool:
-    """Returns whether a slice takes all of its dim, at any length."""
+def _is_untouched(use: OpUse, dim: int) -> bool:
+    """Returns whether a slice takes all of the dim, at any length."""
     if use.target.__name__ != "slice.Tensor":
         return False
     start, stop, step = use.arg(2, "start"), use.arg(3, "end"), use.arg(4, "step", 1)
@@ -108,7 +108,7 @@ def _untouched(use: OpUse, dim: int) -> bool:
 
 
 def padded(use: OpUse) -> Labels:
-    """Dims that get no padding."""
+    """Labels the dims that get no padding."""
     x, pad = use.operands[0], use.args[1]
     touched = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
     own: Dims = tuple(None if i in touched else i for i in range(x.ndim))
@@ -120,7 +120,7 @@ def padded(use: OpUse) -> Labels:
 
 
 def looked_up(use: OpUse) -> list[Strategy]:
-    """`embedding`: any dim of the indices, columns of the table, or its rows, where each rank looks up its own."""
+    """Returns the strategies of `embedding`: dims of the indices, columns of the table, or rows with local look-ups."""
     table, index = use.operands
     if use.arg(3, "scale_grad_by_freq", False) or use.arg(4, "sparse", False):
         return [whole(use)]  # the gradient counts all indices
@@ -131,12 +131,12 @@ def looked_up(use: OpUse) -> list[Strategy]:
         form = use.forms[0]
         multiple = form.multiple if form.kind == "cut" and form.dim == 0 else 1
         rows = use.cut(0, table.shape[0], multiple)
-        out.append(Strategy((rows, VARYING), (PARTIAL,), _own_rows(table.shape[0], rows.multiple)))
+        out.append(Strategy((rows, VARYING), (PARTIAL,), _look_up_own(table.shape[0], rows.multiple)))
     return out
 
 
-def _own_rows(size: int, multiple: int) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _look_up_own(size: int, multiple: int) -> Run:
+    def look_up(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del kwargs
         table, index = args[:2]
         start, stop = ranks.bounds(size, multiple)
@@ -148,11 +148,11 @@ def _own_rows(size: int, multiple: int) -> Run:
         at = (index - start).clamp(0, stop - start - 1)
         return table[at].masked_fill(~own.unsqueeze(-1), 0)
 
-    return run
+    return look_up
 
 
 def selected(use: OpUse) -> Labels:
-    """`index_select`: all dims but one, and the indices'."""
+    """Labels `index_select`: all dims but the selected dim, and the dim of the indices."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
     index = ("index",) if use.operands[1].ndim else ()
@@ -161,7 +161,7 @@ def selected(use: OpUse) -> Labels:
 
 
 def gathered(use: OpUse) -> Labels:
-    """`gather`: dims other than its own, where the indices go over all of them."""
+    """Labels `gather`: dims other than the gathered dim, where the indices go over the whole dim."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     index = use.operands[1]
     alike = [i != dim and x.shape[i] == index.shape[i] for i in range(index.ndim)]
@@ -170,7 +170,7 @@ def gathered(use: OpUse) -> Labels:
 
 
 def indexed(use: OpUse) -> Labels:
-    """`x[..., index, ...]` with tensors in neighbouring dims: the others, and those of the indices."""
+    """Labels `x[..., index, ...]` with tensors in neighbouring dims: the other dims, and the dims of the indices."""
     x, out = use.operands[0], use.outs[0]
     at = [i for i, one in enumerate(use.args[1]) if one is not None]
     wide = max((s.ndim for s in use.operands[1:]), default=0)
@@ -188,38 +188,38 @@ def indexed(use: OpUse) -> Labels:
 
 
 def rows_gathered(use: OpUse) -> Labels:
-    """`gather_rows(x, index, weights)`: columns, and rows of the result."""
+    """Labels `gather_rows(x, index, weights)`: columns, and rows of the result."""
     sums = (("m", None),) * (len(use.operands) - 1)
     return Labels(((None, "d"), *sums), (("m", "d"),), linear=tuple(i for i in (0, 2) if i < len(use.operands)))
 
 
 def rows_copied(use: OpUse) -> Labels:
-    """`copied_rows(x, index, back)`: columns."""
+    """Labels `copied_rows(x, index, back)`: columns."""
     del use
     return Labels(((None, "d"), (None, None), (None, None)), ((None, "d"),), linear=(0,))
 
 
 def rows_combined(use: OpUse) -> Labels:
-    """`combined_rows(y, weights, source, places)`: columns. Each of rows and weights may be a summand."""
+    """Labels `combined_rows(y, weights, source, places)`: columns. Each of rows and weights may be a summand."""
     del use
     return Labels(((None, "d"), (None, None), (None,), (None, None)), ((None, "d"),), linear=(0, 1))
 
 
 def rows_dotted(use: OpUse) -> Labels:
-    """`row_dots(x, y, index)`: columns, which are summed over, and rows of the result."""
+    """Labels `row_dots(x, y, index)`: summed columns, and rows of the result."""
     del use
     return Labels(((None, "d"), ("m", "d"), ("m", None)), (("m", None),), sums=True, linear=(0, 1))
 
 
 def made_of_nothing(use: OpUse) -> list[Strategy]:
-    """Constants: whole. Operands may have any form, as only their shapes are used."""
+    """Returns the strategy of constants: whole. Operands may have any form, as only shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]
 
 
 def made_like(rule: Rule) -> Rule:
     """Returns a rule for constants of an operand's shape, whole where each rank's operand has the whole shape."""
 
-    def more(use: OpUse) -> list[Strategy]:
+    def apply_rule(use: OpUse) -> list[Strategy]:
         return [*rule(use), *([] if use.forms[0].kind == "cut" else made_of_nothing(use))]
 
-    return more
+    return apply_rule

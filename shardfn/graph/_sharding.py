@@ -1,4 +1,4 @@
-"""The sharding rules of ops: a column of the op table. A pointwise op without a row has the rule of broadcasting."""
+"""Sharding rules of ops: a column of the op table. A pointwise op without a row has the rule of broadcasting."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +41,11 @@ from ._view_rules import viewed
 _ATEN, _KERNELS = torch.ops.aten, torch.ops.shardfn_kernels
 
 
-def _rules(names: str, rule: Rule) -> dict[Any, Rule]:
+def _rules_for(names: str, rule: Rule) -> dict[Any, Rule]:
     return {getattr(_ATEN, name): rule for name in names.split()}
 
 
-def _dim(at: int, name: str = "dim") -> Callable[[OpUse], list[int]]:
+def _dim_argument(at: int, name: str = "dim") -> Callable[[OpUse], list[int]]:
     return lambda use: [use.arg(at, name, 0)]
 
 
@@ -64,42 +64,44 @@ RULES: dict[Any, Rule] = {
     _KERNELS.copied_rows: labelled(rows_copied),
     _KERNELS.combined_rows: labelled(rows_combined),
     _KERNELS.row_dots: labelled(rows_dotted),
-    **_rules("add sub", clearing_rows(labelled(sum_of_operands), of_all)),
-    **_rules("neg clone alias lift_fresh_copy", keeping_rows(labelled(unary_linear), of_one)),
-    **_rules("silu gelu relu tanh", keeping_rows(POINTWISE, of_one)),
-    **_rules("sigmoid clamp clamp_min clamp_max", clearing_rows(POINTWISE)),
+    **_rules_for("add sub", clearing_rows(labelled(sum_of_operands), of_all)),
+    **_rules_for("neg clone alias lift_fresh_copy", keeping_rows(labelled(unary_linear), of_one)),
+    **_rules_for("silu gelu relu tanh", keeping_rows(POINTWISE, of_one)),
+    **_rules_for("sigmoid clamp clamp_min clamp_max", clearing_rows(POINTWISE)),
     _ATEN.mul: keeping_rows(labelled(scaled), of_any),
     _ATEN.div: labelled(divided),
-    **_rules("_to_copy detach", keeping_rows(POINTWISE, of_one)),
-    **_rules("where masked_fill fill zero", POINTWISE),
-    **_rules("t transpose permute", labelled(transposed)),
+    **_rules_for("_to_copy detach", keeping_rows(POINTWISE, of_one)),
+    **_rules_for("where masked_fill fill zero", POINTWISE),
+    **_rules_for("t transpose permute", labelled(transposed)),
     _ATEN.unsqueeze: labelled(unsqueezed),
     _ATEN.squeeze: labelled(squeezed),
     _ATEN.expand: labelled(expanded),
     _ATEN.repeat: labelled(repeated),
-    **_rules("view _unsafe_view reshape", viewed),
-    **_rules("unbind select", labelled(closed(1))),
+    **_rules_for("view _unsafe_view reshape", viewed),
+    **_rules_for("unbind select", labelled(closed(1))),
     _ATEN.slice: keeping_rows(taken_apart(1), of_columns),
-    **_rules("slice_scatter select_scatter", labelled(put_in)),
-    **_rules("split split_with_sizes", keeping_rows(taken_apart(2), of_columns)),
+    **_rules_for("slice_scatter select_scatter", labelled(put_in)),
+    **_rules_for("split split_with_sizes", keeping_rows(taken_apart(2), of_columns)),
     _ATEN.cat: joined,
     _ATEN.stack: labelled(stacked),
     _ATEN.constant_pad_nd: labelled(padded),
-    _ATEN.cumsum: labelled(keeps_all_but(_dim(1))),
+    _ATEN.cumsum: labelled(keeps_all_but(_dim_argument(1))),
     _ATEN.embedding: looked_up,
     _ATEN.index_select: labelled(selected),
     _ATEN.gather: labelled(gathered),
     _ATEN.index: labelled(indexed),
     _ATEN.sum: labelled(summed),
     _ATEN.mean: labelled(averaged),
-    **_rules("amax amin any all argmax argmin prod logsumexp var var_mean", labelled(reduced)),
-    **_rules("native_layer_norm _fused_rms_norm", labelled(normalised)),
-    **_rules("_softmax _log_softmax", softmax),
+    **_rules_for("amax amin any all argmax argmin prod logsumexp var var_mean", labelled(reduced)),
+    **_rules_for("native_layer_norm _fused_rms_norm", labelled(normalised)),
+    **_rules_for("_softmax _log_softmax", softmax),
     _ATEN.nll_loss_forward: nll,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: attention,
     sent_along: labelled(sent),
     **dict.fromkeys((psum, pvary), labelled(unary_linear)),  # those of another axis
     pmax: POINTWISE,
-    **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full new_empty", made_of_nothing),
-    **_rules("zeros_like ones_like full_like empty_like", made_like(POINTWISE)),
+    **_rules_for(
+        "zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full new_empty", made_of_nothing
+    ),
+    **_rules_for("zeros_like ones_like full_like empty_like", made_like(POINTWISE)),
 }

@@ -11,11 +11,11 @@ from ._transfers import is_wait
 
 
 def sink_waits(gm: GraphModule) -> GraphModule:
-    """Moves each wait, and the views of its result, down to just before the first use.
+    """Moves each wait, and the views of the result, down to just before the first use.
 
-    The computation between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
-    through any alias, nor a write to its transfer's operands. Waits for moves between memories, and for sends to other
-    stages, stay where the program has them, since it bounds the transfers in flight by them.
+    The computation between start and wait then overlaps with the transfer. A wait passes neither a use of the value,
+    through any alias, nor a write to the transfer's operands. Waits for moves between memories, and for sends to other
+    stages, stay where the program has the waits, since these waits bound the transfers in flight.
 
         h = all_gather_start(own)        h = all_gather_start(own)
         w = wait(h)                      y = x * 2
@@ -24,7 +24,7 @@ def sink_waits(gm: GraphModule) -> GraphModule:
         z = y @ v                        z = y @ v
 
     Args:
-        gm: a captured step.
+        gm: captured step.
 
     Returns:
         A new graph with the same nodes and the same bits.
@@ -48,13 +48,13 @@ def sink_waits(gm: GraphModule) -> GraphModule:
 
 
 def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:
-    """Returns the nodes that `which` accepts, and the views of their results."""
+    """Returns the nodes that `which` accepts, and the views of the results of such nodes."""
     lazy: set[Node] = set()
     for node in memory.order:
-        if which(node) or (memory.is_view(node) and _all(lazy, node.all_input_nodes)):
+        if which(node) or (memory.is_view(node) and _has_all(lazy, node.all_input_nodes)):
             lazy.add(node)
     return lazy
 
 
-def _all(nodes: set[Node], wanted: Iterable[Node]) -> bool:
+def _has_all(nodes: set[Node], wanted: Iterable[Node]) -> bool:
     return all(n in nodes for n in wanted)

@@ -1,6 +1,6 @@
-"""The strides of kernels' results, for ops where torch gives other strides for tensors without data.
+"""Strides of kernels' results, for ops where torch gives other strides for tensors without data.
 
-Formulas alone; which op has which is in the op table (`_ops.py`).
+Only formulas. The op table (`_ops.py`) says which op has which formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,10 @@ from shardfn._torch import compute_elementwise_output_strides, make_contiguous_s
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Accepts every dtype that the kernels do, and pads the result's rows to 16 bytes; torch's accepts only bf16."""
+    """Returns the result for every dtype that the kernels accept, with rows padded to 16 bytes.
+
+    Torch accepts only bf16.
+    """
     del bias
     num_groups = None if offs is None else offs.shape[0]
     if a.ndim == 2:
@@ -29,28 +32,28 @@ def grouped_mm(
     return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
 
 
-def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
-    """`out`, which is new memory, in other strides."""
+def _restride(out: Tensor, stride: Sequence[int]) -> Tensor:
+    """Returns `out`, new memory, in other strides."""
     if out.stride() == tuple(stride):
         return out
     return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
 
 
 def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
-    """Returns the strides of an elementwise kernel's result, which follow the first operands first."""
+    """Returns the strides of an elementwise kernel's result. Earlier operands count first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
-    return _restrided(out, compute_elementwise_output_strides(*operands))
+    return _restride(out, compute_elementwise_output_strides(*operands))
 
 
 def contiguous(out: Tensor, args: Sequence[Any]) -> Tensor:
     del args
-    return _restrided(out, make_contiguous_strides_for(out.shape))
+    return _restride(out, make_contiguous_strides_for(out.shape))
 
 
 def in_format_of(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
-    """Channels last if that argument is, else contiguous."""
+    """Returns strides for channels last if the argument at `position` is channels last, else contiguous strides."""
 
     def lay_out(out: Tensor, args: Sequence[Any]) -> Tensor:
-        return _restrided(out, torch.empty_like(out, memory_format=suggest_memory_format(args[position])).stride())
+        return _restride(out, torch.empty_like(out, memory_format=suggest_memory_format(args[position])).stride())
 
     return lay_out

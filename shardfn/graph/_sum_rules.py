@@ -1,7 +1,7 @@
 """Sharding rules of reductions, softmax and losses, along the cut dim too.
 
 The cross entropy over cut classes is Megatron's (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): a maximum, a
-sum and the target's logit travel, a number a row each; whole logits are on no rank.
+sum and the target's logit travel, a number a row each. No rank has whole logits.
 """
 
 import math
@@ -15,8 +15,8 @@ from ._forms import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Run, S
 from ._labelled import Dims, Labels, strategies
 
 
-def _reduced(use: OpUse) -> tuple[Dims, Dims, list[int]]:
-    """Labels of the operand and of the result, and the dims that go."""
+def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
+    """Returns labels of the operand and of the result, and the reduced dims."""
     x, out = use.operands[0], use.outs[0]
     named = use.args[1] if len(use.args) > 1 else None
     if isinstance(named, int) and not isinstance(named, bool):
@@ -28,17 +28,17 @@ def _reduced(use: OpUse) -> tuple[Dims, Dims, list[int]]:
 
 
 def summed(use: OpUse) -> Labels:
-    """`sum`: partial if a summed dim is cut."""
-    own, result, _ = _reduced(use)
+    """Labels `sum`: partial if a summed dim is cut."""
+    own, result, _ = _label_reduction(use)
     return Labels((own,), (result,), sums=True, together=(0,))
 
 
 def averaged(use: OpUse) -> Labels:
-    """`mean`: the sum of this rank's part, divided by the number of all."""
-    own, result, dims = _reduced(use)
+    """Labels `mean`: the sum of this rank's part, divided by the number of all elements."""
+    own, result, dims = _label_reduction(use)
     count = math.prod(use.operands[0].shape[d] for d in dims)
 
-    def run(outs: tuple[Form, ...]) -> Run | None:
+    def make_run(outs: tuple[Form, ...]) -> Run | None:
         del outs
 
         def mean(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -47,25 +47,25 @@ def averaged(use: OpUse) -> Labels:
             local = math.prod(args[0].shape[d] for d in dims)
             if not local < count:
                 return args[0].mean(dims, keep, dtype=kwargs.get("dtype"))
-            # Not the sum, which 16 bits may not hold.
+            # Not the sum: 16 bits may not hold the sum.
             part = args[0].mean if local else args[0].sum
             return part(dims, keep, dtype=kwargs.get("dtype")) * (local / count)
 
         return mean
 
-    return Labels((own,), (result,), sums=True, together=(0,), run=run)
+    return Labels((own,), (result,), sums=True, together=(0,), run=make_run)
 
 
 def reduced(use: OpUse) -> Labels:
-    """Other reductions: dims that stay."""
-    _, result, dims = _reduced(use)
+    """Labels other reductions, for example `amax`: the dims that stay."""
+    _, result, dims = _label_reduction(use)
     x = use.operands[0]
     own: Dims = tuple(None if i in dims else i for i in range(x.ndim))
     return Labels((own,), tuple(result for _ in use.outs))
 
 
 def normalised(use: OpUse) -> Labels:
-    """Layer and RMS norm: `x, shape, weight, bias` -> y and statistics; leading dims."""
+    """Labels layer and RMS norm, `x, shape, weight, bias` -> y and statistics: leading dims."""
     x, num = use.operands[0], len(use.args[1])
     lead = tuple(range(x.ndim - num))
     own: Dims = (*lead, *(None,) * num)
@@ -73,7 +73,10 @@ def normalised(use: OpUse) -> Labels:
 
 
 def softmax(use: OpUse) -> list[Strategy]:
-    """`_softmax`, `_log_softmax`: other dims, or its own, by a maximum and a sum over the ranks."""
+    """Returns the strategies of `_softmax`, `_log_softmax`.
+
+    Other dims, or the softmax dim, by a maximum and a sum over ranks.
+    """
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
@@ -83,29 +86,29 @@ def softmax(use: OpUse) -> list[Strategy]:
         here = form if form.kind == "cut" and form.dim == dim else use.cut(dim, x.shape[dim])
         rows = math.prod(x.shape) // x.shape[dim] * x.itemsize
         sent = 6 * rows * (use.num - 1) / use.num  # forward a maximum and a sum, backward a sum
-        run = _over_ranks(dim, logarithm="log" in use.target.__name__)
+        run = _softmax_over_ranks(dim, logarithm="log" in use.target.__name__)
         out.append(Strategy((here,), (here,), run, sent, "pmax and psum of a number a row"))
     return out
 
 
-def _over_ranks(dim: int, *, logarithm: bool) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _softmax_over_ranks(dim: int, *, logarithm: bool) -> Run:
+    def run_softmax(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         del kwargs
-        x = _wide(args[0])
+        x = _to_wide(args[0])
         held = x.detach()
         none = held.new_full([1 if i == dim else n for i, n in enumerate(held.shape)], -math.inf)
         top = ranks.pmax(held.amax(dim, keepdim=True) if held.shape[dim] else none)
-        # A row of minus infinities alone gives NaN, as on one device.
+        # A row of only minus infinities gives NaN, as on a single device.
         shifted = x - top
         powers = shifted.exp()
         total = ranks.pvary(ranks.psum(powers.sum(dim, keepdim=True)))
         return (shifted - total.log() if logarithm else powers / total).to(args[0].dtype)
 
-    return run
+    return run_softmax
 
 
 def nll(use: OpUse) -> list[Strategy]:
-    """`nll_loss_forward(log probabilities [N, V], targets [N], weight, reduction, ignored)` -> loss, total weight."""
+    """Returns the strategies of `nll_loss_forward`: log probabilities [N, V], targets [N] -> loss, total weight."""
     x = use.operands[0]
     out = [whole(use)]
     if len(use.operands) != 2 or x.ndim != 2 or len(use.outs) != 2:
@@ -120,25 +123,25 @@ def nll(use: OpUse) -> list[Strategy]:
         out.append(Strategy(rows, (PARTIAL, WHOLE), _mean_of_rows, 2 * x.itemsize, "psum of the number of targets"))
     if x.shape[1] > 1:
         classes = use.cut(1, x.shape[1], multiple if form.dim == 1 else 1)
-        out.append(Strategy((classes, VARYING), (PARTIAL, WHOLE), _own_classes(x, classes.multiple)))
+        out.append(Strategy((classes, VARYING), (PARTIAL, WHOLE), _nll_of_own(x, classes.multiple)))
     return out
 
 
 def _mean_of_rows(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     del kwargs
     x, target, weight, _, ignored = args
-    total, count = torch.ops.aten.nll_loss_forward.default(_wide(x), target, weight, 2, ignored)
+    total, count = torch.ops.aten.nll_loss_forward.default(_to_wide(x), target, weight, 2, ignored)
     count = ranks.psum(count.detach())
     return (total / count).to(x.dtype), count.to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In a dtype that holds sums: as the kernels of the whole do."""
+def _to_wide(x: Tensor) -> Tensor:
+    """Returns the value in a dtype that holds sums, as the kernels of the whole do."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _own_classes(x: Operand, multiple: int) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _nll_of_own(x: Operand, multiple: int) -> Run:
+    def run_nll(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         del kwargs
         logs, target, _, reduction, ignored = args
         start, stop = ranks.bounds(x.shape[1], multiple)
@@ -146,7 +149,7 @@ def _own_classes(x: Operand, multiple: int) -> Run:
         inside = (~counted | ((target >= 0) & (target < x.shape[1]))).all()
         torch.ops.shardfn.check(inside, True, f"a target is not in [0, {x.shape[1]}), and is not ignored ({ignored})")
         own = counted & (target >= start) & (target < stop)
-        count = counted.sum().to(_wide(logs).dtype)
+        count = counted.sum().to(_to_wide(logs).dtype)
         if stop == start:
             each = logs.sum() * logs.new_zeros(target.shape)
         else:
@@ -154,20 +157,23 @@ def _own_classes(x: Operand, multiple: int) -> Run:
             each = -logs.gather(1, at.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
         if reduction == 0:
             return each, count.new_zeros(())
-        total = _wide(each).sum()
+        total = _to_wide(each).sum()
         return (total / count if reduction == 1 else total).to(logs.dtype), count.to(logs.dtype)
 
-    return run
+    return run_nll
 
 
 def attention(use: OpUse) -> list[Strategy]:
-    """Attention `(q [B, H, T, K], k, v [B, G, S, K], ...)` -> values, statistics: samples, or heads; G divides H."""
+    """Returns the strategies of attention, `(q [B, H, T, K], k, v [B, G, S, K], ...)`.
+
+    Samples, or heads. G divides H.
+    """
     q, k = use.operands[:2]
     samples = ("b", None, None, None)
     mask = [s for s in use.operands[3:]]
     into = [_mask_dims(s, q, 0, "b") for s in mask]
     labels = Labels((samples,) * 3 + tuple(into), tuple(("b", *(None,) * (o.ndim - 1)) for o in use.outs))
-    out = [whole(use), *(s._replace(run=_attend(use.target)) for s in strategies(use, labels))]
+    out = [whole(use), *(s._replace(run=_attend_local(use.target)) for s in strategies(use, labels))]
     times = q.shape[1] // k.shape[1]
     for multiple in sorted(
         {1, *(f.multiple // r for f, r in zip(use.forms, (times, 1, 1), strict=False) if f.dim == 1)}
@@ -177,7 +183,7 @@ def attention(use: OpUse) -> list[Strategy]:
         heads, groups = use.cut(1, q.shape[1], multiple * times), use.cut(1, k.shape[1], multiple)
         masks = tuple(heads if s.ndim == 4 and s.shape[1] == q.shape[1] else VARYING for s in mask)
         outs = tuple(use.cut(1, o.shape[1], multiple * times) for o in use.outs)
-        out.append(Strategy((heads, groups, groups, *masks), outs, _attend(use.target)))
+        out.append(Strategy((heads, groups, groups, *masks), outs, _attend_local(use.target)))
     return out
 
 
@@ -186,8 +192,8 @@ def _mask_dims(s: Operand, q: Operand, dim: int, name: str) -> Dims:
     return tuple(name if i == at and size == q.shape[dim] else None for i, size in enumerate(s.shape))
 
 
-def _attend(target: Any) -> Run:
-    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _attend_local(target: Any) -> Run:
+    def run_attention(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del ranks
         q, k, v = args[:3]
         if q.numel():
@@ -198,4 +204,4 @@ def _attend(target: Any) -> Run:
         scores = q @ k.transpose(-1, -2)
         return scores @ v, scores.sum(-1)
 
-    return run
+    return run_attention

@@ -1,4 +1,4 @@
-"""The transfers of a captured step, with the bytes, axes and leaves of each."""
+"""Transfers of a captured step, with the bytes, axes and leaves of each."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ from ._values import phases_of, where_of
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One collective of a captured step.
+    """Collective of a captured step.
 
     Attributes:
-        node: the node that starts it.
-        wait: the node that waits for it, or None.
-        op: the name under which the counter knows it.
+        node: node that starts the transfer.
+        wait: node that waits for the transfer, or None.
+        op: name in the traffic counter, for example "all_gather".
         axes: mesh axes larger than 1, as in "dp,tp".
-        num_ranks: ranks along `axes`.
+        num_ranks: number of ranks along `axes`.
         sent: bytes that this rank puts on the wire.
         dtype: dtype of the elements on the wire.
         sizes: numbers of elements: of each rank's block, of the whole (sums), or of this rank's part for each rank.
         phase: "forward", "backward" or "update".
-        where: the user's line.
-        channel: transfers on one channel run in the order of their starts.
-        leaves: paths of the leaves that it moves, as far as they can be followed.
+        where: user's line.
+        channel: name of the channel. Transfers on a channel run in the order of the starts.
+        leaves: paths of the leaves that the transfer moves, as far as known.
     """
 
     node: Node
@@ -47,17 +47,18 @@ class Transfer:
 
 
 def transfers(gm: GraphModule) -> list[Transfer]:
-    """Returns the transfers of a captured step in the order of their starts.
+    """Returns the transfers of a captured step in the order of the starts.
 
-    For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), `psum_scatter` all but the own block, a sum of m
-    bytes 2 m (n - 1) / n; a message of m bytes m, on the rank that sends it.
+    For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), and `psum_scatter` all blocks but this rank's. A
+    sum of m bytes sends 2 m (n - 1) / n. A message of m bytes sends m, on the sending rank. For example, a sum of 8 MB
+    over 4 ranks sends 12 MB.
 
     Args:
-        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes. Where the rank's own index matters, it is that of
-            `gm.meta["coords"]` (default: the first rank).
+        gm: captured step. `gm.meta["mesh_shape"]` has the sizes of axes. `gm.meta["coords"]` has the rank's index,
+            where the index matters (default: the first rank).
 
     Returns:
-        One `Transfer` per start.
+        A `Transfer` per start.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -71,7 +72,7 @@ def transfers(gm: GraphModule) -> list[Transfer]:
     phases = phases_of(gm)
     starts = [n for n in gm.graph.nodes if is_start(n) and not is_move(n)]
     updates = Updates(gm)
-    return [_transfer(n, gm.meta, phases[n], updates) for n in starts]
+    return [_transfer_of(n, gm.meta, phases[n], updates) for n in starts]
 
 
 def is_start(node: Node) -> bool:
@@ -91,17 +92,17 @@ def is_gather(node: Node) -> bool:
 
 
 def is_reduction(node: Node) -> bool:
-    """Returns whether `node` starts a sum of the step over ranks, or the exchange that serves one."""
+    """Returns whether `node` starts a sum of the step over ranks, or the exchange that serves a sum."""
     return op_of(node).channel == "reduce"
 
 
 def is_message(node: Node) -> bool:
-    """Returns whether `node` starts a send to one rank, or a receive from one."""
+    """Returns whether `node` starts a send to a single rank, or a receive from a single rank."""
     return op_of(node).channel == "between"
 
 
 def start_of(wait: Node) -> Node:
-    """Returns the start that `wait` waits for. `wait` itself if its argument is no transfer."""
+    """Returns the start that `wait` waits for, or `wait` if the argument is no transfer."""
     node = wait.args[0]
     while isinstance(node, Node) and not is_start(node) and node.op == "call_function" and node.args:
         node = node.args[0]
@@ -118,7 +119,8 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
 
     A kind is "gather", "reduce", "between" or "loss".
 
-    The order of uses would differ: a rank that has no part of a leaf may gather it before it reduces another.
+    The order of uses would differ: a rank without a part of a leaf may gather the leaf before the rank reduces another
+    leaf.
 
     Example:
         >>> channel_axes(torch.fx.symbolic_trace(lambda x: x + 1))
@@ -128,11 +130,11 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
     return sorted({(tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts})
 
 
-def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates) -> Transfer:
+def _transfer_of(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates) -> Transfer:
     read = op_of(node).transfer
     assert read is not None
     wait = wait_of(node)
-    if is_message(node):  # it carries activations, so it has no leaves
+    if is_message(node):  # activations travel, so there are no leaves
         return Transfer(node=node, wait=wait, phase=phase, where=where_of(node), **vars(read(node, meta)))
     leaves = leaves_behind(node.args[1 if node.target is ALL_GATHER_INTO else 0])
     if not leaves and wait is not None and phase != "forward":

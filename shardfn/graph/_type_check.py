@@ -1,7 +1,7 @@
 """Errors that the types of a captured step prove: collectives of the loss that are missing, or applied twice.
 
-Each check is certain: it raises where values differ that must be the same on all ranks, or where a gradient is counted
-once a rank. Unknown types pass.
+Each check is certain. An error means that values differ that must be the same on all ranks, or that a gradient is
+counted on every rank. Unknown types pass.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ _HEAD = (
 
 
 def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
-    """For each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
+    """Returns for each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
 
     Args:
-        gm: the step.
+        gm: captured step.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -40,10 +40,10 @@ def check_types(gm: GraphModule) -> None:
     """Refuses a captured step in which a collective of the loss is certainly missing, or certainly applied twice.
 
     Args:
-        gm: the step, before any pass. `gm.meta["results"]` lists path and axes of its outputs.
+        gm: captured step, before any pass. `gm.meta["results"]` lists path and axes of outputs.
 
     Raises:
-        AxisTypeError: names the op, its line, the axis and the remedy.
+        AxisTypeError: a collective is wrong. The message names the op, the line, the axis and the remedy.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -54,13 +54,18 @@ def check_types(gm: GraphModule) -> None:
         return
     sizes = gm.meta["mesh_shape"]
     # Causes come before consequences.
-    for found in (_twice(types, sizes), _results(types, sizes), _gradients(types), _outputs(gm, types)):
+    for found in (
+        _check_collectives(types, sizes),
+        _check_results(types, sizes),
+        _check_gradients(types),
+        _check_outputs(gm, types),
+    ):
         raise_all(AxisTypeError, _HEAD, list(dict.fromkeys(found)))
 
 
-def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Collectives of values that need none."""
-    # A transpose has the number of its primal collective: one whose number is missing has no gradient to be wrong.
+def _check_collectives(types: Types, sizes: dict[str, int]) -> Iterator[str]:
+    """Yields errors about collectives of values that need no collective."""
+    # A transpose has the number of the primal collective: a collective without a number has no gradient to be wrong.
     differentiated = {a.applied.transposes for a in types.applications}
     for found in types.applications:
         applied = found.applied
@@ -69,12 +74,12 @@ def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                 continue
             if applied.transposes:
                 yield from _never_summed(types, found, axis, sizes[axis])
-            # A needless one without a gradient changes only its own value, which may be intended.
+            # A needless collective without a gradient only changes the collective's value, perhaps on purpose.
             elif applied.number in differentiated:
-                yield from _needless(types, found, axis, sizes[axis])
+                yield from _check_needless(types, found, axis, sizes[axis])
 
 
-def _needless(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
+def _check_needless(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
     name, taken = found.applied.name, found.taken
     where = where_of(found.node) or "a line unknown"
     if name == "psum" and types.is_invariant(taken, axis) and types.is_trained(taken):
@@ -91,7 +96,7 @@ def _needless(types: Types, found: Applications, axis: str, num: int) -> Iterato
 
 
 def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
-    """In the backward: a transpose of a `pvary` or an `all_gather` that sums equal values of all ranks."""
+    """Yields errors about `pvary`s and `all_gather`s whose transposes sum equal values of all ranks."""
     name = {"psum": "pvary", "psum_scatter": "all_gather"}.get(found.applied.name)
     again = found.node.meta.get("again") or types.phases[found.node] != "backward"
     if name is None or again or axis in types.batch or not found.taken or not types.is_invariant(found.taken, axis):
@@ -104,29 +109,29 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
     )
 
 
-def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Yields the loss and its aux: the same along axes that do not cut the batch."""
+def _check_results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
+    """Yields errors about loss and aux. Both must be the same along axes that do not cut the batch."""
     for node, type in types.of.items():
         for what in node.meta.get("result", ()):
             for axis in types.axes:
                 if axis not in types.batch and types.is_varying(type, axis):
                     yield (
                         f"{what} varies along {axis!r}: each of its {sizes[axis]} ranks has a value of its own. It is"
-                        f" made by {_op_text(node)}; {_origin(types, node, axis)}. Sum the ranks' parts where they are"
-                        f" complete, with sf.psum(x, {axis!r}), before anything that is not linear."
+                        f" made by {_op_text(node)}; {_origin_of(types, node, axis)}. Sum the ranks' parts where they"
+                        f" are complete, with sf.psum(x, {axis!r}), before anything that is not linear."
                     )
 
 
-def _gradients(types: Types) -> Iterator[str]:
-    """Gradients as the backward leaves them: unreduced along the batch's axes alone, where the step sums them."""
+def _check_gradients(types: Types) -> Iterator[str]:
+    """Yields errors about gradients unreduced along axes where the step does not sum."""
     for node, type in types.of.items():
         for leaf in node.meta.get("gradient_to", ()):
             for axis in types.axes:
                 if axis not in (*types.batch, *leaf.axes) and types.is_varying(type, axis):
-                    yield _unreduced(types, leaf, axis)
+                    yield _check_unreduced(types, leaf, axis)
 
 
-def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
+def _check_unreduced(types: Types, leaf: Leaf, axis: str) -> str:
     met = _first_mixed(types, leaf.path, axis)
     at = "" if met is None else f" It meets a value that varies along {axis!r} in {_op_text(met)}."
     return (
@@ -136,13 +141,13 @@ def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
     )
 
 
-def _outputs(gm: GraphModule, types: Types) -> Iterator[str]:
-    """Yields the new state and the metrics, where the step itself would be wrong."""
+def _check_outputs(gm: GraphModule, types: Types) -> Iterator[str]:
+    """Yields errors about the new state and the metrics, where the step would be wrong."""
     output = next(iter(reversed(gm.graph.nodes)))
     for node, (path, axes) in zip(output.all_input_nodes and output.args[0], gm.meta.get("results", ()), strict=False):
         for axis in types.axes:
             if isinstance(node, Node) and axis not in axes and types.is_varying(types.seen(node, output), axis):
-                yield f"the {path} varies along {axis!r}; {_origin(types, node, axis)}."
+                yield f"the {path} varies along {axis!r}; {_origin_of(types, node, axis)}."
 
 
 def _op_text(node: Node) -> str:
@@ -151,7 +156,7 @@ def _op_text(node: Node) -> str:
     return f"{name} ({where_of(node) or 'line unknown'})"
 
 
-def _origin(types: Types, node: Node, axis: str) -> str:
+def _origin_of(types: Types, node: Node, axis: str) -> str:
     """Returns the origin of a value's variation along an axis, in words."""
     while True:
         before = next((n for n in node.all_input_nodes if types.is_varying(types.of[n], axis)), None)
@@ -170,7 +175,7 @@ def _leaf_of(node: Node) -> Leaf | None:
 
 
 def _first_mixed(types: Types, path: str, axis: str) -> Node | None:
-    """Returns the first op of the forward that combines a still invariant value made of a leaf with a varying one."""
+    """Returns the first op of the forward that combines a still invariant value made of a leaf with a varying value."""
     reached: set[Node] = set()
     for node in types.of:
         leaf = _leaf_of(node)

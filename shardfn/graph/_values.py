@@ -1,4 +1,4 @@
-"""Reads the metadata of a captured graph: the tensors of a node, their memory, views, writes and phases."""
+"""Metadata of a captured graph: the tensors of a node, with memory, views, writes and phases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,17 +27,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensors_of(node: Node) -> list[Tensor]:
-    """Returns the abstract tensors that `node` produces; the output node produces none."""
+    """Returns the abstract tensors that `node` produces. The output node produces none."""
     return [] if node.op == "output" else tensors_in(node.meta.get("val"))
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns the identity of a tensor's memory: equal for a tensor and its views."""
+    """Returns the identity of a tensor's memory, equal for a tensor and the tensor's views."""
     return tensor.untyped_storage()._cdata
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements.
+    """Returns the bytes of a tensor's elements.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def written_by(node: Node) -> list[Node]:
-    """Returns the nodes whose memory `node` overwrites."""
+    """Returns the nodes that show memory that `node` overwrites."""
     if node.op != "call_function":
         return []
     out: list[Node] = []
@@ -59,13 +59,13 @@ def written_by(node: Node) -> list[Node]:
 
 
 def overwritten(gm: GraphModule) -> set[int]:
-    """Returns the memories (`storage_of` abstract values) that a node overwrites while others may read them."""
+    """Returns the memories (`storage_of` abstract values) that a node overwrites while other nodes may read there."""
     nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
     return {storage_of(x) for node in nodes for of in written_by(node) for x in tensors_of(of)}
 
 
 def is_view(node: Node) -> bool:
-    """Returns whether `node` is a view of existing memory: it reads and writes no byte."""
+    """Returns whether `node` is a view of existing memory. A view reads and writes no byte."""
     if node.op != "call_function" or written_arguments(node.target):
         return node.op != "call_function"
     mine = {storage_of(t) for t in tensors_of(node)}
@@ -75,7 +75,7 @@ def is_view(node: Node) -> bool:
 def phases_of(gm: GraphModule) -> dict[Node, str]:
     """Returns the phase of each node.
 
-    Its mark; without one, "forward" before the first so marked, and "update" after it.
+    A node's mark. A node without a mark is "forward" before the first "forward" mark, and "update" afterwards.
 
     A graph without marks is all forward.
     """
@@ -90,12 +90,12 @@ def phases_of(gm: GraphModule) -> dict[Node, str]:
 
 
 def where_of(node: Node) -> str:
-    """Returns the user's line, empty if it is not known."""
+    """Returns the user's line, empty if unknown."""
     return node.meta.get("where") or ""
 
 
 def part_of(node: Node) -> str:
-    """In words, the stage of a pipeline, its action and its microbatch at the node, empty outside of pipelines."""
+    """Returns in words the pipeline stage, action and microbatch of the node, empty outside of pipelines."""
     return node.meta.get("part", "")
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: their conversion to numbers, its speed, and a log of both."""
+"""Metrics of a run: conversion to numbers, speed, and a log of both."""
 
 from ._floats import to_floats as to_floats
 from ._logger import Logger as Logger

@@ -1,4 +1,4 @@
-"""Metrics as Python numbers, in one transfer from each device that holds some."""
+"""Metrics as Python numbers, in a single transfer from each device that holds metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +10,19 @@ from shardfn.core import not_scalar, raise_all
 
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats: all tensors of a device are stacked there and copied at once.
+    """Returns metrics as floats. All tensors of a device are stacked there and copied at once.
 
-    Waits for the device, so a loop that calls it every few steps, and not after each, keeps the device busy.
+    Waits for the device, so a loop that calls the function only every few steps keeps the device busy.
 
     Args:
         metrics: 0-d tensors of any dtype, on any device, and numbers.
 
     Returns:
-        The same names in the same order. Values pass through float64, which is exact for float32 and integers below
-        2^53; on a device without float64 through float32.
+        The same names in the same order. Values pass through float64, exact for float32 and integers below 2^53. On a
+        device without float64 values pass through float32.
 
     Raises:
-        TypeError: values are neither. The message lists all.
+        TypeError: a value is neither a tensor nor a number. The message lists all such values.
 
     Example:
         >>> to_floats({"loss": torch.tensor(0.5), "finite": torch.tensor(True), "learning_rate": 1e-3})

@@ -8,10 +8,10 @@ from ._lines import GrowingFile, resumed_lines
 
 
 class JSONFile:
-    """Writes `metrics.jsonl`. A `Logger` always has it.
+    """Writes `metrics.jsonl`. A `Logger` always has this sink.
 
     Attributes:
-        rows: the rows that a resumed run found in the file.
+        rows: rows that a resumed run found in the file.
     """
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 
 class GrowingFile:
-    """A file that is written at its end, without a buffer.
+    """File that is written at the end, without a buffer.
 
     Args:
-        path: the file, made if missing.
-        size: the bytes of it that are kept.
+        path: path of the file, made if missing.
+        size: number of bytes of the file that are kept.
     """
 
     def __init__(self, path: pathlib.Path, size: int = 0) -> None:
@@ -23,7 +23,7 @@ class GrowingFile:
         """Writes bytes at the end.
 
         Raises:
-            OSError: they were not written. The file is as before.
+            OSError: the bytes were not written. The file is as before.
         """
         done = 0
         try:
@@ -36,14 +36,14 @@ class GrowingFile:
         self._size += done
 
     def close(self) -> None:
-        """Closes it. Closing again does nothing."""
+        """Closes the file. Closing again does nothing."""
         self._file.close()
 
 
 def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list[str], GrowingFile]:
-    """Returns a file with those of its complete lines that are to be kept, opened at its end.
+    """Returns the complete lines of a file that are to be kept, and the file, opened at the end.
 
-    Usually they are its first ones, and the file is cut: that needs no room, so a full disk loses none of them.
+    Usually kept lines are the first lines, and the file is cut. A cut needs no room, so a full disk loses no line.
     """
     text = path.read_bytes() if path.exists() else b""
     lines = [line.decode() for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
@@ -55,7 +55,7 @@ def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list
 
 
 def replace_text(path: pathlib.Path, lines: Iterable[str]) -> None:
-    """Replaces a file by these lines; after an error it is unchanged."""
+    """Replaces a file by these lines. After an error the file is unchanged."""
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_bytes("".join(lines).encode())

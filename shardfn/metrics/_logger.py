@@ -1,4 +1,4 @@
-"""The log of a run: its metrics by step, in `metrics.jsonl` and in further sinks. The first rank writes."""
+"""Log of a run: metrics by step, in `metrics.jsonl` and in further sinks. The first rank writes."""
 
 import operator
 import os
@@ -15,24 +15,24 @@ from ._tensorboard import TensorBoard
 
 
 class Logger:
-    """Writes metrics by step to `metrics.jsonl` and to other sinks: CSV, TensorBoard, Weights & Biases, MLflow, yours.
+    """Writes metrics by step to `metrics.jsonl` and to other sinks, such as CSV, TensorBoard, Weights & Biases, MLflow.
 
-    The first rank of the mesh writes. On the others nothing happens, and no metric is copied from the device. A line is
-    on disk when `write` returns, so that a run that dies leaves all its lines.
+    The first rank of the mesh writes. On other ranks nothing happens, and no metric is copied from the device. A line
+    is on disk when `write` returns, so that a run that dies leaves all lines.
 
-    A sink that raises while the run goes on, such as one on a full disk, does not stop it: there is one warning, the
-    rows that the sink lacks are given to it again later, and its earlier rows stay.
+    A sink that raises while the run goes on, such as a sink on a full disk, does not stop the run. There is a single
+    warning, rows that the sink lacks are passed again later, and earlier rows stay.
 
     Args:
-        folder: where to; made if missing.
-        mesh: only its first rank writes. None means that this process writes.
+        folder: folder for the files, made if missing.
+        mesh: mesh. The first rank writes. None means that this process writes.
         tensorboard: short for a `TensorBoard()` among the sinks.
         sinks: further places, each a `Sink`.
-        start: the step from which a run resumes: rows of later steps are dropped, since those steps are made again. 0
-            begins anew.
+        start: step from which a run resumes. Rows of later steps are dropped, since the run makes these steps again. 0
+            begins a new log.
 
     Attributes:
-        rows: the rows written so far, including those that a resumed run found in the file.
+        rows: rows written so far, including rows that a resumed run found in the file.
 
     Raises:
         ModuleNotFoundError: (on the first rank) a sink's package is not installed.
@@ -57,7 +57,7 @@ class Logger:
         start: int = 0,
     ) -> None:
         check_sinks(sinks)
-        # On ranks that do not write it stays empty, and no file is touched.
+        # On ranks that do not write the list stays empty, and no file is touched.
         self.rows: list[dict[str, float]] = []
         self._deliveries: list[Delivery] = []
         self._writes = mesh is None or mesh.rank == 0
@@ -75,35 +75,35 @@ class Logger:
         self.rows = lines.rows
 
     def write(self, step: int, *metrics: Mapping[str, Any]) -> dict[str, float]:
-        """One row: the number of a step and its metrics, 0-d tensors or numbers, from one mapping or several.
+        """Writes a row: the number of a step and metrics, 0-d tensors or numbers, from a single mapping or several.
 
         Returns:
-            The row as written; on other ranks than the first an empty dict.
+            The row as written. On ranks other than the first an empty dict.
 
         Raises:
             TypeError: a metric is neither a 0-d tensor nor a number, or `step` is not a number.
             ValueError: the logger is closed.
         """
         if isinstance(step, Mapping):
-            raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+            raise TypeError("Logger.write: the step's number must come first: logger.write(step, metrics).")
         for part in metrics:
             if not isinstance(part, Mapping):
                 raise TypeError(
-                    f"Logger.write takes mappings of metrics, and this is {a_kind(part)}; write"
-                    " logger.write(step, {'loss': loss})."
+                    f"Logger.write expected mappings of metrics, got {a_kind(part)}. Write"
+                    f" logger.write(step, {{'loss': loss}})."
                 )
         step = operator.index(step)
         if not self._writes:
             return {}
         if not self._deliveries:
-            raise ValueError("Logger.write: this logger is closed; write before its `with` or `close` ends.")
+            raise ValueError("Logger.write: this logger is closed. Write before its `with` or `close` ends.")
         self.rows.append({"step": step, **to_floats({name: x for part in metrics for name, x in part.items()})})
         for delivery in self._deliveries:
             delivery.send(self.rows)
         return self.rows[-1]
 
     def close(self) -> None:
-        """Gives sinks the rows that they lack, and ends them. Closing again does nothing."""
+        """Passes rows that are missing to sinks, and ends the sinks. Closing again does nothing."""
         while self._deliveries:
             self._deliveries.pop(0).close(self.rows)
 

@@ -7,15 +7,15 @@ import torch
 
 
 def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
-    """Returns the memory of this rank in bytes, now and at its highest since the program began.
+    """Returns the memory of this rank in bytes, now and at the highest since the program began.
 
-    For a GPU it is the memory of tensors, as torch allocates it; for a CPU the resident memory of the process.
+    For a GPU the memory of tensors, as torch allocates memory. For a CPU the resident memory of the process.
 
     Args:
-        device: such as `mesh.device`.
+        device: device, such as `mesh.device`.
 
     Returns:
-        "memory_bytes" and "peak_memory_bytes"; on macOS the first is the second.
+        "memory_bytes" and "peak_memory_bytes". On macOS the two are equal.
 
     Raises:
         OSError: the process is on Windows, and `device` is a CPU.
@@ -29,16 +29,17 @@ def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
-        now, peak = _of_this_process()
+        now, peak = _process_memory()
     return {"memory_bytes": float(now), "peak_memory_bytes": float(peak)}
 
 
-def _of_this_process() -> tuple[int, int]:
+def _process_memory() -> tuple[int, int]:
     try:
         import resource
     except ImportError:  # on Windows
         raise OSError(
-            "memory_in_use reads the memory of a process on Linux and macOS, and of a GPU anywhere; leave it out here."
+            "memory_in_use reads the memory of a process on Linux and macOS, and of a GPU anywhere. Leave"
+            " the call out here."
         ) from None
     # In KiB, but in bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -14,20 +14,20 @@ _OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class MLflow:
-    """Logs to a run of MLflow, which begins with the logger and ends with it.
+    """Logs to a run of MLflow that begins and ends with the logger.
 
-    A run that resumes goes on in the same run: its id is in `mlflow_run` in the logger's folder. In names of metrics,
+    A run that resumes goes on in the same run: the id is in `mlflow_run` in the logger's folder. In names of metrics,
     characters that MLflow refuses become underscores.
 
     Args:
-        experiment: name; made if missing.
-        tracking_uri: tracking uri of the server, or such as "sqlite:///runs.db". Default: that of `mlflow`.
-        run_name: run name of the run.
+        experiment: name of the experiment, made if missing.
+        tracking_uri: address of the server, or such as "sqlite:///runs.db". Default: the address that `mlflow` uses.
+        run_name: name of the run.
         params: hyperparameters.
         tags: tags of the run.
 
     Raises:
-        ModuleNotFoundError: (when a logger opens it) the package `mlflow` is not installed.
+        ModuleNotFoundError: (when a logger opens the sink) the package `mlflow` is not installed.
 
     Example:
         >>> sink = MLflow("gpt", tracking_uri="sqlite:///runs.db", params={"learning_rate": 3e-4})
@@ -49,12 +49,12 @@ class MLflow:
         self._run = ""
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Begins a run, or goes on with the one that the folder names."""
+        """Begins a run, or goes on with the run that the folder names."""
         mlflow, entities = package("mlflow", "MLflow()", "mlflow", "mlflow.entities")
         self._client, self._metric = mlflow.MlflowClient(self._uri), entities.Metric
         with stored_id(folder / "mlflow_run", start) as known:
             if known.value is None:
-                known.value = self._begun()
+                known.value = self._begin_run()
             else:
                 self._client.update_run(known.value, status="RUNNING")
             self._run = known.value
@@ -69,7 +69,7 @@ class MLflow:
         """Ends the run."""
         self._client.set_terminated(self._run)
 
-    def _begun(self) -> str:
+    def _begin_run(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         run = self._client.create_run(number, run_name=self._name, tags=self._tags).info.run_id

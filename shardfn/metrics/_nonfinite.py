@@ -1,24 +1,24 @@
-"""`NonFiniteGuard`: ends a run whose steps are not finite, such as those after a learning rate that is too large."""
+"""`NonFiniteGuard`: ends a run whose steps are not finite, for example after a learning rate that is too large."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class NonFiniteGuard:
-    """Counts steps in a row whose loss or gradient is infinite or NaN, and ends the run after too many of them.
+    """Counts steps in a row whose loss or gradient is infinite or NaN, and ends the run after too many such steps.
 
-    Save a checkpoint only after a finite step, so that the last good one stays:
+    Save a checkpoint only after a finite step, so that the last good checkpoint stays:
 
         if guard(n + 1, metrics):
             checkpoints.save(state, n + 1)
 
-    Metrics are those of all ranks, so that all ranks end at the same step. Reading them waits for the step.
+    Metrics are the same on all ranks, so that all ranks end at the same step. To read metrics waits for the step.
 
     Args:
         max_steps: number of such steps in a row that ends the run, 1 or more.
 
     Attributes:
-        count: the number of such steps in a row until now.
+        count: number of such steps in a row until now.
 
     Raises:
         ValueError: `max_steps` is below 1.
@@ -39,13 +39,12 @@ class NonFiniteGuard:
 
         Args:
             step: number of the step, for the message.
-            metrics: metrics of the step; "finite" is read.
-            last: whether no step follows. A last step that is not finite ends the run, too, since its model is not to
+            metrics: metrics of the step, of which "finite" is read.
+            last: whether no step follows. A last step that is not finite ends the run, too, since the model is not to
                 be used.
 
         Raises:
-            FloatingPointError: it was not, and neither were the steps before it, `max_steps` together. The message
-                names the steps.
+            FloatingPointError: the last `max_steps` steps were not finite. The message names the steps.
         """
         if bool(metrics["finite"]):
             self.count = 0

@@ -1,4 +1,4 @@
-"""The id of a tracking service's run, in a file, so that a run that resumes goes on with it."""
+"""Id of a tracking service's run, in a file, so that a run that resumes goes on with the same id."""
 
 import contextlib
 import dataclasses
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class RunId:
-    """An id. None until there is one."""
+    """Id of a run, None before a run begins."""
 
     value: str | None
 
 
 @contextlib.contextmanager
 def stored_id(path: pathlib.Path, start: int) -> Iterator[RunId]:
-    """The id that a file has, for a run that resumes. When the body ends, the file has the id that it was given."""
+    """Yields the id in a file, for a run that resumes. When the body ends, the new id is in the file."""
     had = path.read_text(encoding="utf-8").strip() if start and path.exists() else ""
     known = RunId(had or None)
     yield known

@@ -1,4 +1,4 @@
-"""`Sink`: a place for the rows of a run, and their delivery to it. A sink that fails does not stop the run."""
+"""`Sink`: a place for the rows of a run, and delivery to the place. A sink that fails does not stop the run."""
 
 import importlib
 import logging
@@ -16,10 +16,10 @@ _LONGEST_WAIT = 256
 
 
 class Sink(Protocol):
-    """A place for the rows of a run, such as a file or a tracking service. Any object with these three methods is one.
+    """Place for the rows of a run, such as a file or a tracking service. Any object with these three methods is a sink.
 
-    `Logger` calls them on the first rank alone. An error of `open` stops the run, which has not begun. An error of the
-    others does not: the row is given again later.
+    `Logger` only calls a sink on the first rank. An error of `open` stops the run before the first step. An error of
+    `write` or `close` does not: the row is passed again later.
 
     Example:
         >>> class Printer:
@@ -40,13 +40,13 @@ class Sink(Protocol):
         """Begins.
 
         Args:
-            folder: folder of the logger. It exists.
-            start: the step from which a run resumes, and 0 for a new run. Rows of later steps will come again.
+            folder: folder of the logger. The folder exists.
+            start: step from which a run resumes, and 0 for a new run. Rows of later steps will come again.
         """
         ...
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Takes the metrics of a step. One step may have several rows."""
+        """Takes the metrics of a step. A step may have several rows."""
         ...
 
     def close(self) -> None:
@@ -55,11 +55,11 @@ class Sink(Protocol):
 
 
 class Delivery:
-    """Gives the rows of a list to a sink, in order; those that it refuses, again later.
+    """Passes the rows of a list to a sink, in order. Rows that the sink refuses are passed again later.
 
     Args:
-        sink: the sink, open.
-        done: the number of rows that it needs no more.
+        sink: sink, open.
+        done: number of rows that the sink already has.
     """
 
     def __init__(self, sink: Sink, done: int) -> None:
@@ -68,7 +68,7 @@ class Delivery:
         self._next, self._wait, self._warned = 0, 1, False
 
     def send(self, rows: Sequence[Mapping[str, float]], *, now: bool = False) -> None:
-        """Gives the sink all rows that it lacks; `now`: also shortly after a failure."""
+        """Passes all rows that the sink lacks. `now`: also shortly after a failure."""
         if len(rows) < self._next and not now:
             return
         try:
@@ -79,19 +79,19 @@ class Delivery:
             self._wait = 1
         except Exception as error:
             self._next, self._wait = len(rows) + self._wait, min(2 * self._wait, _LONGEST_WAIT)
-            self._failed(f"could not write step {rows[self._done]['step']}", error)
+            self._note_failure(f"could not write step {rows[self._done]['step']}", error)
 
     def close(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Gives the remaining rows, and closes the sink."""
+        """Passes the remaining rows, and closes the sink."""
         self.send(rows, now=True)
         if self._done < len(rows):
             _LOG.error("%s lacks the last %d rows", type(self._sink).__name__, len(rows) - self._done)
         try:
             self._sink.close()
         except Exception as error:
-            self._failed("could not be closed", error)
+            self._note_failure("could not be closed", error)
 
-    def _failed(self, event: str, error: Exception) -> None:
+    def _note_failure(self, event: str, error: Exception) -> None:
         if self._warned:
             return
         self._warned = True
@@ -103,10 +103,10 @@ class Delivery:
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raises if a value is no sink. The message lists all.
+    """Raises if a value is no sink. The message lists all such values.
 
     Raises:
-        TypeError: the remedy is in the message.
+        TypeError: a value is no sink. The message has the remedy.
     """
     problems = []
     for i, sink in enumerate(sinks):
@@ -125,16 +125,16 @@ def package(name: str, needs: str, *parts: str) -> list[ModuleType]:
 
     Args:
         name: name for pip.
-        needs: the user's call that needs it.
-        *parts: the modules; the package itself if there are no others.
+        needs: user's call that needs the package.
+        *parts: modules. Without any, the package.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     try:
         return [importlib.import_module(part) for part in parts or (name,)]
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"{needs} needs the package {name}, which cannot be imported ({error}): pip install {name}, or leave it"
-            " out; metrics.jsonl is written anyway."
+            f"{needs} needs the package {name}, which cannot be imported ({error}): pip install {name}, or"
+            " leave the sink out. metrics.jsonl is written anyway."
         ) from error

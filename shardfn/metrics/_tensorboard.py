@@ -1,4 +1,4 @@
-"""The sink of TensorBoard's events."""
+"""Sink of TensorBoard's events."""
 
 import os
 import pathlib
@@ -15,12 +15,12 @@ _PARTS = ("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summar
 
 
 class TensorBoard:
-    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows them.
+    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows the events.
 
-    Events are on disk when `Logger.write` returns: none wait in a thread, in which an error would go unseen.
+    Events are on disk when `Logger.write` returns. No event waits in a thread, where an error would go unseen.
 
     Raises:
-        ModuleNotFoundError: (when a logger opens it) the package `tensorboard` is not installed.
+        ModuleNotFoundError: (when a logger opens the sink) the package `tensorboard` is not installed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TensorBoard:
         self._file: GrowingFile | None = None
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Opens a new file. A new run removes the events there; one that resumes makes TensorBoard hide later ones."""
+        """Opens a new file. A new run removes the events there. A resumed run makes TensorBoard hide later events."""
         event, summary, records = package(
             "tensorboard", "TensorBoard()", *_PARTS, "tensorboard.summary.writer.record_writer"
         )
@@ -46,21 +46,21 @@ class TensorBoard:
         if start:
             again = self._session(status=self._session.START)
             records_.append(self._event(wall_time=time.time(), session_log=again, **begin))
-        self._append(records_)
+        self._append_records(records_)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Writes an event for each metric."""
         now = time.time()
         values = [self._summary(value=[self._summary.Value(tag=name, simple_value=x)]) for name, x in row.items()]
-        self._append([self._event(wall_time=now, step=step, summary=x) for x in values])
+        self._append_records([self._event(wall_time=now, step=step, summary=x) for x in values])
 
     def close(self) -> None:
         """Closes the file."""
         assert self._file is not None
         self._file.close()
 
-    def _append(self, events: list[Any]) -> None:
-        """Writes records: length, its checksum, bytes, their checksum."""
+    def _append_records(self, events: list[Any]) -> None:
+        """Writes records: length, checksum of the length, bytes, checksum of the bytes."""
         assert self._file is not None
         out = []
         for data in (x.SerializeToString() for x in events):

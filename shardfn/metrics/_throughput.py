@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 
 
 def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 0, length: int = 0) -> float:
-    """Floating-point operations of forward and backward for a token: `6 N + 12 L D T`.
+    """Returns the floating-point operations of forward and backward for a token: `6 N + 12 L D T`.
 
     Counted as for model FLOPs utilisation: recomputation under `remat` does not count, and attention counts in full
-    although a causal mask leaves half of it out.
+    although a causal mask leaves half out.
 
     Args:
-        num_params: N, parameters that a token meets: without the embedding table, unless it is the output layer too.
-        num_layers: L.
+        num_params: N, parameters that a token meets: without the embedding table, unless the table is the output layer
+            too.
+        num_layers: L, number of layers.
         d_attention: D, heads times the width of a head.
         length: T, tokens of a sequence.
 
@@ -28,22 +29,22 @@ def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 
 
 
 class Throughput:
-    """The speed of a loop, from one call to the next, without the time of `pause`.
+    """Speed of a loop, from a call to the next, without the time of `pause`.
 
-    Call it where the loop has waited for the device (after `to_floats`): before that, the time measures how fast steps
-    are launched, not how fast they run.
+    Call a `Throughput` where the loop has waited for the device (after `to_floats`). Before the wait, the time measures
+    how fast steps are launched, not how fast steps run.
 
     Args:
         flops_per_token: see `flops_per_token`. None leaves "mfu" out.
-        peak_flops: peak flops of all devices together, operations a second in the dtype of the products, as `mesh.size
-            * sf.graph.peak_flops(mesh.device)`. None leaves "mfu" out.
-        clock: returns the time in seconds.
-        flops_per_step: flops per step in place of `flops_per_token`, of all devices together, as `mesh.size *
-            step.lower(state, batch).cost_analysis().flops`. It contains the operations that `remat` repeats: lower a
-            step without it, or call the result hardware utilisation.
+        peak_flops: operations a second of all devices together in the dtype of the products, for example `mesh.size *
+            sf.graph.peak_flops(mesh.device)`. None leaves "mfu" out.
+        clock: function that returns the time in seconds.
+        flops_per_step: operations of a step in place of `flops_per_token`, of all devices together, for example
+            `mesh.size * step.lower(state, batch).cost_analysis().flops`. The figure contains the operations that
+            `remat` repeats: lower a step without `remat`, or call the result hardware utilisation.
 
     Raises:
-        ValueError: of the numbers for "mfu" one is missing, not positive, or given in two ways.
+        ValueError: a number for "mfu" is missing, not positive, or passed in two ways.
 
     Example:
         >>> now = iter([0.0, 1.0, 4.0, 5.0])
@@ -67,8 +68,8 @@ class Throughput:
         if num != (peak_flops is not None) or any(x is not None and x <= 0 for x in given.values()):
             shown = ", ".join(f"{name}={x}" for name, x in given.items())
             raise ValueError(
-                f"Throughput({shown}): 'mfu' needs both peak_flops and one of the others, above 0; leave out all to go"
-                " without."
+                f"Throughput({shown}): for 'mfu', peak_flops and one of the others must be above 0. Leave"
+                " out all to go without."
             )
         self._per_token, self._per_step, self._peak, self._clock = flops_per_token, flops_per_step, peak_flops, clock
         # The time of the last call, or of the start: each call measures from there, and no time is counted twice.
@@ -79,11 +80,11 @@ class Throughput:
         """Returns the rates since the last call, or since the start.
 
         Args:
-            tokens: the number of tokens trained on in that time, on all ranks.
-            steps: the number of steps in that time. Only `flops_per_step` needs it.
+            tokens: number of tokens trained on in this time, on all ranks.
+            steps: number of steps in this time. Only `flops_per_step` needs the number.
 
         Returns:
-            "tokens_per_s", and "mfu", a fraction of 1, where it is known.
+            "tokens_per_s", and "mfu", a fraction of 1, where known.
         """
         now = self._clock()
         seconds, self._last = max(now - self._last, 1e-9), now
@@ -95,9 +96,9 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the time of the body out, such as an evaluation or a save. A pause inside of a pause is no other one.
+        """Leaves the time of the body out, such as an evaluation or a save. A pause inside of a pause has no effect.
 
-        On a GPU, the steps before it are still running when the body begins, unless the loop has waited for them.
+        On a GPU, earlier steps are still running when the body begins, unless the loop has waited for the steps.
         """
         if self._paused:
             yield

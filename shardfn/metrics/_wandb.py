@@ -1,4 +1,4 @@
-"""The sink of Weights & Biases."""
+"""Sink of Weights & Biases."""
 
 import pathlib
 from collections.abc import Mapping
@@ -9,21 +9,21 @@ from ._sinks import package
 
 
 class WandB:
-    """Logs to a run of Weights & Biases, which begins with the logger and ends with it.
+    """Logs to a run of Weights & Biases that begins and ends with the logger.
 
-    A run that resumes goes on in the same run: its id is in `wandb_run` in the logger's folder. Curves are drawn over
+    A run that resumes goes on in the same run: the id is in `wandb_run` in the logger's folder. Curves are drawn over
     the steps of training, so steps that are made again are drawn twice.
 
-    wandb writes and sends in a process of its own, whose errors, such as a full disk, do not arrive here. Rows that it
-    loses then are in `metrics.jsonl` alone.
+    wandb writes and sends in a separate process. Errors there, such as a full disk, do not arrive here. Rows that wandb
+    loses then are only in `metrics.jsonl`.
 
     Args:
-        **init: options as `wandb.init` takes them: `project`, `entity`, `name`, `group`, `tags`, `notes`, `config` for
-            the hyperparameters, `mode="offline"` for a machine without network, `id` to choose the run. `dir` is the
-            logger's folder if it is not given.
+        **init: options as `wandb.init` takes options: `project`, `entity`, `name`, `group`, `tags`, `notes`, `config`
+            for the hyperparameters, `mode="offline"` for a machine without network, `id` to choose the run. `dir` is
+            the logger's folder if not passed.
 
     Raises:
-        ModuleNotFoundError: (when a logger opens it) the package `wandb` is not installed.
+        ModuleNotFoundError: (when a logger opens the sink) the package `wandb` is not installed.
 
     Example:
         >>> sink = WandB(project="gpt", config={"learning_rate": 3e-4}, mode="offline")
@@ -34,7 +34,7 @@ class WandB:
         self._run: Any = None
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Begins a run, or goes on with the one that the folder names."""
+        """Begins a run, or goes on with the run that the folder names."""
         (wandb,) = package("wandb", "WandB()")
         given = {"dir": str(folder)} | self._init
         with stored_id(folder / "wandb_run", start) as known:
@@ -42,7 +42,7 @@ class WandB:
                 given |= {"id": known.value, "resume": given.get("resume", "allow")}
             self._run = wandb.init(**given)
             known.value = self._run.id
-        # Its own count must grow from call to call; ours falls where a run resumes.
+        # wandb's count must grow from call to call. Ours falls where a run resumes.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -10,10 +10,10 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     earlier stages. Every stage has a layer.
 
     Args:
-        costs: one per layer: its number of parameters, or the seconds that it takes.
-        num_stages: the number of stages.
-        first: the extra cost of the first stage, for the embedding.
-        last: the extra cost of the last stage, for the head.
+        costs: costs of the layers, for example the number of parameters, or the seconds of a forward and backward.
+        num_stages: number of stages.
+        first: extra cost of the first stage, for the embedding.
+        last: extra cost of the last stage, for the head.
 
     Raises:
         ValueError: there are fewer layers than stages, or a cost is negative or not finite.
@@ -30,23 +30,23 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
         raise ValueError(f"{len(costs)} layers cannot be cut in {num_stages} stages, each with a layer.")
     wrong = [c for c in (*costs, first, last) if not 0 <= c < float("inf")]
     if wrong:
-        raise ValueError(f"costs are finite and not negative, got {wrong}.")
+        raise ValueError(f"costs must be finite and not negative, got {wrong}.")
     sums = [0.0]
     for c in costs:
         sums.append(sums[-1] + c)
 
-    def cost(stage: int, start: int, stop: int) -> float:
+    def stage_cost(stage: int, start: int, stop: int) -> float:
         extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
         return sums[stop] - sums[start] + extra
 
-    worst = _least(len(costs), num_stages, cost, max, float("inf"))[0]
-    return _least(len(costs), num_stages, cost, lambda a, b: a + b * b, worst)[1]
+    worst = _find_least(len(costs), num_stages, stage_cost, max, float("inf"))[0]
+    return _find_least(len(costs), num_stages, stage_cost, lambda a, b: a + b * b, worst)[1]
 
 
-def _least(num: int, num_stages: int, cost, join, limit: float) -> tuple[float, tuple[int, ...]]:  # pyright: ignore
-    """Returns the least cost, joined stage by stage, and its cut, among cuts whose stages each cost at most `limit`.
+def _find_least(num: int, num_stages: int, cost, join, limit: float) -> tuple[float, tuple[int, ...]]:  # pyright: ignore
+    """Returns the least cost, joined stage by stage, and the cut, among cuts whose stages each cost at most `limit`.
 
-    Dynamic programming over stages: `best` maps the number of layers used so far to the least cost and its cut.
+    Dynamic programming over stages: `best` maps the number of layers used so far to the least cost and the best cut.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):

@@ -7,9 +7,10 @@ from ._single import check_numbers
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> PipelineSchedule:
-    """1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times the transfers.
+    """Returns 1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times the transfers.
 
-    Microbatches go through a chunk p at a time. Rank 0 holds v p + p - 1 of them, through a chunk each.
+    Microbatches go through a chunk p at a time. Rank 0 holds v p + p - 1 microbatches, each through a single chunk. For
+    example, with p = 4 ranks, v = 2 chunks and m = 8 microbatches 3/19 of the time is idle.
 
     Raises:
         ValueError: p does not divide m.
@@ -32,10 +33,10 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
         )
     rows = []
     for rank in range(p):
-        forwards = [_turn("forward", i, p, v) for i in range(m * v)]
-        backwards = [_turn("backward", i, p, v) for i in range(m * v)]
+        forwards = [_find_turn("forward", i, p, v) for i in range(m * v)]
+        backwards = [_find_turn("backward", i, p, v) for i in range(m * v)]
         warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
-        # Then a forward and a backward alternate; after the last forward the slice is empty.
+        # Then a forward and a backward alternate. After the last forward the slice is empty.
         row = forwards[:warmup]
         for i, backward in enumerate(backwards):
             row += forwards[warmup + i : warmup + i + 1]
@@ -45,9 +46,11 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """Two chunks a rank, down the ranks and up again: with F = B = W only the first and last p - 1 Fs and Ws are idle.
+    """Returns ZB-V, two chunks a rank, down the ranks and up again.
 
-    It holds 2 p half microbatches a rank, which is the memory of 1F1B on rank 0.
+    If F = B = W, only p - 1 Fs and Ws at the ends are idle.
+
+    A rank holds 2 p half microbatches, as much memory as 1F1B needs on rank 0.
 
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362
@@ -55,15 +58,16 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     p, m = num_ranks, num_microbatches
     check_numbers("zb-v", p, m)
     rows = (_zero_bubble_v(rank, p, max(m, 2 * p - 1)) for rank in range(p))
-    # With fewer microbatches it is the schedule of 2 p - 1 without the actions of those beyond m.
+    # With fewer microbatches the schedule is the schedule of 2 p - 1 without the actions of microbatches beyond m.
     kept = tuple(tuple(a for a in row if a.microbatch < m) for row in rows)
     return PipelineSchedule("zb-v", m, v_stages(p), kept)
 
 
 def dual_pipe_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """Two chunks a rank as in ZB-V, with forwards of one chunk next to backwards of the other.
+    """Returns DualPipeV, two chunks a rank as in ZB-V, with forwards of a chunk next to backwards of the other chunk.
 
-    A pair of them can hide one's transfers behind the other's arithmetic. Only the backwards at the two ends are split.
+    Such a pair can hide the transfers of an action behind the arithmetic of the other action. Only the backwards at the
+    two ends are split.
 
     Raises:
         ValueError: there are fewer than 2 p microbatches.
@@ -79,10 +83,10 @@ def dual_pipe_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     return PipelineSchedule("dualpipe-v", m, v_stages(p), tuple(_dual_pipe_v(rank, p, m) for rank in range(p)))
 
 
-def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
+def _find_turn(kind: Kind, i: int, p: int, v: int) -> Action:
     """Returns the i-th forward, or backward, of a rank.
 
-    P microbatches through a chunk, then the same through the next.
+    A rank takes p microbatches through a chunk, then the same microbatches through the next chunk.
     """
     rounds, within = divmod(i, p * v)
     chunk, k = divmod(within, p)
@@ -90,11 +94,11 @@ def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
 
 
 class _RankList:
-    """A rank's list while it is written: each kind of action of a chunk takes the microbatches in order."""
+    """Rank's list while being written: each kind of action of a chunk takes the microbatches in order."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        # The microbatch that an action of this kind and chunk takes next: all before it are in the list.
+        # The microbatch that an action of this kind and chunk takes next. All earlier microbatches are in the list.
         self._next: collections.Counter[tuple[Kind, int]] = collections.Counter()
         # The Ws of split backwards that are not in the list yet, the oldest first.
         self._open: collections.deque[Action] = collections.deque()
@@ -105,16 +109,16 @@ class _RankList:
             self._next[kind, chunk] += 1
 
     def split(self, chunk: int) -> None:
-        """A backward whose W comes later."""
+        """Adds a backward whose W comes later."""
         self.add("backward", chunk)
         self._open.append(self.actions[-1]._replace(kind="weights"))
 
     def weights(self) -> None:
-        """The oldest W that is left."""
+        """Adds the oldest W that is left."""
         self.actions.append(self._open.popleft())
 
     def weights_of(self, chunk: int) -> None:
-        """The oldest W of a chunk that is left."""
+        """Adds the oldest W of a chunk that is left."""
         oldest = next(a for a in self._open if a.chunk == chunk)
         self._open.remove(oldest)
         self.actions.append(oldest)
@@ -136,7 +140,7 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
         row.add("forward", 1)
         row.split(1)
         row.weights()
-    # From here on a half microbatch leaves for each that enters, so that no more than 2 p are held.
+    # From here on a half microbatch leaves for each half that enters, so that no more than 2 p are held.
     while row.count("forward", 1) < m:
         if row.count("forward", 0) < m:
             row.add("forward", 0)

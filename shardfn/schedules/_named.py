@@ -1,4 +1,4 @@
-"""The schedules that have a name: one table, for steps and for plans."""
+"""Table of schedules by name, for steps and for plans."""
 
 from collections.abc import Callable, Mapping
 
@@ -23,7 +23,7 @@ def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], Pipel
     """Returns the schedule with this name and number of chunks, as a function of the numbers of ranks and microbatches.
 
     Raises:
-        ValueError: the name is unknown, or the schedule has another number of chunks.
+        ValueError: the name is unknown (such as "gpipe2"), or the schedule has another number of chunks.
 
     Example:
         >>> named_schedule("interleaved", 3)(2, 4).num_chunks
@@ -32,13 +32,14 @@ def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], Pipel
         True
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is not one of {', '.join(SCHEDULES)}.{did_you_mean(name, SCHEDULES)}")
+        raise ValueError(f"schedule={name!r} must be one of {', '.join(SCHEDULES)}.{did_you_mean(name, SCHEDULES)}")
     if name == "interleaved" and num_chunks > 1:
         return lambda num_ranks, num_microbatches: interleaved(num_ranks, num_microbatches, num_chunks)
     own = SCHEDULES[name](2, 4).num_chunks
     if own != num_chunks or name == "interleaved":
         allowed = "two chunks or more" if name == "interleaved" else f"num_chunks={own}"
         raise ValueError(
-            f"schedule={name!r} with num_chunks={num_chunks}: it has {allowed}; several chunks are 'interleaved'."
+            f"schedule={name!r} with num_chunks={num_chunks}: the schedule must have {allowed}. For several"
+            " chunks use 'interleaved'."
         )
     return SCHEDULES[name]

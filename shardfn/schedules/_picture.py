@@ -17,8 +17,8 @@ def as_picture(run: Timeline, unit: float | None = None) -> str:
     """Returns a picture in text, a line per rank: time runs to the right, dots are idle, dashes continue an action.
 
     Args:
-        run: the timeline.
-        unit: the time of a column. Default: the duration of the shortest action.
+        run: timeline.
+        unit: time of a column. Default: the duration of the shortest action.
 
     Example:
         >>> from shardfn.schedules import one_f_one_b, timeline
@@ -31,7 +31,7 @@ def as_picture(run: Timeline, unit: float | None = None) -> str:
     unit = unit or min(span.end - span.start for span in spans)
     width = max(len(str(span.action)) for span in spans)
     num = math.ceil(run.makespan / unit - 1e-9)
-    lines = [_title(run)]
+    lines = [_span_title(run)]
     for rank, row in enumerate(run.ranks):
         cells = ["." * width] * num
         for span in row:
@@ -43,7 +43,7 @@ def as_picture(run: Timeline, unit: float | None = None) -> str:
 
 
 def as_svg(run: Timeline, width: int = 900) -> str:
-    """The same picture as an SVG document `width` pixels wide.
+    """Returns the picture as an SVG document `width` pixels wide.
 
     Example:
         >>> from shardfn.schedules import gpipe, timeline
@@ -56,21 +56,21 @@ def as_svg(run: Timeline, width: int = 900) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' font-family="sans-serif" font-size="10">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="4" y="17" font-size="13">{_title(run)}</text>',
+        f'<text x="4" y="17" font-size="13">{_span_title(run)}</text>',
     ]
     for rank, row in enumerate(run.ranks):
         top = _TOP + _ROW * rank
         out.append(f'<text x="4" y="{top + 14}">rank {rank}</text>')
-        out += [_box(span, top, scale) for span in row]
+        out += [_span_box(span, top, scale) for span in row]
     return "\n".join([*out, "</svg>", ""])
 
 
-def _title(run: Timeline) -> str:
+def _span_title(run: Timeline) -> str:
     of = run.schedule
     return f"{of.name}: {of.num_ranks} ranks, {of.num_microbatches} microbatches, {run.bubble:.1%} idle"
 
 
-def _box(span: Span, top: int, scale: float) -> str:
+def _span_box(span: Span, top: int, scale: float) -> str:
     x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
     color = _COLORS[span.action.kind][span.action.chunk % 2]
     label = f'<text x="{x + wide / 2:.1f}" y="{top + 14}" text-anchor="middle">{span.action.microbatch}</text>'

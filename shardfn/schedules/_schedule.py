@@ -1,7 +1,8 @@
-"""A pipeline schedule as data: for each rank a list of forwards and backwards of microbatches.
+"""Pipeline schedules as data: for each rank a list of forwards and backwards of microbatches.
 
-F is a forward. B is a backward. Where the list has a W of the same microbatch and chunk, B gives the gradient of the
-activations alone, and W that of the weights. A chunk is one of several pieces of the model that a rank has.
+F is a forward. B is a backward. Where the list has a W of the same microbatch and chunk, B only gives the gradient of
+the activations, and W gives the gradient of the weights. A chunk is a piece of the model. A rank may have several
+chunks.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ _LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "weights": "W"}
 
 
 class Action(NamedTuple):
-    """One entry of a list: the forward or the backward of one microbatch, through one chunk of the rank's layers.
+    """Entry of a list: the forward or the backward of a microbatch, through a chunk of the rank's layers.
 
     Example:
         >>> print(Action("forward", 3), Action("weights", 0, 1))
@@ -33,7 +34,7 @@ Actions = tuple[Action, ...]
 
 
 class StageAction(NamedTuple):
-    """An action by its stage, counted from the model's first, independent of the rank that performs it."""
+    """Action by stage, counted from the model's first stage, independent of the rank that performs the action."""
 
     kind: Kind
     microbatch: int
@@ -41,19 +42,19 @@ class StageAction(NamedTuple):
 
 
 class ListedAction(NamedTuple):
-    """An action by its rank and its position in that rank's list."""
+    """Action by rank and position in the rank's list."""
 
     rank: int
     position: int
 
 
 class Neighbours(NamedTuple):
-    """The actions with which an action exchanges activations or their gradients.
+    """Actions with which an action exchanges activations or gradients of activations.
 
     Attributes:
         place: kind, microbatch and stage.
-        before: the action that sends its input, or None if no rank does.
-        after: the action that receives its output, or None if no rank does.
+        before: action that sends the input, or None if no rank does.
+        after: action that receives the output, or None if no rank does.
     """
 
     place: StageAction
@@ -63,13 +64,13 @@ class Neighbours(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSchedule:
-    """The lists of all ranks.
+    """Lists of the actions of all ranks.
 
     Attributes:
-        name: the name of the schedule.
-        num_microbatches: the number of microbatches.
-        stages: the stage by rank and chunk; stages are counted along the model.
-        ranks: actions by rank, in their order.
+        name: name of the schedule.
+        num_microbatches: number of microbatches.
+        stages: stage by rank and chunk, counted along the model. For example ((0, 3), (1, 2)) for a V of 2 ranks.
+        ranks: actions by rank, in order.
 
     Example:
         >>> PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0"))).num_stages
@@ -103,7 +104,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def home(self) -> dict[int, tuple[int, int]]:
-        """By stage, its rank and chunk."""
+        """Returns the rank and the chunk of each stage."""
         return {stage: (r, c) for r, row in enumerate(self.stages) for c, stage in enumerate(row)}
 
     @functools.cached_property
@@ -122,54 +123,57 @@ class PipelineSchedule:
 
     def position(self, rank: int, action: Action) -> int:
         """Returns the place of an action in a rank's list."""
-        return self._positions[rank][action]
+        return self._list_positions[rank][action]
 
     @functools.cached_property
-    def _positions(self) -> list[dict[Action, int]]:
+    def _list_positions(self) -> list[dict[Action, int]]:
         return [{action: i for i, action in enumerate(row)} for row in self.ranks]
 
     def neighbours(self, rank: int) -> dict[Action, Neighbours]:
-        """Returns the neighbours of each action of a rank; computed once per rank.
+        """Returns the neighbours of each action of a rank. The result is computed once per rank.
 
         Example:
             >>> by_hand = PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0")))
             >>> by_hand.neighbours(1)[Action("backward", 0)].after
             ListedAction(rank=0, position=1)
         """
-        if rank not in self._known:
-            self._known[rank] = {action: self._neighbours(rank, action) for action in self.ranks[rank]}
-        return self._known[rank]
+        if rank not in self._known_neighbours:
+            self._known_neighbours[rank] = {action: self._find_neighbours(rank, action) for action in self.ranks[rank]}
+        return self._known_neighbours[rank]
 
     @functools.cached_property
-    def _known(self) -> dict[int, dict[Action, Neighbours]]:
+    def _known_neighbours(self) -> dict[int, dict[Action, Neighbours]]:
         """Returns the cache of `neighbours`, by rank."""
         return {}
 
-    def _neighbours(self, rank: int, action: Action) -> Neighbours:
+    def _find_neighbours(self, rank: int, action: Action) -> Neighbours:
         place, step = self.place(rank, action), 1 if action.kind == "forward" else -1
 
-        def entry(stage: int) -> ListedAction | None:
+        def find_entry(stage: int) -> ListedAction | None:
             if action.kind == "weights" or not 0 <= stage < self.num_stages:
                 return None
             where, its = self.at(place._replace(stage=stage))
             return ListedAction(where, self.position(where, its))
 
-        return Neighbours(place, entry(place.stage - step), entry(place.stage + step))
+        return Neighbours(place, find_entry(place.stage - step), find_entry(place.stage + step))
 
     def needs(self, place: StageAction) -> Iterator[StageAction]:
-        """Yields the actions that must run before: the rank's own, and that of the neighbour that sends to it."""
+        """Yields the actions that must run before.
+
+        An action of the same rank, and the action of the neighbour that sends.
+        """
         kind, k, stage = place
         if kind == "forward":
             if stage:
                 yield StageAction("forward", k, stage - 1)
             return
-        # A W needs its own backward alone: no rank sends to it.
+        # A W needs only the B of the same rank: no rank sends to a W.
         yield StageAction("forward" if kind == "backward" else "backward", k, stage)
         if kind == "backward" and stage + 1 < self.num_stages:
             yield StageAction("backward", k, stage + 1)
 
     def as_text(self) -> str:
-        """One line a rank; the same for the same schedule."""
+        """Returns the schedule as text, a line a rank. Equal schedules have equal text."""
         rows = (f"rank {r}, stages {self.stages[r]}: {as_text(row)}" for r, row in enumerate(self.ranks))
         return "\n".join([f"{self.name}, {self.num_microbatches} microbatches", *rows])
 
@@ -207,7 +211,7 @@ def parse(text: str) -> Actions:
 
 
 def loop_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Chunk c of rank r is stage c p + r: from the last rank back to the first.
+    """Returns stages in a loop: chunk c of rank r is stage c p + r. The last rank sends to the first.
 
     Example:
         >>> loop_stages(2, 2)
@@ -217,7 +221,7 @@ def loop_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def v_stages(num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Two chunks a rank: down the ranks, and up again. The first rank has the model's first stage and its last.
+    """Returns stages in a V: down the ranks, and up again. The first rank has the model's first and last stages.
 
     Example:
         >>> v_stages(2)

@@ -21,7 +21,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """One forward, one backward: idle as GPipe, but rank r holds min(m, p - r) microbatches.
+    """Returns 1F1B, a forward and a backward in turn: idle as GPipe, but rank r holds only min(m, p - r) microbatches.
 
     Example:
         >>> print(one_f_one_b(2, 3).as_text())
@@ -33,14 +33,14 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
         Narayanan et al., PipeDream-Flush, 2020, https://arxiv.org/abs/2006.09503
     """
     check_numbers("1f1b", num_ranks, num_microbatches)
-    rows = (_one_f_one_b(num_ranks - rank - 1, num_microbatches) for rank in range(num_ranks))
+    rows = (_list_actions(num_ranks - rank - 1, num_microbatches) for rank in range(num_ranks))
     return PipelineSchedule("1f1b", num_microbatches, loop_stages(num_ranks, 1), tuple(rows))
 
 
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """1F1B whose Ws wait: with enough microbatches (p - 1) (F + B - W) is idle, and p are held at most.
+    """Returns 1F1B whose Ws wait. With enough microbatches (p - 1) (F + B - W) is idle, and at most p are held.
 
-    Rank r does a W r microbatches after its B. So each B, for which the ranks before wait, runs early, and the
+    Rank r does a W r microbatches after the B. So each B, for which the ranks before wait, runs early, and the
     remaining Ws fill the end of the pipeline.
 
     Example:
@@ -56,7 +56,7 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     rows = []
     for rank in range(num_ranks):
         row: list[Action] = []
-        for action in _one_f_one_b(num_ranks - rank - 1, num_microbatches):
+        for action in _list_actions(num_ranks - rank - 1, num_microbatches):
             row.append(action)
             if action.kind == "backward" and action.microbatch >= rank:
                 row.append(Action("weights", action.microbatch - rank))
@@ -73,11 +73,11 @@ def check_numbers(name: str, num_ranks: int, num_microbatches: int) -> None:
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ValueError(
-            f"the schedule {name} needs a rank and a microbatch at least, got {num_ranks} and {num_microbatches}."
+            f"the schedule {name} must have a rank and a microbatch at least, got {num_ranks} and {num_microbatches}."
         )
 
 
-def _one_f_one_b(warmup: int, m: int) -> Actions:
+def _list_actions(warmup: int, m: int) -> Actions:
     warmup = min(warmup, m)
     row = [Action("forward", k) for k in range(warmup)]
     for k in range(m):

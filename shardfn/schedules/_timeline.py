@@ -1,7 +1,7 @@
-"""The cost of a schedule: the times of its actions, idle time and held microbatches, and whether it can run at all.
+"""Cost of a schedule: the times of the actions, idle time and held microbatches, and whether the schedule can run.
 
-An action starts when its rank has finished the previous one and its inputs have arrived; sends never wait. One pass
-over the actions, which visits each at most twice.
+An action starts when the rank has finished the previous action and the inputs have arrived. Sends never wait. A single
+pass over the actions visits each action at most twice.
 """
 
 import collections
@@ -13,17 +13,20 @@ from ._schedule import Action, Kind, PipelineSchedule, StageAction
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run: an action is missing or there twice, or ranks wait for one another."""
+    """Raised for a schedule that cannot run.
+
+    An action is missing or there twice, or ranks wait for each other (a deadlock).
+    """
 
 
 class Costs(NamedTuple):
-    """The time that a rank spends on a microbatch, in all its chunks. A backward that is not split takes both parts.
+    """Time that a rank spends on a microbatch, in all chunks together. A backward that is not split takes both parts.
 
     Attributes:
-        forward: forward of the forward.
-        backward: backward of the gradient of the activations.
-        weights: weights of the gradient of the weights.
-        transfer: transfer of a transfer from one rank to another.
+        forward: time of the forward.
+        backward: time of the gradient of the activations.
+        weights: time of the gradient of the weights.
+        transfer: time of a transfer from a rank to another.
     """
 
     forward: float = 1.0
@@ -33,7 +36,7 @@ class Costs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action, and when it runs."""
+    """Action with the time when the action runs."""
 
     action: Action
     start: float
@@ -42,13 +45,13 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule runs.
+    """Times at which the actions of a schedule run.
 
     Attributes:
-        schedule: the schedule.
+        schedule: schedule.
         ranks: spans by rank.
-        peaks: the most activations it holds by rank: a microbatch through one chunk each, from its forward to the end
-            of its backward, W included.
+        peaks: most activations held, by rank. A unit is a microbatch through a single chunk, from the forward to the
+            end of the backward, W included.
     """
 
     schedule: PipelineSchedule
@@ -57,7 +60,7 @@ class Timeline:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Returns the time from the first start to the last end."""
         return max(row[-1].end for row in self.ranks)
 
     @functools.cached_property
@@ -71,12 +74,12 @@ def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline
     """Simulates a schedule.
 
     Args:
-        schedule: the schedule.
-        costs: by default each of F, B and W takes a unit of time, and a transfer none.
+        schedule: schedule.
+        costs: costs of the actions. By default each of F, B and W takes a unit of time, and a transfer none.
 
     Raises:
-        ScheduleError: it cannot run. The message lists actions that are missing or doubled, or ranks that wait in a
-            circle.
+        ScheduleError: the schedule cannot run. The message lists actions that are missing or doubled, or ranks that
+            wait in a circle.
 
     Example:
         >>> from shardfn.schedules import one_f_one_b
@@ -90,7 +93,7 @@ def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline
     while ready:
         ready += run.advance(ready.pop())
     if any(at < len(row) for at, row in zip(run.at, schedule.ranks, strict=True)):
-        raise ScheduleError(_circle(schedule, run))
+        raise ScheduleError(_find_circle(schedule, run))
     return Timeline(schedule, tuple(map(tuple, run.spans)), tuple(map(max, run.held)))
 
 
@@ -98,7 +101,7 @@ def check_complete(schedule: PipelineSchedule) -> None:
     """Refuses a schedule in which an action is missing, there twice, or of no microbatch or chunk.
 
     Raises:
-        ScheduleError: lists them by rank.
+        ScheduleError: an action is wrong. The message lists all such actions by rank.
     """
     problems = []
     for rank, row in enumerate(schedule.ranks):
@@ -114,25 +117,25 @@ def check_complete(schedule: PipelineSchedule) -> None:
 
 
 class _PaperRun:
-    """A simulated run: how far each rank has come. A waiting rank is visited again once its missing action is done."""
+    """Simulated run: how far each rank has come. A waiting rank is visited again once the missing action is done."""
 
     def __init__(self, schedule: PipelineSchedule, costs: Costs) -> None:
         self._schedule = schedule
         self._split = {schedule.place(r, a) for r, row in enumerate(schedule.ranks) for a in row if a.kind == "weights"}
         self._took = {kind: getattr(costs, kind) / schedule.num_chunks for kind in ("forward", "backward", "weights")}
         self._transfer = costs.transfer
-        # The end times of finished actions. `_waiting` maps a missing action to the rank that waits for it. If the
-        # schedule can run, it is a neighbour's action, and no other rank waits for it.
+        # The end times of finished actions. `_waiting` maps a missing action to the rank that waits. If the schedule
+        # can run, the missing action is a neighbour's, and no other rank waits.
         self._done: dict[StageAction, float] = {}
         self._waiting: dict[StageAction, int] = {}
-        # `at[rank]` actions of a rank have run and have spans. `held` counts its held microbatches before the first and
-        # after each.
+        # `at[rank]` actions of a rank have run and have spans. `held` counts held microbatches, before the first action
+        # and after each.
         self.at = [0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         self.held: list[list[int]] = [[0] for _ in schedule.ranks]
 
     def advance(self, rank: int) -> list[int]:
-        """Advances a rank as far as it can, and returns the ranks that waited for the actions it has run."""
+        """Advances a rank as far as possible, and returns the ranks that waited for the actions run here."""
         woken, row = [], self._schedule.ranks[rank]
         while self.at[rank] < len(row):
             place = self._schedule.place(rank, row[self.at[rank]])
@@ -140,16 +143,16 @@ class _PaperRun:
             if missing is not None:
                 self._waiting[missing] = rank
                 return woken
-            self._perform(rank, row[self.at[rank]], place)
+            self._perform_action(rank, row[self.at[rank]], place)
             if place in self._waiting:
                 woken.append(self._waiting.pop(place))
         return woken
 
     def missing(self, place: StageAction) -> StageAction | None:
-        """Returns the first action that this one waits for, or None if it can run."""
+        """Returns the first action that must run before, or None if the action can run."""
         return next((x for x in self._schedule.needs(place) if x not in self._done), None)
 
-    def _perform(self, rank: int, action: Action, place: StageAction) -> None:
+    def _perform_action(self, rank: int, action: Action, place: StageAction) -> None:
         spans, home = self.spans[rank], self._schedule.home
         came = [self._done[x] + self._transfer * (home[x.stage][0] != rank) for x in self._schedule.needs(place)]
         start = max([spans[-1].end if spans else 0.0, *came])
@@ -164,8 +167,8 @@ class _PaperRun:
         self.at[rank] += 1
 
 
-def _circle(schedule: PipelineSchedule, run: _PaperRun) -> str:
-    """Returns the ranks that wait for one another, one line each."""
+def _find_circle(schedule: PipelineSchedule, run: _PaperRun) -> str:
+    """Returns the ranks that wait for each other, a line each."""
     rank = next(r for r, row in enumerate(schedule.ranks) if run.at[r] < len(row))
     lines: dict[int, str] = {}
     while rank not in lines:

@@ -68,7 +68,7 @@ def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any
         known |= change.held
         numbered = NumberedChange(change.costs, change.outside, search.numbered(change.held), change.choice)
         state = state.after(numbered, node, [])
-    return search._ended(scope, state, start, ends).total
+    return search._end_state(scope, state, start, ends).total
 
 
 def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
@@ -76,7 +76,7 @@ def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
     states, begun = [SearchState(0.0, 0.0, {}, None)], search.numbered(start)
     for node in scope.nodes:
         states = [s.after(c, node, scope.dead[node]) for s in states for c in search.changes(scope, node, s, begun)]
-    return min(search._ended(scope, s, start, ends).total for s in states)
+    return min(search._end_state(scope, s, start, ends).total for s in states)
 
 
 @pytest.mark.nightly

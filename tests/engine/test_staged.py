@@ -171,13 +171,13 @@ def test_shapes_between_stages_are_found_once_and_without_a_value() -> None:
 
 def test_the_result_of_a_stage_must_be_like_its_input(first_stage: Case) -> None:
     good = {"h": torch.ones(ROWS, WIDTH), "rows": torch.arange(ROWS)}
-    assert [x is y for x, y in zip(first_stage.course._checked(good), good.values(), strict=True)] == [True, True]
+    assert [x is y for x, y in zip(first_stage.course._check_result(good), good.values(), strict=True)] == [True, True]
     with pytest.raises(TypeError, match="of the shapes and dtypes that they take") as caught:
-        first_stage.course._checked({"h": torch.ones(ROWS, 2), "rows": torch.ones(ROWS)})
+        first_stage.course._check_result({"h": torch.ones(ROWS, 2), "rows": torch.ones(ROWS)})
     assert "h['h'] was (3, 4) torch.float32, and is (3, 2) torch.float32" in str(caught.value)
     assert "h['rows'] was (3,) torch.int64, and is (3,) torch.float32" in str(caught.value)
-    with pytest.raises(TypeError, match="layers must return a tree like the one that they take"):
-        first_stage.course._checked(good["h"])
+    with pytest.raises(TypeError, match="Layers must return a tree like the input"):
+        first_stage.course._check_result(good["h"])
 
 
 @pytest.mark.parametrize(

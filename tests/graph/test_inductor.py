@@ -343,7 +343,7 @@ def test_values_are_dropped_after_their_last_use() -> None:
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'fast' is not one of"):
+    with pytest.raises(ValueError, match="'fast' must be one of"):
         resolve_backend("fast")
 
 

@@ -51,9 +51,9 @@ def test_a_resumed_run_stops_where_the_other_does(tmp_path: pathlib.Path) -> Non
 
 def test_mistakes_are_named() -> None:
     for wrong in (EarlyStopping(0), EarlyStopping(1, min_delta=-1.0), EarlyStopping(1, mode="low")):
-        with pytest.raises(ValueError, match=r"patience is at least 1(.|\n)*min_delta at least 0"):
+        with pytest.raises(ValueError, match=r"patience must be at least 1(.|\n)*min_delta at least 0"):
             wrong.update(1.0)
     with pytest.raises(TypeError, match=r"a tensor of shape \(2,\)"):
         EarlyStopping(1).update(torch.ones(2))
-    with pytest.raises(ValueError, match=r"this has \['next'\]"):
+    with pytest.raises(ValueError, match=r"got \['next'\]"):
         EarlyStopping(1).at({"next": 1})

@@ -17,9 +17,9 @@ def _log(*args: Any) -> Any:
 
 MISTAKES = [
     Mistake("the metrics are a state", using(lambda step, state: _log(0, state)),
-            TypeError, "takes mappings of metrics, and this is a TrainState", "logger.write(step, {'loss': loss})"),
+            TypeError, "expected mappings of metrics, got a TrainState", "logger.write(step, {'loss': loss})"),
     Mistake("the number of the step is left out", lambda: _log({"loss": 1.0}),
-            TypeError, "Logger.write: the step's number comes first", "logger.write(step, metrics)"),
+            TypeError, "Logger.write: the step's number must come first", "logger.write(step, metrics)"),
 ]  # fmt: skip
 
 

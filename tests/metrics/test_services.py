@@ -26,7 +26,7 @@ def test_without_the_package_the_remedy_is_in_the_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        ModuleNotFoundError, match=rf"needs the package {name}(.|\n)*pip install {name}, or leave it out"
+        ModuleNotFoundError, match=rf"needs the package {name}(.|\n)*pip install {name}, or leave the sink out"
     ):
         Logger(tmp_path, sinks=[sink])
 

@@ -233,5 +233,5 @@ def test_pictures() -> None:
     ],
 )
 def test_numbers_below_one_are_refused(make: Callable[[int, int], PipelineSchedule]) -> None:
-    with pytest.raises(ValueError, match="needs a rank and a microbatch at least, got 2 and 0"):
+    with pytest.raises(ValueError, match="must have a rank and a microbatch at least, got 2 and 0"):
         make(2, 0)

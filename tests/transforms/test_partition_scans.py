@@ -204,7 +204,7 @@ def leaking(p, x):
 
 REFUSED = {
     "does not do the same for all layers": impure,
-    "a tensor that the function of a scan has made is used outside of it": leaking,
+    "a tensor that the function of a scan has made is used outside of the function": leaking,
 }
 
 

@@ -534,7 +534,10 @@ def test_stacks_that_are_not_padded_are_refused() -> None:
 @distributed(world=2)
 def test_numbers_of_layers_for_other_stages_are_refused() -> None:
     mesh, params = sf.make_mesh({"pp": 2}, device="cpu"), _params(6)
-    for per_stage, said in (((2, 2, 2), "is for 3 stages; the axis has 2 ranks"), ((1, 5), "wants stacks of 10 rows")):
+    for per_stage, said in (
+        ((2, 2, 2), "is for 3 stages, but must be for as many as the axis has ranks, got 2 ranks"),
+        ((1, 5), "wants stacks of 10 rows"),
+    ):
         step = sf.sharded_step(
             _loss(layers_per_stage=per_stage), optim.sgd(0.1), mesh=mesh, specs=_specs(params), batch=P("dp")
         )

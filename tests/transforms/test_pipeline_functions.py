@@ -122,7 +122,7 @@ def test_called_by_itself_it_runs_stage_after_stage() -> None:
 def test_lists_that_do_not_fit_are_refused() -> None:
     params, x = _params(), _batches(1)[0]
     torch.testing.assert_close(_loss()(params, x), _reference(params, x), rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match="a pipeline of 5 functions wants a list with the leaves of each, got 4"):
+    with pytest.raises(ValueError, match="a pipeline of 5 functions expected a list with the leaves of each, got 4"):
         _loss()({**params, "blocks": params["blocks"][:4]}, x)
     with pytest.raises(ValueError, match=r"a pipeline of 5 functions with layers_per_stage=\[3, 2\]"):
         _loss(layers_per_stage=[3, 2])
@@ -134,5 +134,5 @@ def test_lists_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"params\['embed'\] has spec P\('pp'\), but is no layer; leave 'pp' out"):
         step.lower(params, x)
     many = sf.make_mesh({"pp": 6}, abstract=True)
-    with pytest.raises(ValueError, match="a pipeline of 6 stages along 'pp' needs a function for each, and has 5"):
+    with pytest.raises(ValueError, match="a pipeline of 6 stages along 'pp' must have a function for each, got 5"):
         sf.sharded_step(_loss(), optim.sgd(0.1), mesh=many, batch=P("dp")).lower(params, x)

@@ -210,7 +210,10 @@ def _step(loss: Any = None, mesh: Any = None, **options: Any) -> Any:
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
     cut = PipelineState(P(), P("pp"), P())
-    with pytest.raises(TypeError, match=r"is a dict; give each function its part: sf\.PipelineState\(first="):
+    with pytest.raises(
+        TypeError,
+        match=r"is a dict, but must be a sf\.PipelineState. Give each function a part: sf\.PipelineState\(first=",
+    ):
         _step().init(_params(4), model_state={"mean": torch.zeros(3)})
     with pytest.raises(ValueError, match=r"blocks\['mean'\] has spec P\(\); use P\('pp'\)"):
         _step().init(_params(4), model_state=_state(4))

@@ -155,7 +155,7 @@ def test_an_axis_that_is_missing():
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes="dp")
     with pytest.raises(ValueError, match="name one of them, or several, each once"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes=("tp", "sp"))
-    with pytest.raises(ValueError, match="give it the loss itself, without partition"):
+    with pytest.raises(ValueError, match="expected the loss without partition, got a partitioned loss"):
         sf.propose_specs(sf.partition(mlp), MLP, ABSTRACT, torch.ones(8, 64))
 
 
@@ -275,7 +275,7 @@ def test_the_rate_is_that_of_the_dtype():
     assert priced(box(wire, **rates)) == CUT
     assert priced(box(wire, **rates), torch.bfloat16) == WHOLE
     assert priced(box(1.01 * even_wire(10 * RATE, 2), **rates), torch.bfloat16) == CUT
-    with pytest.raises(ValueError, match="box does not compute in float64; it does in float32, bfloat16"):
+    with pytest.raises(ValueError, match="box does not compute in float64: the dtype must be one of float32, bfloat16"):
         priced(box(wire, **rates), torch.float64)
 
 

@@ -332,7 +332,7 @@ def test_layers_that_differ_cannot_be_captured() -> None:
 
     kept = []
     graph = sf.jit(lambda w: sf.scan(lambda h, w: (kept.append(h * w) or h, None), w.sum(), w)[0] + kept[-1])
-    with pytest.raises(sf.CaptureError, match="neither in the carry nor in y"):
+    with pytest.raises(sf.CaptureError, match="must be in the carry or in y"):
         graph(torch.ones(6))
     with pytest.raises(sf.CaptureError, match="writes to a tensor from outside"):
         sf.jit(lambda w: sf.scan(writes, w.sum(), w)[0], backend="graph")(torch.ones(6))

@@ -1,8 +1,9 @@
 """Megatron's layout for any program: weights of products are cut by columns and by rows, in turn.
 
-A weight that multiplies a whole value is cut by columns, and so is the result. The next weight, which multiplies that,
-is cut by rows, and the results are summed. A lookup table is cut by rows. The search of layouts starts from this one
-and prices it like any other, so it need not be good.
+A weight that multiplies a whole value is cut by columns, and so is the result. The next weight multiplies the result,
+and is cut by rows, and the products are summed. For example, the first layer of an MLP is cut by columns and the second
+by rows. A lookup table is cut by rows. The search of layouts starts here and prices this layout like any other, so the
+layout need not be good.
 """
 
 from typing import Any
@@ -20,11 +21,11 @@ _POINTWISE = {_ATEN.add, _ATEN.mul, _ATEN.sub}
 
 
 def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
-    """Forms of the inputs of a scope that this layout covers. See above."""
+    """Returns forms of the inputs of a scope that this layout covers. See above."""
     found: dict[PlannedValue, Form] = {}
     spread: set[PlannedValue] = set()  # values computed from a product that is cut by columns, before the next product
 
-    def settle(value: PlannedValue, dim: int) -> Form:
+    def settle_form(value: PlannedValue, dim: int) -> Form:
         leaf, dims = _leaf_of(value, scope)
         if leaf is None or dims[dim] is None:
             return WHOLE
@@ -36,21 +37,21 @@ def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
         wide = any(v in spread for v in operands)
         weight = operands[1] if packet in _PRODUCTS and _leaf_of(operands[1], scope)[0] else None
         if weight is not None:
-            settle(weight, -2 if operands[0] in spread else -1)
+            settle_form(weight, -2 if operands[0] in spread else -1)
             wide = operands[0] not in spread
         elif packet is _ATEN.embedding:
-            settle(operands[0], 0)
+            settle_form(operands[0], 0)
         elif packet in _POINTWISE and wide:
             for value in operands:
                 if value not in spread and len(value.seen.shape) == 1:
-                    settle(value, 0)
+                    settle_form(value, 0)
         if wide:
             spread.update(v for v in scope.made[node] if v is not None)
     return found
 
 
 def _leaf_of(value: PlannedValue, scope: Scope) -> tuple[PlannedValue | None, list[Any]]:
-    """Returns the input that a value is a transposed view or cast of, and the input's dim for each of its dims."""
+    """Returns the input that a value is a transposed view or cast of, and the input's dim for each dim of the value."""
     turns: list[Node] = []
     while value.part_of is not None:
         turns.append(value.node)

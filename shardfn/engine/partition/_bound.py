@@ -1,4 +1,4 @@
-"""Binds a step's pipelined loss, and the partitioned functions in its loss, to the leaves that the step hands them."""
+"""Binds a step's pipelined loss, and the partitioned functions in the loss, to the leaves that the step passes."""
 
 import dataclasses
 from typing import Any
@@ -12,52 +12,52 @@ from ._pipelined_partitioned import PartitionedPipeline
 
 
 def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
-    """Gives a pipelined loss, and the partitioned functions of a step's loss, their leaves.
+    """Gives leaves to a pipelined loss, and to the partitioned functions of a step's loss.
 
     Raises:
-        ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it, or a function is partitioned
-            twice.
+        ValueError: an axis of the partition cuts the batch, or stages of a pipeline lie along the axis, or a function
+            is partitioned twice.
     """
-    loss = _bound(unwrapped.loss, LeafViews(planner))
+    loss = _bind_function(unwrapped.loss, LeafViews(planner))
     mixed = of_whole_batch(loss)
     return unwrapped._replace(loss=loss, mixed=mixed if isinstance(mixed, Mixed) else unwrapped.mixed)
 
 
-def _bound(f: Any, views: LeafViews) -> Any:
+def _bind_function(f: Any, views: LeafViews) -> Any:
     if isinstance(f, Accumulated | Mixed):
-        return dataclasses.replace(f, inner=_bound(f.inner, views))
+        return dataclasses.replace(f, inner=_bind_function(f.inner, views))
     if isinstance(f, Pipelined):
-        return dataclasses.replace(_bound_stages(f, views), views=views)
+        return dataclasses.replace(_bind_stages(f, views), views=views)
     if not isinstance(f, Partitioned):
         return f
     for axis in set(f.axes) & set(views.planner.batch_axes):
         raise ValueError(
-            f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, which every rank must have the"
-            " whole of; pass batch=P('dp'), or P(), and the same rows to all ranks along it."
+            f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, but every rank must have"
+            " the whole batch. Pass batch=P('dp'), or P(), and the same rows to all ranks along it."
         )
     bound = dataclasses.replace(f, views=views)
     if isinstance(f.inner, Pipelined):
         _check_apart(f, f.inner)
-        if _bound_stages(f.inner, views) is not f.inner:
+        if _bind_stages(f.inner, views) is not f.inner:
             raise ValueError(
-                "partition(pipeline(...)) of functions that are partitioned themselves: drop the partition around the"
-                " pipeline, or those inside."
+                "partition(pipeline(...)) expected functions without partition, got partitioned functions."
+                " Drop the partition around the pipeline, or those inside."
             )
         return PartitionedPipeline.made(bound, dataclasses.replace(f.inner, views=views))
     return bound
 
 
-def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
-    """Returns the loss with its partitioned functions bound; the loss itself if it has no such functions."""
+def _bind_stages(of: Pipelined, views: LeafViews) -> Pipelined:
+    """Returns the loss with bound partitioned functions, or the same loss without such functions."""
     found: list[Partitioned] = []
 
-    def change(f: Any, pick: Pick) -> Any:
+    def change_function(f: Any, pick: Pick) -> Any:
         if isinstance(f, Partitioned):
             _check_apart(f, of)
             found.append(f)
-        return _bound(f, dataclasses.replace(views, pick=pick))
+        return _bind_function(f, dataclasses.replace(views, pick=pick))
 
-    made = of.with_functions(change)
+    made = of.with_functions(change_function)
     return made if found else of
 
 
@@ -65,10 +65,11 @@ def _check_apart(parted: Partitioned, staged: Pipelined) -> None:
     """Refuses to partition along the axis of the stages.
 
     Raises:
-        ValueError: it does.
+        ValueError: the partition's axes include the axis of the stages.
     """
     if staged.axis in parted.axes:
         raise ValueError(
-            f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along {staged.axis!r} have"
-            " layers of their own, which are no blocks of one whole; name another axis."
+            f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along"
+            f" {staged.axis!r} have separate layers, which are no blocks of a whole. The axes must differ:"
+            " name another axis."
         )

@@ -1,4 +1,4 @@
-"""Leaves whose forms a search chooses on its way: their first values, and the forms that it has chosen."""
+"""Leaves with forms that a search chooses on the way: the first values, and the chosen forms."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _UNBIND = torch.ops.aten.unbind
 
 
 def free_leaf() -> Held:
-    """Returns a leaf whose form is still to be found."""
+    """Returns a leaf with a form still to be found."""
     return Held(WHOLE, frozenset(), free=True)
 
 
@@ -35,15 +35,15 @@ def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held]
 
 
 def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
-    """Returns the inputs that are taken apart into the layers of a loop, and read by nothing else."""
+    """Returns the inputs that are split into the layers of a loop, and read by nothing else."""
     users: dict[PlannedValue, list[Node]] = {}
     for node in scope.nodes:
         for value in scope.operands[node]:
             users.setdefault(value, []).append(node)
 
-    def apart(node: Node) -> bool:
+    def is_apart(node: Node) -> bool:
         of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
         made = [v for v in scope.made[node] if v is not None]
         return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
 
-    return {v for v in scope.inputs if v in users and all(map(apart, users[v]))}
+    return {v for v in scope.inputs if v in users and all(map(is_apart, users[v]))}

@@ -1,9 +1,9 @@
-"""`partition_graph`: cuts a program of one device along a mesh axis, by a form for each value and conversions.
+"""`partition_graph`: cuts a program of a single device along a mesh axis, by a form for each value and conversions.
 
 The rules of the op table offer strategies for each op, and a search chooses (`_partition_search.py`). Three rules
-connect the choices. A value is converted once to each form, and kept for its other uses. Views cost nothing, so the
-source of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through
-linear ops.
+connect the choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source
+of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear
+ops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +39,14 @@ def partition_graph(
     """Returns the program of a graph along an axis.
 
     Args:
-        graph: a captured forward, without writes. Each node's `meta["val"]` has the whole shape.
-        axis: the mesh axis.
-        num: ranks.
-        forms: forms of inputs that are cut. The others are whole.
-        trained: whether a gradient may arrive at an input.
-        constants: the tensor of a `get_attr`.
-        value_price: the price of a byte of a value that a rank holds, in bytes that are sent.
-        every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same graph.
+        graph: captured forward, without writes. Each node's `meta["val"]` has the whole shape.
+        axis: mesh axis.
+        num: number of ranks.
+        forms: forms of inputs that are cut. Other inputs are whole.
+        trained: function that returns whether a gradient may arrive at an input.
+        constants: function that returns the tensor of a `get_attr`.
+        value_price: price of a byte of a value that a rank holds, in bytes that are sent.
+        every_rank: strategies that the ranks along other axes can take, too. None: all ranks see the same graph.
     """
     scope = scope_of(graph, trained, constants)
     start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
@@ -68,7 +68,7 @@ def held_at_start(form: Form) -> Held:
 
 
 class _ProgramWriter:
-    """Writes the plan of a scope down as steps over slots."""
+    """Writes the plan of a scope as steps over slots."""
 
     def __init__(self, program: PartitionProgram, scope: Scope, plan: SearchedPlan) -> None:
         self.program, self._scope, self._plan = program, scope, plan
@@ -84,21 +84,21 @@ class _ProgramWriter:
     def enter(self, value: PlannedValue, form: Form) -> int:
         """Returns the slot of an input."""
         self._forms[value] = form
-        return self._slot(value, form)
+        return self._new_slot(value, form)
 
     def written(self, ends: Sequence[Any], forms: Sequence[Form | None]) -> PartitionProgram:
-        """Returns the program, once its inputs are entered.
+        """Returns the program, once the inputs are entered.
 
         Args:
-            ends: the values that it returns. Others than tensors stay unchanged.
-            forms: the form of each; None: the form in which it is made.
+            ends: values that the program returns. Values other than tensors stay unchanged.
+            forms: form of each end. None: the form in which the value is made.
         """
         for node in self._scope.nodes:
-            self._add(node)
+            self._add_node(node)
         self._line, self._because, self._section = "the results", "", None
         for x, form in zip(ends, forms, strict=True):
             is_value = isinstance(x, PlannedValue)
-            slot = self._need(x, self._forms[x] if form is None else form) if is_value else x
+            slot = self._need_slot(x, self._forms[x] if form is None else form) if is_value else x
             self.program.outputs.append((is_value, slot))
         self.program.last_use = last_uses(self.program)
         self.program.passages = passages(self.program)
@@ -107,22 +107,22 @@ class _ProgramWriter:
     # The protocol `Knows`.
 
     def form_of(self, value: PlannedValue) -> Form:
-        """See `Knows`."""
+        """Returns the form in which a value is made. See `Knows`."""
         return self._forms[value]
 
     def has(self, value: PlannedValue, form: Form) -> bool:
-        """See `Knows`."""
+        """Returns whether a value is there in a form. See `Knows`."""
         return form in self._slots.get(value, {})
 
     # Steps.
 
-    def _add(self, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         self._line, self._section = short(node.meta.get("where")), node.meta.get("section")
         choice = self._plan.choices[node]
         made = [v for v in self._scope.made[node] if v is not None]
         self._forms |= zip(made, choice.strategy.outs, strict=True)
         if node in self._scope.loops:
-            self._loop(node, self._scope.loops[node], choice)
+            self._write_loop(node, self._scope.loops[node], choice)
             return
         strategy, operands = choice.strategy, self._scope.operands[node]
         pairs = [(self._forms[v], f) for v, f in zip(operands, strategy.ins, strict=True)]
@@ -133,66 +133,66 @@ class _ProgramWriter:
             shape = made[0].seen.shape
             self.program.sent.append(Conversion(strategy.note, shape, half, half, self._line))
         if not is_look(node):
-            self._compute(node)
+            self._write_compute(node)
 
-    def _need(self, value: PlannedValue, form: Form) -> int:
-        """Returns the slot of a value in a form, made if it is not there."""
+    def _need_slot(self, value: PlannedValue, form: Form) -> int:
+        """Returns the slot of a value in a form, made if missing."""
         form = needed_form(value, form)
         if value.outer is not None and not self.has(value, form):
             self.asked.append((value, form))
-            return self._slot(value, form)
+            return self._new_slot(value, form)
         move = move_to(value, form, self)
         if move.kind == "made":
-            self._compute(value.node)
+            self._write_compute(value.node)
         elif move.kind == "look":
             self._look_again(value, move, form)
         elif move.kind == "convert":
-            self._convert(value, move.before, form)
+            self._write_convert(value, move.before, form)
         return self._slots[value][form]
 
-    def _slot(self, value: PlannedValue, form: Form) -> int:
+    def _new_slot(self, value: PlannedValue, form: Form) -> int:
         slot = self._slots.setdefault(value, {})[form] = self.program.num_slots
         self.program.num_slots += 1
         return slot
 
-    def _write(self, step: Step) -> None:
+    def _write_step(self, step: Step) -> None:
         self.program.steps.append(step)
         self.program.sections.append(self._section)
 
-    def _convert(self, value: PlannedValue, before: Form, form: Form) -> None:
-        src = self._need(value, before)
+    def _write_convert(self, value: PlannedValue, before: Form, form: Form) -> None:
+        src = self._need_slot(value, before)
         before = PARTIAL if before.kind == "rows" else before
-        if form == before:  # own rows are a summand as they are
+        if form == before:  # own rows are already a summand
             self._slots[value][form] = src
             return
-        dst, shape = self._slot(value, form), value.seen.shape
-        self._write(Convert(src, dst, before, form, shape, value.differentiable, self._line))
+        dst, shape = self._new_slot(value, form), value.seen.shape
+        self._write_step(Convert(src, dst, before, form, shape, value.differentiable, self._line))
         name, forward, backward = sent_by(value, before, form, self.program.num)
         if forward or backward:
             self.program.sent.append(Conversion(name, shape, forward, backward, self._line, self._because))
 
     def _look_again(self, value: PlannedValue, move: FormMove, form: Form) -> None:
         assert move.source is not None
-        src = self._need(move.source, form)
-        others = tuple(self._need(v, WHOLE) for v in self._scope.operands[value.node][1:])
-        dst = self._slot(value, form)
-        # The strategy's own `run` has the shape of a block. This view is of the whole value.
+        src = self._need_slot(move.source, form)
+        others = tuple(self._need_slot(v, WHOLE) for v in self._scope.operands[value.node][1:])
+        dst = self._new_slot(value, form)
+        # The strategy's `run` has the shape of a block. This view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
             ins=(form, *(WHOLE for _ in others)), outs=(form,), run=whole_look(value.node)
         )
-        self._write(Compute(value.node, (src, *others), {0: dst}, strategy, True, self._line))
+        self._write_step(Compute(value.node, (src, *others), {0: dst}, strategy, True, self._line))
 
-    def _compute(self, node: Node) -> None:
+    def _write_compute(self, node: Node) -> None:
         strategy = self._plan.choices[node].strategy
         operands = self._scope.operands[node]
-        slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
-        slots += tuple(self._need(self._named[name], WHOLE) for name in strategy.beside)
+        slots = tuple(self._need_slot(v, f) for v, f in zip(operands, strategy.ins, strict=True))
+        slots += tuple(self._need_slot(self._named[name], WHOLE) for name in strategy.beside)
         self._named |= {name_of(v): v for v in operands}
-        dsts = {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
+        dsts = {v.at: self._new_slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
         single = isinstance(node.meta.get("val"), Tensor)
-        self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
+        self._write_step(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
 
-    def _loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:
+    def _write_loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:
         assert choice.plan is not None
         body = _ProgramWriter(PartitionProgram(self.program.axis, self.program.num), loop.scope, choice.plan)
         forms = [*choice.strategy.ins, *(self._forms[v] for v in loop.layers[0])]
@@ -203,16 +203,16 @@ class _ProgramWriter:
         carry, x = forms[: loop.num_carry], forms[loop.num_carry :]
         step = Loop(
             body.program,
-            tuple(self._need(v, form) for v, form in zip(loop.carry, carry, strict=True)),
-            tuple(tuple(self._need(v, form) for v, form in zip(layer, x, strict=True)) for layer in loop.layers),
-            tuple(self._need(v.outer, form) for v, form in body.asked if v.outer is not None),
-            {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None},
+            tuple(self._need_slot(v, form) for v, form in zip(loop.carry, carry, strict=True)),
+            tuple(tuple(self._need_slot(v, form) for v, form in zip(layer, x, strict=True)) for layer in loop.layers),
+            tuple(self._need_slot(v.outer, form) for v, form in body.asked if v.outer is not None),
+            {v.at: self._new_slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None},
             self._line,
         )
         self.program.sent += [sent._replace(times=sent.times * loop.num) for sent in body.program.sent]
-        self._write(step)
+        self._write_step(step)
 
 
 def short(line: str | None) -> str:
-    """Returns a line of the user's code, or that it is not known."""
+    """Returns a line of the user's code, or a text for an unknown line."""
     return line or "a line unknown"

@@ -1,4 +1,4 @@
-"""Plans along one of several axes, such that ranks along the other axes agree without a message."""
+"""Plans along an axis of several, such that ranks along the other axes agree without a message."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,15 +14,16 @@ from ._partition_program import PartitionProgram
 def agreed_program(
     call: LossCall, before: Sequence[str], made: Callable[[], list[PartitionProgram]]
 ) -> PartitionProgram:
-    """Returns the program of a call along an axis whose graph is that of its program along others.
+    """Returns the program along an axis of a call whose graph has the programs along other axes.
 
-    Where ranks along the others have blocks of several sizes, each has a graph of its own. They agree without a
-    message: each plans for a rank of every kind, and the first kind decides which values are sent along the other axes.
+    Where ranks along the other axes have blocks of several sizes, each kind of rank has a separate graph. The ranks
+    agree without a message: each rank plans for a rank of every kind, and the first kind decides which values are sent
+    along the other axes.
 
     Args:
-        call: the call to plan.
-        before: the other axes.
-        made: the programs along these axes, once the call was captured.
+        call: call to plan.
+        before: other axes.
+        made: programs along the other axes, once the call was captured.
     """
     own = call.captured()
     kinds = of_several_sizes([x for x in made() if x.axis in before])

@@ -1,8 +1,9 @@
-"""Partitioning along several axes: the capture for one axis runs the program along the axes before it.
+"""Partitioning along several axes: the capture for an axis runs the program along the earlier axes.
 
-The program along the first axis runs on leaves that are whole along the second, while the second axis captures it. Its
-transfers are then operations of that graph, `sent_along`, with a rule of their own: they leave dims alone that the
-first axis does not cut. So the second axis is independent of the first, and a step that it runs sends along both.
+The program along the first axis runs on leaves that are whole along the second, while the second axis captures the run.
+Transfers of the first are then operations of the second's graph, `sent_along`, with a separate rule: dims that the
+first axis does not cut are left unchanged. So the second axis is independent of the first, and a step that the second
+runs sends along both.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,30 +25,32 @@ from ._partition_program import Convert
 
 
 class NotedRanks(Ranks):
-    """The ranks along an axis, while another axis captures: transfers along them are noted."""
+    """Ranks along an axis, while another axis captures: transfers along the ranks are noted."""
 
     def __init__(self, axis: str, notes: Noting) -> None:
         super().__init__(axis, moe.FUNCTIONS_OF_OPS)
         self._notes = notes
 
     def psum(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
-        return _noted(psum, x, (self.axis,), list(x.shape), self._notes)
+        """Notes a sum. See `Ranks`."""
+        return _note_call(psum, x, (self.axis,), list(x.shape), self._notes)
 
     def pmax(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
-        return _noted(pmax, x, (self.axis,), list(x.shape), self._notes)
+        """Notes a maximum. See `Ranks`."""
+        return _note_call(pmax, x, (self.axis,), list(x.shape), self._notes)
 
     def pvary(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
-        return _noted(pvary, x, (self.axis,), list(x.shape), self._notes)
+        """Notes a `pvary`. See `Ranks`."""
+        return _note_call(pvary, x, (self.axis,), list(x.shape), self._notes)
 
     def convert(self, x: Any, step: Convert) -> Any:
-        """Returns a conversion, noted; for values that the capture does not follow, done."""
-        if not _followed(x, self._notes):
+        """Notes a conversion, and returns the result. Converts values that the capture does not follow."""
+        if not _is_followed(x, self._notes):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
-        return _noted(sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes)
+        return _note_call(
+            sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes
+        )
 
 
 def ranks_along(axis: str) -> Ranks:
@@ -61,12 +64,12 @@ def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int])
     return converted(x, Convert(0, 0, Form(*before), Form(*after), tuple(shape), True, ""), axis)
 
 
-def _followed(x: Any, notes: Noting) -> bool:
+def _is_followed(x: Any, notes: Noting) -> bool:
     return isinstance(x, FakeTensor) and get_proxy_slot(x, notes.tracer, None) is not None
 
 
-def _noted(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
-    """Writes a call of a primitive down. Its result is a tensor without data."""
+def _note_call(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
+    """Notes a call of a primitive. The result is a tensor without data."""
     tracer = notes.tracer
     proxy = tracer.create_proxy("call_function", target, (tracer.proxy(node_of(x, notes)), *args), {})
     made = without_data(x.fake_mode, x.dtype, shape, x.device)

@@ -1,8 +1,8 @@
-"""Captures of losses that are to be partitioned: notes on, or refusal of, facts that a graph does not hold.
+"""Captures of losses that are to be partitioned: notes, or refusals, of facts that a graph does not hold.
 
-A graph of a forward has operations. Everything else that the loss does with values and that autograd sees must be noted
-beside them (sections that are recomputed or offloaded, parts under `no_grad`), or be an error (functions with a
-backward of their own, hooks).
+A graph of a forward has operations. Everything else that autograd sees must be noted next to the operations, such as
+sections that are recomputed (activation checkpointing) or offloaded, and parts under `no_grad`. Anything that cannot be
+noted is an error, such as functions with a custom backward, and hooks.
 """
 
 import contextlib
@@ -23,27 +23,28 @@ from shardfn.nn import is_differentiated
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Section:
-    """A part of a loss that ran inside a function of a transform.
+    """Part of a loss that ran inside a function of a transform.
 
     Attributes:
-        around: the transform: from a function of tensors to one of the same meaning.
+        around: transform, from a function of tensors to a function of the same meaning.
     """
 
     around: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Noting(Recorder):
-    """Notes of each op whether it is differentiated, the loop that it is in, and the outermost section in that."""
+    """Notes of each op: whether the op is differentiated, the op's loop, and the outermost section in the loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The sections that are open at this point of the capture, the outermost first; in a loop's body, its own alone.
+        # The sections that are open at this point of the capture, the outermost first. In a loop's body, only the
+        # body's sections.
         self.sections: list[Section] = []
         self._loop: LoopMark | None = None
 
     @contextlib.contextmanager
     def inside(self, loop: LoopMark) -> Iterator[None]:
-        """While the body of a loop runs. Sections that began around it do not belong to it."""
+        """Notes ops as a loop's while the body runs. Sections that began around the loop do not belong to the body."""
         before = self._loop, self.sections
         self._loop, self.sections = loop, []
         try:
@@ -55,13 +56,13 @@ class Noting(Recorder):
         """Notes the facts of a node.
 
         Raises:
-            ValueError: something else has hooks on what autograd saves.
+            ValueError: other code has hooks on what autograd saves.
         """
         if current_graph_task() != -1:
             raise ValueError(
-                f"{self.line() or 'a line unknown'}: the loss differentiates something itself (torch.autograd.grad or"
-                " backward), which the graph of its forward does not hold as such; use torch.func, or leave out"
-                " partition."
+                f"{self.line() or 'a line unknown'}: the loss differentiates something itself"
+                " (torch.autograd.grad or backward), which the graph of the forward does not hold as such."
+                " Use torch.func, or leave out partition."
             )
         if not is_differentiated():
             node.meta["no_grad"] = True
@@ -70,15 +71,16 @@ class Noting(Recorder):
         if self.sections:
             node.meta["section"] = self.sections[0]
         top = saved_tensors_hooks()
-        if top is not None and top[0] is not _as_it_is:
+        if top is not None and top[0] is not _keep_value:
             raise ValueError(
-                f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are recomputed or moved"
-                " by saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
+                f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are"
+                " recomputed or moved by saved-tensor hooks, such as torch.utils.checkpoint. Use sf.remat"
+                " or sf.offload, or turn the hooks off."
             )
 
 
 def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[[], Any]) -> tuple[bool, Any]:
-    """Runs `f` as a section of the loss that is being captured to be partitioned; (False, None) where none is."""
+    """Runs `f` as a section of the loss being captured, or returns (False, None) outside of such a capture."""
     notes = recorder()
     if not isinstance(notes, Noting):
         return False, None
@@ -91,38 +93,38 @@ def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Ca
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A capture inside a step, without the step's hooks on saved values; it refuses hooks on values."""
+    """Runs a capture inside a step, without the step's hooks on saved values. Refuses hooks on values."""
     names = "register_hook", "register_post_accumulate_grad_hook"
     before = {name: getattr(torch.Tensor, name) for name in names}
 
-    def refuse(self: Tensor, hook: Any) -> Any:
+    def refuse_hook(self: Tensor, hook: Any) -> Any:
         del self, hook
         raise ValueError(
-            "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of its forward;"
-            " write a product, or x + (y - x).detach(), or leave out partition."
+            "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of"
+            " the forward. Write a product, or x + (y - x).detach(), or leave out partition."
         )
 
     for name in names:
-        setattr(torch.Tensor, name, refuse)
+        setattr(torch.Tensor, name, refuse_hook)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep_value, _keep_value):
             yield
     finally:
         for name, method in before.items():
             setattr(torch.Tensor, name, method)
 
 
-# The names that torch gives to derivatives with which ops are registered. The graph holds these ops, and `nn` calls
-# them so that they are noted as differentiated. Any other op with such a derivative would be noted as if it had none.
+# Torch's names of derivatives of registered ops. The graph holds these ops, and `nn` calls the ops so that
+# differentiation is noted. Any other op with such a derivative would be noted as an op without a derivative.
 _OPS = "copied_rows", "combined_rows", "multiplied_rows"
 _OF_AN_OP = tuple(f"GeneratedBackwardFor_shardfn_kernels_{name}_" for name in _OPS)
 
 
 def refuse_functions(out: Sequence[Any]) -> None:
-    """Refuses operations with a backward of their own, which a graph of their forward does not hold.
+    """Refuses operations with a custom backward. A graph of the forward does not hold a custom backward.
 
     Raises:
-        ValueError: lists them.
+        ValueError: there are such operations. The message lists all.
     """
     todo = [x.grad_fn for x in out if isinstance(x, Tensor) and x.grad_fn is not None]
     seen = set(todo)
@@ -147,5 +149,5 @@ def refuse_functions(out: Sequence[Any]) -> None:
     )
 
 
-def _as_it_is(x: Any) -> Any:
+def _keep_value(x: Any) -> Any:
     return x

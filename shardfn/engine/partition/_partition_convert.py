@@ -1,4 +1,4 @@
-"""Converts a value of a partitioned program from one form to another, by the primitives."""
+"""Converts a value of a partitioned program from a form to another, by the primitives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from shardfn.leaves import LazyLeaf, opened
 
 from ._partition_program import Convert
 
-# From one part of a value, its dim, the size of the whole dim and its multiple, to the part in another form.
+# From a part of a value, the part's dim, the size of the whole dim and the multiple, to the part in another form.
 OfPart = Callable[[Tensor, int, int, int], Tensor]
 
 
@@ -28,24 +28,26 @@ def converted(x: Any, step: Convert, axis: str) -> Any:
     """Returns the value in the form that the step names."""
     before, after = step.before, step.after
     if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
-        return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once
+        return x.with_handle(pvary(x.handle, axis))  # still not opened, so that the sum of gradients is taken once
     x = opened(x)
     if after.kind == "cut":
-        return _cut(x, step, axis)
+        return _cut_value(x, step, axis)
     if before.kind == "cut":
         gather = all_gather_invariant if after.kind == "whole" else all_gather
         held = Ranks(axis).own(step.shape[before.dim], before)
 
-        def gathered(part: Tensor, dim: int, size: int, multiple: int) -> Tensor:
-            return _joined(gather(_by(part, dim, multiple), axis, dim=dim, size=size // multiple), dim, multiple)
+        def gather_part(part: Tensor, dim: int, size: int, multiple: int) -> Tensor:
+            return _join_blocks(
+                gather(_split_blocks(part, dim, multiple), axis, dim=dim, size=size // multiple), dim, multiple
+            )
 
-        return _each_part(x, before, step.shape, held, gathered)
+        return _convert_parts(x, before, step.shape, held, gather_part)
     if before.kind == "partial":
         return psum(x.contiguous(), axis)
     return pvary(x, axis)
 
 
-def _cut(x: Tensor, step: Convert, axis: str) -> Tensor:
+def _cut_value(x: Tensor, step: Convert, axis: str) -> Tensor:
     before, after = step.before, step.after
     if before.kind == "varying":
         return Ranks(axis).block(x, after)
@@ -53,22 +55,22 @@ def _cut(x: Tensor, step: Convert, axis: str) -> Tensor:
         return all_to_all(x, axis, split_dim=after.dim, concat_dim=before.dim, size=step.shape[before.dim])
     take = take_own_block if before.kind == "whole" else psum_scatter
 
-    def own(part: Tensor, dim: int, size: int, multiple: int) -> Tensor:
+    def take_own(part: Tensor, dim: int, size: int, multiple: int) -> Tensor:
         del size
-        return _joined(take(_by(part, dim, multiple), axis, dim=dim), dim, multiple)
+        return _join_blocks(take(_split_blocks(part, dim, multiple), axis, dim=dim), dim, multiple)
 
-    return _each_part(x, after, step.shape, [size for size, _ in after.parts], own)
+    return _convert_parts(x, after, step.shape, [size for size, _ in after.parts], take_own)
 
 
-def _each_part(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int], convert: OfPart) -> Tensor:
-    """Converts each part of a cut dim; equal ones at once.
+def _convert_parts(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int], convert: OfPart) -> Tensor:
+    """Converts each part of a cut dim. Equal parts are converted at once.
 
     Args:
         x: this rank's value.
-        form: in which it is cut, before or afterwards.
+        form: form in which the value is cut, before or afterwards.
         shape: shape of the whole.
-        held: the lengths that the parts have in `x`.
-        convert: one part.
+        held: lengths of the parts in `x`.
+        convert: function that converts a part.
     """
     dim, parts = form.dim, form.parts
     if not parts:
@@ -80,10 +82,10 @@ def _each_part(x: Tensor, form: Form, shape: Sequence[int], held: Sequence[int],
     return torch.cat([convert(one, dim, *part) for one, part in zip(pieces, parts, strict=True)], dim)
 
 
-def _by(x: Tensor, dim: int, multiple: int) -> Tensor:
+def _split_blocks(x: Tensor, dim: int, multiple: int) -> Tensor:
     """Returns the cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
     return x if multiple == 1 else x.unflatten(dim, (x.shape[dim] // multiple, multiple))
 
 
-def _joined(x: Tensor, dim: int, multiple: int) -> Tensor:
+def _join_blocks(x: Tensor, dim: int, multiple: int) -> Tensor:
     return x if multiple == 1 else x.flatten(dim, dim + 1)

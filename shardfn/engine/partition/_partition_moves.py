@@ -1,4 +1,4 @@
-"""Conversions of values of a partitioned program to other forms, and the bytes that these send."""
+"""Conversions of values of a partitioned program to other forms, with the bytes sent."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -9,25 +9,25 @@ from ._partition_values import PlannedValue
 
 
 class Knows(Protocol):
-    """Which forms values have at one point of a program."""
+    """Forms of values at a point of a program."""
 
     def form_of(self, value: PlannedValue) -> Form:
-        """Returns the form in which it is made."""
+        """Returns the form in which a value is made."""
         ...
 
     def has(self, value: PlannedValue, form: Form) -> bool:
-        """Returns whether it is there in a form."""
+        """Returns whether a value is there in a form."""
         ...
 
 
 class FormMove(NamedTuple):
-    """The last step towards a form.
+    """Last step towards a form.
 
     Attributes:
-        kind: "there"; "made": it is made in this form; "look": made again as a view of `source`; "convert": from form
-            `before`.
-        before: the form to convert from.
-        source: the value to view.
+        kind: "there", "made" (in this form), "look" (made again as a view of `source`), or "convert" (from form
+            `before`).
+        before: form to convert from.
+        source: value to view.
     """
 
     kind: str
@@ -41,7 +41,7 @@ def needed_form(value: PlannedValue, form: Form) -> Form:
 
 
 def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
-    """Returns the last step that brings a value into a form, which `needed_form` has returned."""
+    """Returns the last step that brings a value into a form of `needed_form`."""
     if known.has(value, form):
         return FormMove("there")
     own = known.form_of(value)
@@ -49,14 +49,14 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
         return FormMove("made")
     source = value.look_at
     if source is not None and form.kind in ("whole", "varying") and own.kind != "varying":
-        # Views cost nothing: the source, sent for another view, serves this one.
+        # Views cost nothing: the source, sent for another view, serves this view.
         like = known.form_of(source).kind == "cut" if own.kind == "cut" else known.form_of(source) == own
         if like and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
             return FormMove("look", source=source)
-    return FormMove("convert", _from(value, own, form, known))
+    return FormMove("convert", _moves_from(value, own, form, known))
 
 
-def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
+def _moves_from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
     if form == VARYING and (own.kind in ("partial", "rows") or known.has(value, WHOLE)):
         return WHOLE
     again = form.kind == own.kind == "cut"
@@ -70,7 +70,7 @@ def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
 def conversion_bytes(
     before: Form, after: Form, numel: int, itemsize: int, num: int, *, differentiable: bool
 ) -> tuple[str, float, float]:
-    """Returns the primitive that takes a value from form to form, and a rank's bytes, forward and backward.
+    """Returns the primitive that takes a value from a form to another, and a rank's bytes, forward and backward.
 
     Example:
         >>> conversion_bytes(WHOLE, VARYING, 8, 4, 2, differentiable=True)
@@ -96,6 +96,6 @@ def conversion_bytes(
 
 
 def sent_by(value: PlannedValue, before: Form, after: Form, num: int) -> tuple[str, float, float]:
-    """`conversion_bytes` of a value."""
+    """Returns `conversion_bytes` of a value."""
     numel = math.prod(value.seen.shape)
     return conversion_bytes(before, after, numel, value.seen.itemsize, num, differentiable=value.differentiable)

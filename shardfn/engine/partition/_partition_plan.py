@@ -1,4 +1,4 @@
-"""Captures a call of a loss, as one of whole leaves, and plans it along an axis, without data or messages."""
+"""Captures a call of a loss, as a call with whole leaves, and plans the call without data or messages."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,17 +26,17 @@ from ._partition_program import PartitionProgram
 
 @dataclasses.dataclass
 class FlatLoss:
-    """The loss as a function of a flat list of tensors.
+    """Loss as a function of a flat list of tensors.
 
     Attributes:
-        inner: the loss.
-        treedef: the structure of its parameters.
-        rest_def: the structure of its other arguments.
-        static: the leaves of these, with None in place of tensors.
-        able: whether a gradient may arrive at it for each of these tensors.
-        num_leaves: how many leaves the parameters have.
-        out_def: the structure of its last result.
-        out: the leaves of that, with None in place of tensors.
+        inner: loss.
+        treedef: structure of the parameters.
+        rest_def: structure of the other arguments.
+        static: leaves of the other arguments, with None in place of tensors.
+        able: whether a gradient may arrive, for each tensor of the other arguments.
+        num_leaves: number of leaves of the parameters.
+        out_def: structure of the last result.
+        out: leaves of the last result, with None in place of tensors.
     """
 
     inner: Callable[..., Any]
@@ -61,14 +61,14 @@ class FlatLoss:
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """A call of a loss.
+    """Call of a loss.
 
     Attributes:
-        loss: the loss.
-        leaves: the leaves of its parameters.
-        views: the block of a whole tensor that each of these is.
+        loss: loss.
+        leaves: leaves of the parameters.
+        views: block of a whole tensor that each leaf is.
         tensors: other arguments.
-        whole: the axes along which it sees leaves as wholes. It is planned along the first.
+        whole: axes along which the loss sees whole leaves. The call is planned along the first axis.
         value_price: see `partition_graph`.
     """
 
@@ -88,7 +88,7 @@ class LossCall:
         whole: tuple[str, ...],
         value_price: float = 0.0,
     ) -> "LossCall":
-        """Returns the call `loss(params, *args)`, with the tensors among its arguments apart from the rest."""
+        """Returns the call `loss(params, *args)`, with the tensors among `args` separated from the rest."""
         leaves, treedef = tree_flatten(params)
         rest, rest_def = tree_flatten(tuple(args))
         tensors = [x for x in rest if isinstance(x, Tensor)]
@@ -98,17 +98,17 @@ class LossCall:
         return LossCall(flat, leaves, views, tensors, whole, value_price)
 
     def captured(self) -> GraphModule:
-        """Its graph, as the rank sees it from which the mesh is bound."""
+        """Returns the graph, as seen by the rank from which the mesh is bound."""
         return captured_forward(self.loss, self.leaves, [v.along(self.whole) for v in self.views], self.tensors)
 
     def trained(self, inputs: Sequence[Node]) -> Callable[[Node], bool]:
-        """Returns whether a gradient may arrive at an input of its graph."""
+        """Returns whether a gradient may arrive at an input of the graph."""
         num = len(self.leaves)
         others = {n for n, able in zip(inputs[num:], self.loss.able, strict=True) if able}
         return {*inputs[:num], *others}.__contains__
 
     def planned(self, gm: GraphModule, every_rank: EveryRank | None = None) -> PartitionProgram:
-        """Returns the program of its graph. `every_rank` narrows down the strategies that it may use."""
+        """Returns the program of the graph. `every_rank` narrows the strategies down."""
         axis, inputs = self.whole[0], [n for n in gm.graph.nodes if n.op == "placeholder"]
         forms, num = {}, axis_size(axis)
         for node, view in zip(inputs, self.views, strict=False):
@@ -125,7 +125,7 @@ class LossCall:
 def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
-    """Returns the graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
+    """Returns the graph of a loss with leaves of these shapes, ready to be partitioned. Reads no values."""
     with disable_current_modes(), apart(), looping(noted_loop), as_ops():
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))
@@ -135,10 +135,10 @@ def captured_forward(
 def constants_of(gm: GraphModule) -> Callable[[Any], Tensor]:
     """Finds the constants of a graph, by node."""
 
-    def find(node: Any) -> Tensor:
+    def find_constant(node: Any) -> Tensor:
         x: Any = gm
         for name in node.target.split("."):
             x = getattr(x, name)
         return x
 
-    return find
+    return find_constant

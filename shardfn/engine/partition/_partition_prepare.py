@@ -1,6 +1,6 @@
-"""Rewrites a captured forward before it is partitioned: removes writes, and separates products from added terms.
+"""Rewrites a captured forward before the partition: removes writes, and separates products from added terms.
 
-Ops that cannot be rewritten are refused, with their lines.
+Ops that cannot be rewritten are refused, with the user's lines.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shardfn.graph import known_op, where_of, without_writes
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.addmm.default: _ATEN.mm.default, _ATEN.baddbmm.default: _ATEN.bmm.default}
-# Checks, which have no effect on values. By their names, since ours is defined later.
+# Checks, without an effect on values. By name, since shardfn's check is defined later.
 _CHECKS = {"aten._assert_async.msg", "shardfn.check.default"}
 
 
@@ -21,19 +21,19 @@ def prepare(gm: GraphModule) -> GraphModule:
     """Rewrites a captured forward. See above.
 
     Raises:
-        ValueError: lists ops whose write no operation replaces, or that draw without a key, send, or have an effect,
-            with their lines.
+        ValueError: there are ops whose write no operation replaces, or that draw without a key, send, or have an
+            effect. The message lists all with the user's lines.
     """
-    refused = list(_refused(gm)) or list(without_writes(gm))
+    refused = list(_find_refused(gm)) or list(without_writes(gm))
     raise_all(ValueError, "partition(loss) cannot hold these operations of the loss:", refused)
     for node in list(gm.graph.nodes):
         if node.target in _PRODUCTS and not (node.kwargs or node.args[3:]):
-            _apart(gm.graph, node)
+            _split_addmm(gm.graph, node)
     gm.graph.eliminate_dead_code()
     return gm
 
 
-def _refused(gm: GraphModule) -> Iterator[str]:
+def _find_refused(gm: GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -57,8 +57,8 @@ def _draws_nothing(node: Node) -> bool:
     return "dropout_p" in names and not given.get("dropout_p")
 
 
-def _apart(graph: Graph, node: Node) -> None:
-    """`addmm(b, x, y)` as `mm(x, y) + b`, so that the sum over ranks can be taken between."""
+def _split_addmm(graph: Graph, node: Node) -> None:
+    """Replaces `addmm(b, x, y)` by `mm(x, y) + b`, so that the sum over ranks can be taken in between."""
     added, x, y = node.args
     with graph.inserting_before(node):
         product = graph.call_function(_PRODUCTS[node.target], (x, y))  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""A program partitioned along a mesh axis, as data: steps over slots. A slot holds one value in one form.
+"""Programs partitioned along a mesh axis, as data: steps over slots. A slot holds a value in a form.
 
-The planner (`_partition.py`) writes it, once a signature. It runs step by step.
+The planner (`_partition.py`) writes a program, once a signature. A program runs step by step.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from shardfn.graph import Form, Strategy
 
 
 class Conversion(NamedTuple):
-    """One conversion of a value by a collective.
+    """Conversion of a value by a collective.
 
     Attributes:
-        name: name of the primitive.
+        name: name of the primitive, for example "psum".
         shape: shape of the whole value.
         forward: bytes that a rank sends in the forward.
-        backward: and in the backward, for its transpose.
-        line: the user's line of the op that asks for it.
-        because: the op, if it has no rule for operands in their forms, else "".
-        times: how often it is sent: once for each layer of a loop.
+        backward: bytes that a rank sends in the backward, for the transpose.
+        line: user's line of the op that asks for the conversion.
+        because: name of the op, if the op has no rule for operands in such forms, else "".
+        times: number of times the value is sent: once for each layer of a loop.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Conversion(NamedTuple):
 
 
 class Convert(NamedTuple):
-    """A step: slot `src` in form `before` -> slot `dst` in form `after`, of a value of this shape."""
+    """Step: slot `src` in form `before` -> slot `dst` in form `after`, of a value of this shape."""
 
     src: int
     dst: int
@@ -47,15 +47,15 @@ class Convert(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """A step: an op on slots.
+    """Step: an op on slots.
 
     Attributes:
-        node: the op, whose arguments name nodes.
-        slots: slots of its operands, in order, and of the values beside them that the strategy names.
-        dsts: destinations of its results, by position; unused ones are missing.
-        strategy: how.
-        single: whether it returns one tensor.
-        line: the user's.
+        node: op with nodes as arguments.
+        slots: slots of the operands, in order, and of the further values that the strategy names.
+        dsts: slots of the results, by position. Unused results are missing.
+        strategy: strategy that computes the op.
+        single: whether the op returns a single tensor.
+        line: user's line.
     """
 
     node: Node
@@ -67,15 +67,15 @@ class Compute(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A step: a program that runs once for each layer, on a carry and the layer's values.
+    """Step: a program that runs once for each layer, on a carry and the layer's values.
 
     Attributes:
-        body: function from the slots of the carry, of x, and of outside values, to the next carry and y.
-        carry: the slots of the first carry.
-        layers: for each layer the slots of its x.
+        body: program from the slots of the carry, of x, and of outside values, to the next carry and y.
+        carry: slots of the first carry.
+        layers: slots of x for each layer.
         outside: slots of the values that all layers read.
-        dsts: destinations of the last carry, and of the y of each layer, by position.
-        line: the user's.
+        dsts: slots of the last carry, and of the y of each layer, by position.
+        line: user's line.
     """
 
     body: "PartitionProgram"
@@ -93,10 +93,10 @@ class Passage(NamedTuple):
     """Steps that run together.
 
     Attributes:
-        section: the section that the capture has noted for them; mostly None.
-        steps: numbers.
-        ins: slots that they need, and that others fill.
-        outs: slots that they fill, and that others need.
+        section: section that the capture has noted for the steps. Mostly None.
+        steps: numbers of the steps.
+        ins: slots that the steps need and other steps fill.
+        outs: slots that the steps fill and other steps need.
     """
 
     section: Any
@@ -107,20 +107,20 @@ class Passage(NamedTuple):
 
 @dataclasses.dataclass
 class PartitionProgram:
-    """A partitioned program, as steps over slots.
+    """Partitioned program, as steps over slots.
 
     Attributes:
-        axis: the mesh axis.
-        num: ranks.
-        inputs: the slot of each input.
+        axis: mesh axis.
+        num: number of ranks.
+        inputs: slot of each input.
         constants: slot -> tensor, for tensors that the program closes over.
         steps: steps in order.
-        outputs: a slot, or a value that is no tensor.
-        num_slots: the number of slots.
-        sections: the "section" that the capture has noted beside its op for each step.
-        passages: the steps by section, in order.
-        last_use: the slots that no later step needs by step.
-        sent: the collectives, in order.
+        outputs: slots, or values that are no tensors.
+        num_slots: number of slots.
+        sections: section noted by the capture for the op of each step.
+        passages: steps by section, in order.
+        last_use: slots that no later step needs, by step.
+        sent: collectives, in order.
     """
 
     axis: str
@@ -136,13 +136,13 @@ class PartitionProgram:
     sent: list[Conversion] = dataclasses.field(default_factory=list)
 
 
-def _read(step: Step) -> tuple[int, ...]:
+def _read_slots(step: Step) -> tuple[int, ...]:
     if isinstance(step, Loop):
         return (*step.carry, *(slot for x in step.layers for slot in x), *step.outside)
     return (step.src,) if isinstance(step, Convert) else step.slots
 
 
-def _made(step: Step) -> tuple[int, ...]:
+def _made_slots(step: Step) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 
@@ -151,25 +151,27 @@ def passages(program: PartitionProgram) -> list[Passage]:
     steps, sections = program.steps, program.sections
     starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
     kept = [x for is_slot, x in program.outputs if is_slot]
-    read_last = {slot: i for i, step in enumerate(steps) for slot in _read(step)} | dict.fromkeys(kept, len(steps))
+    read_last = {slot: i for i, step in enumerate(steps) for slot in _read_slots(step)} | dict.fromkeys(
+        kept, len(steps)
+    )
     out: list[Passage] = []
     for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made(step))
-        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read(step) if slot not in own)
+        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made_slots(step))
+        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read_slots(step) if slot not in own)
         later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
         out.append(Passage(sections[start], range(start, stop), tuple(needed), later))
     return out
 
 
 def last_uses(program: PartitionProgram) -> list[list[int]]:
-    """By step, the slots that no later one reads, and that are no output."""
+    """Returns by step the slots that no later step reads, and that are no output."""
     kept = {x for is_slot, x in program.outputs if is_slot}
     out: list[list[int]] = [[] for _ in program.steps]
     seen = set(kept)
     for i, step in reversed(list(enumerate(program.steps))):
-        for slot in _read(step):
+        for slot in _read_slots(step):
             if slot not in seen:
                 seen.add(slot)
                 out[i].append(slot)
-        out[i] += [slot for slot in _made(step) if slot not in seen]
+        out[i] += [slot for slot in _made_slots(step) if slot not in seen]
     return out

@@ -23,7 +23,7 @@ from ._partition_program import (
     Passage,
 )
 
-# Functions that take layers of a stacked leaf without opening it.
+# Functions that take layers of a stacked leaf without opening the leaf.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
 # The functions that run for targets that are only marks.
 _MARKS = {sent_along: send_along}
@@ -33,13 +33,13 @@ def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
     """Returns the results, whole on all ranks.
 
     Args:
-        program: made for the bound mesh.
+        program: program made for the bound mesh.
         inputs: this rank's block of each leaf, and the other arguments.
     """
-    return _results(program, inputs, ranks_along(program.axis))
+    return _run_program(program, inputs, ranks_along(program.axis))
 
 
-def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> list[Any]:
+def _run_program(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> list[Any]:
     slots: list[Any] = [None] * program.num_slots
     for slot, x in zip(program.inputs, inputs, strict=True):
         slots[slot] = x
@@ -47,13 +47,13 @@ def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> 
         slots[slot] = x
     for passage in program.passages:
         if passage.section is None:
-            _run(program, passage, ranks, slots)
+            _run_passage(program, passage, ranks, slots)
         else:
             _run_section(program, passage, ranks, slots)
     return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
 
 
-def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+def _run_passage(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
     noted = isinstance(ranks, NotedRanks)
     for i in passage.steps:
         step = program.steps[i]
@@ -62,9 +62,9 @@ def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[
                 x = slots[step.src]
                 slots[step.dst] = ranks.convert(opened(x), step) if noted else converted(x, step, program.axis)
             elif isinstance(step, Loop):
-                _loop(step, ranks, slots)
+                _run_loop(step, ranks, slots)
             else:
-                _compute(step, ranks, slots)
+                _run_compute(step, ranks, slots)
         for slot in program.last_use[i]:
             slots[slot] = None
 
@@ -72,50 +72,50 @@ def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[
 def _run_section(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
     """Runs a section as a function of its inputs, inside the transform that drops or moves its activations."""
 
-    def run(*given: Any) -> tuple[Any, ...]:
+    def run_steps(*given: Any) -> tuple[Any, ...]:
         own: list[Any] = [None] * len(slots)
         for slot, x in zip(passage.ins, given, strict=True):
             own[slot] = x
-        _run(program, passage, ranks, own)
+        _run_passage(program, passage, ranks, own)
         return tuple(own[slot] for slot in passage.outs)
 
     given = [slots[slot] for slot in passage.ins]
     for i in passage.steps:
         for slot in program.last_use[i]:
             slots[slot] = None
-    for slot, x in zip(passage.outs, passage.section.around(run)(*given), strict=True):
+    for slot, x in zip(passage.outs, passage.section.around(run_steps)(*given), strict=True):
         slots[slot] = x
 
 
-def _loop(step: Loop, ranks: Ranks, slots: list[Any]) -> None:
-    """As a scan of the body, which a capture writes down layer by layer, as it does with any other."""
+def _run_loop(step: Loop, ranks: Ranks, slots: list[Any]) -> None:
+    """Runs a loop as a scan of the body. A capture writes the scan layer by layer, as any other scan."""
     outside = [slots[slot] for slot in step.outside]
     num = len(step.carry)
 
-    def run(carry: list[Tensor], x: list[Any], first: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def run_layer(carry: list[Tensor], x: list[Any], first: Any) -> tuple[list[Tensor], list[Tensor]]:
         del first
-        out = _results(step.body, [*carry, *x, *outside], ranks)
+        out = _run_program(step.body, [*carry, *x, *outside], ranks)
         return out[:num], out[num:]
 
     layers = [[slots[slot] for slot in x] for x in step.layers]
-    carry, ys = run_layers(run, [opened(slots[slot]) for slot in step.carry], layers)
+    carry, ys = run_layers(run_layer, [opened(slots[slot]) for slot in step.carry], layers)
     results = [*carry, *(y for layer in ys for y in layer)]
     for at, dst in step.dsts.items():
         slots[dst] = results[at]
 
 
-def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
+def _run_compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
     node, strategy = step.node, step.strategy
     given = iter(step.slots)
     target: Any = _OF_STACKS.get(node.target, node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     stacked = target is not node.target
     target = _MARKS.get(target, ranks.functions.get(target, target))
 
-    def take(n: Node) -> Any:
+    def take_value(n: Node) -> Any:
         x = slots[next(given)]
         return x if stacked else opened(x)
 
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), take_value)
     mode = torch.no_grad() if node.meta.get("no_grad") else contextlib.nullcontext()
     with mode:
         if strategy.run is None:

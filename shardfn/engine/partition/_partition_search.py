@@ -1,17 +1,17 @@
 """Chooses the strategy of each op of a partitioned program: a search over the whole program, for the fewest bytes.
 
-A state of the search has the forms of the values that a later op reads. Its price is the bytes sent so far, forward and
-backward. Ops are decided in order. Among states with equal forms only the cheapest is kept, and among all states the
-`width` cheapest. So where few values are alive, between two blocks, the search keeps every state that matters. With a
-width of 1 it is greedy. The result is the better plan of the two widths.
+A state of the search has the forms of the values that a later op reads. The price of a state is the bytes sent so far,
+forward and backward. Ops are decided in order. Among states with equal forms only the cheapest is kept, and among all
+states the `width` cheapest. So where few values are alive, for example between two blocks, the search keeps every state
+that matters. With a width of 1 the search is greedy. The result is the better plan of the two widths.
 
-A loop is one op, whose strategies are the forms of its carry: for each the body is searched once, and its price counts
-for every run. Values that it reads from outside are brought into their forms once, before the loop.
+A loop is a single op. The forms of the carry are the loop's strategies. For each form the body is searched once, and
+the body's price counts for every run. Values read from outside are brought into the right forms once, before the loop.
 
-A leaf that its spec cuts is gathered only if there is no other way, since the spec asks for the cut.
+A leaf that the leaf's spec cuts is gathered only if there is no other way, since the spec asks for the cut.
 
-A leaf whose spec is still to be found is free: the first op that uses it decides its form, and pays for the part that a
-rank then holds (`_propose.py`).
+A leaf with a spec still to be found is free: the first op that uses the leaf decides the form, and pays for the part
+that a rank then holds (`_propose.py`).
 """
 
 import itertools
@@ -53,17 +53,17 @@ from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
 
 
 class Search:
-    """Searches plans of one program along an axis.
+    """Searches plans of a program along an axis.
 
     Args:
-        num: ranks along the axis.
-        width: how many states are kept.
-        held_price: the price of a byte of a free leaf that a rank holds, in bytes that are sent.
-        value_price: the price of a byte of a computed value that gets a gradient.
-        margin: how much dearer the greedy plan of a loop's body may be than that of another form of its carry, for the
-            form to be searched any further.
-        every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same program.
-        work_price: the price of a floating-point operation of a rank.
+        num: number of ranks along the axis.
+        width: number of states that are kept.
+        held_price: price of a byte of a free leaf that a rank holds, in bytes that are sent.
+        value_price: price of a byte of a computed value that gets a gradient.
+        margin: factor. A form of a loop's carry is searched further only if the greedy plan of the body costs at most
+            this factor times the cheapest greedy plan.
+        every_rank: strategies that the ranks along other axes can take, too. None: all ranks see the same program.
+        work_price: price of a floating-point operation of a rank.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Search:
         # Values share few different `Held`: each has a number.
         self._numbers: dict[Held, int] = {}
         self._known: list[Held] = []
-        # The changes of an op depend only on its operands and on the sources of these.
+        # The changes of an op depend only on the operands and on the sources of the operands.
         self._changes: dict[Any, list[NumberedChange]] = {}
         self._marks: dict[tuple[PlannedValue, int], int] = {}
-        self._random = random.Random(0)  # all ranks search alike
+        self._random = random.Random(0)  # all ranks search in the same way
         self._reads: dict[Node, list[PlannedValue]] = {}
-        # Where a search is after some ops depends on the inputs that these read, and not on the others.
+        # The state after some ops depends on the inputs that the ops read, and on no other inputs.
         self._runs: dict[Scope, list[tuple[list[PlannedValue], list[Node]]]] = {}
         self._keys: dict[Any, int] = {}
         self._reached: dict[int, list[SearchState]] = {}
-        # By op and forms of its operands, which searches of one program may share.
+        # By op and forms of the operands. Searches of the same program may share the strategies.
         self.offers: dict[Any, list[Strategy]] = {}
 
     def best(
@@ -100,9 +100,9 @@ class Search:
         """Returns the cheapest plan that is found.
 
         Args:
-            scope: the scope to plan.
+            scope: scope to plan.
             start: inputs.
-            ends: the values that it must have in the end, and their forms; None: the form in which they are made.
+            ends: values that the plan must have in the end, with forms. None: the form in which the value is made.
         """
         widths = {1, self.width}
         return min((self.searched(scope, start, ends, w) for w in sorted(widths)), key=lambda p: p.total)
@@ -116,15 +116,15 @@ class Search:
     ) -> SearchedPlan:
         """Returns the cheapest plan that is found with a width."""
         begun = self.numbered(start)
-        states, at = [SearchState(0.0, 0.0, {}, None)], self._known_by((scope, width))
+        states, at = [SearchState(0.0, 0.0, {}, None)], self._number_key((scope, width))
         for inputs, nodes in self._runs_of(scope):
-            at = self._known_by((at, *(begun[v] for v in inputs)))
+            at = self._number_key((at, *(begun[v] for v in inputs)))
             if at not in self._reached:
-                self._reached[at] = self._through(scope, nodes, states, begun, width)
+                self._reached[at] = self._search_nodes(scope, nodes, states, begun, width)
             states = self._reached[at]
-        return min((self._ended(scope, state, start, ends) for state in states), key=lambda p: p.total)
+        return min((self._end_state(scope, state, start, ends) for state in states), key=lambda p: p.total)
 
-    def _through(
+    def _search_nodes(
         self,
         scope: Scope,
         nodes: Sequence[Node],
@@ -145,7 +145,7 @@ class Search:
         return states
 
     def _runs_of(self, scope: Scope) -> list[tuple[list[PlannedValue], list[Node]]]:
-        """Returns the ops of a scope in runs, each with the inputs that its first op is the first to read."""
+        """Returns the ops of a scope in runs, each with the inputs that the run's first op is the first to read."""
         if scope not in self._runs:
             left, runs = dict.fromkeys(scope.inputs), [([], [])]
             for node in scope.nodes:
@@ -158,7 +158,7 @@ class Search:
             self._runs[scope] = runs
         return self._runs[scope]
 
-    def _known_by(self, key: Any) -> int:
+    def _number_key(self, key: Any) -> int:
         return self._keys.setdefault(key, len(self._keys))
 
     def numbered(self, held: Mapping[PlannedValue, Held]) -> dict[PlannedValue, int]:
@@ -173,20 +173,21 @@ class Search:
     def changes(
         self, scope: Scope, node: Node, state: SearchState, begun: Mapping[PlannedValue, int]
     ) -> list[NumberedChange]:
-        """Returns the changes to a state that an op can make, one for each strategy that applies.
+        """Returns the changes to a state that an op can make, a change for each strategy that applies.
 
         Args:
             scope: scope of the op.
-            node: the op.
-            state: before it.
-            begun: the numbers of the `Held` of inputs that no op has read yet.
+            node: op.
+            state: state before the op.
+            begun: numbers of the `Held` of inputs that no op has read yet.
         """
         held, reads = state.held, self._read_by(scope, node)
         key = node, *(held[v] if v in held else begun[v] for v in reads)
         if key not in self._changes:
             before = dict(zip(reads, key[1:], strict=True))
             self._changes[key] = [
-                self._numbered_change(change, before, scope.dead[node]) for change in self._made(scope, node, before)
+                self._numbered_change(change, before, scope.dead[node])
+                for change in self._made_changes(scope, node, before)
             ]
         return self._changes[key]
 
@@ -195,21 +196,21 @@ class Search:
     ) -> NumberedChange:
         new, mark = self.numbered(change.held), 0
         for value, number in new.items():
-            mark ^= self._mark(value, number)
+            mark ^= self._mark_value(value, number)
             if value in before:
-                mark ^= self._mark(value, before[value])
+                mark ^= self._mark_value(value, before[value])
         for value in dead:
-            mark ^= self._mark(value, new[value] if value in new else before[value])
+            mark ^= self._mark_value(value, new[value] if value in new else before[value])
         return NumberedChange(change.costs, change.outside, new, change.choice, mark)
 
-    def _mark(self, value: PlannedValue, number: int) -> int:
+    def _mark_value(self, value: PlannedValue, number: int) -> int:
         key = value, number
         if key not in self._marks:
             self._marks[key] = self._random.getrandbits(128)
         return self._marks[key]
 
     def _read_by(self, scope: Scope, node: Node) -> list[PlannedValue]:
-        """Returns the operands of an op, and the values that they are views of."""
+        """Returns the operands of an op, and the values that the operands are views of."""
         if node not in self._reads:
             found: dict[PlannedValue, None] = {}
             for operand in scope.operands[node]:
@@ -220,7 +221,7 @@ class Search:
             self._reads[node] = list(found)
         return self._reads[node]
 
-    def _ended(
+    def _end_state(
         self,
         scope: Scope,
         state: SearchState,
@@ -244,11 +245,11 @@ class Search:
 
     # The strategies of an op.
 
-    def _made(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
+    def _made_changes(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
         operands, weight, loop = scope.operands[node], scope.weights.get(node, 1), scope.loops.get(node)
         known: Callable[[PlannedValue], Held] = lambda v: self._known[held[v]]  # noqa: E731
         if loop is not None:
-            for choice in self._of_loop(loop, known):
+            for choice in self._loop_changes(loop, known):
                 asked = [] if choice.plan is None else choice.plan.outside
                 pairs = [*zip(loop.carry, choice.strategy.ins, strict=True), *((v.outer, f) for v, f in asked)]
                 yield Draft(self._prices, known, weight).decide(scope, node, choice, pairs)
@@ -260,7 +261,7 @@ class Search:
                 yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
-        """Returns the strategies of an op whose operands are in these forms."""
+        """Returns the strategies of an op with operands in these forms."""
         key = node, forms
         if key not in self.offers:
             rule = known_op(node.target).sharding
@@ -275,24 +276,24 @@ class Search:
             self.offers[key] = made if self._every_rank is None else self._every_rank.offered(node, made)
         return self.offers[key]
 
-    def _of_loop(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:
+    def _loop_changes(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
         begin = {v: known(outer) for v, outer in given.items()}
-        greedy = {forms: self._body(loop, begin, forms, 1) for forms in _carries(loop, self.num)}
+        greedy = {forms: self._search_body(loop, begin, forms, 1) for forms in _carry_forms(loop, self.num)}
         most = self._margin * min(plan.total for plan in greedy.values())
         for forms, once in greedy.items():
             if not once.total <= most:
                 continue
-            plan = min(once, self._body(loop, begin, forms, self.width), key=lambda p: p.total)
+            plan = min(once, self._search_body(loop, begin, forms, self.width), key=lambda p: p.total)
             ys = plan.forms[loop.num_carry :]
             strategy = Strategy(forms, (*forms, *(ys * loop.num)), None, loop.num * plan.price)
             yield SearchChoice(strategy, plan)
 
-    def _body(
+    def _search_body(
         self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
     ) -> SearchedPlan:
-        """Returns the plan of a body whose carry is in these forms, searched once."""
+        """Returns the plan of a body with a carry in these forms, searched once."""
         key = loop.scope, forms, width, tuple(begin.values())
         if key not in self._plans:
             inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
@@ -303,14 +304,14 @@ class Search:
 
 
 def _can_be(own: Form, form: Form) -> bool:
-    """Returns whether a value can be brought into a form: only ops make partial ones, and own rows are such."""
+    """Returns whether a value can be brought into a form. Only ops make partial forms, and own rows are partial."""
     return form.kind not in ("partial", "rows") or own == form or (form == PARTIAL and own.kind == "rows")
 
 
-def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
+def _carry_forms(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
     """Yields the forms in which a carry may pass from layer to layer.
 
-    Whole, or one shape of value cut along one dim.
+    Whole, or values of the same shape cut along the same dim.
     """
     carry = loop.given[: loop.num_carry]
     yield (WHOLE,) * len(carry)
@@ -322,14 +323,14 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:
-    """Returns an op as its rule sees it."""
+    """Returns an op as the op's rule sees the op."""
     given, counter = iter(operands), iter(range(len(operands)))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _named(next(given), next(counter)))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _name_operand(next(given), next(counter)))
     outs = tuple(seen(x) for x in results(node) if x is not None)
     return OpUse(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
 
 
-def _named(value: PlannedValue, number: int) -> Operand:
+def _name_operand(value: PlannedValue, number: int) -> Operand:
     return value.seen._replace(number=number, name=name_of(value))
 
 

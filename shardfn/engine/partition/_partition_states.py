@@ -1,4 +1,4 @@
-"""The state of a search of plans at one point of a program, and its changes by one op (`_partition_search.py`)."""
+"""State of a search of plans at a point of a program, and the changes by an op (`_partition_search.py`)."""
 
 import dataclasses
 import math
@@ -18,20 +18,20 @@ from shardfn.graph import (
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import PlannedValue, Scope
 
-# The price of a byte of a leaf that its spec cuts.
+# The price of a byte of a leaf that the leaf's spec cuts.
 _KEPT_CUT = 1e6
-# So little that it decides only between strategies that send the same.
+# So little that the price only decides between strategies that send the same.
 _PER_ELEMENT, _PER_MESSAGE = 1e-9, 1e-3
 
 
 class Held(NamedTuple):
-    """One value at one point of a plan.
+    """Value at a point of a plan.
 
     Attributes:
-        form: the form in which it is made.
-        slots: the forms in which it is there.
-        leaf: whether it is a leaf that its spec cuts, or a part of one.
-        free: whether it is a leaf whose form is not decided yet.
+        form: form in which the value is made.
+        slots: forms in which the value is there.
+        leaf: whether the value is a leaf that the leaf's spec cuts, or a part of such a leaf.
+        free: whether the value is a leaf with an undecided form.
     """
 
     form: Form
@@ -41,11 +41,11 @@ class Held(NamedTuple):
 
 
 class SearchChoice(NamedTuple):
-    """The decision on one op.
+    """Decision on an op.
 
     Attributes:
-        strategy: how it is computed; for a loop, the forms of the carry and of its results.
-        plan: plan for a loop, that of its body.
+        strategy: strategy that computes the op. For a loop, the forms of the carry and of the results.
+        plan: plan of a loop's body.
     """
 
     strategy: Strategy
@@ -54,14 +54,14 @@ class SearchChoice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchedPlan:
-    """The decisions on all ops of a scope.
+    """Decisions on all ops of a scope.
 
     Attributes:
-        price: bytes that it sends, and a little for each message; without conversions of `outside` values.
-        total: with these, for one run of the loop's body.
-        choices: by op.
+        price: bytes that the plan sends, and a little for each message, without conversions of `outside` values.
+        total: price with these conversions, for a single run of the loop's body.
+        choices: choices by op.
         forms: forms of the ends.
-        outside: the values around a body that it reads, and the forms in which it reads them.
+        outside: values around a body that the body reads, and the forms in which the body reads the values.
     """
 
     price: float
@@ -72,13 +72,13 @@ class SearchedPlan:
 
 
 class SearchPrices(NamedTuple):
-    """The prices of a search besides that of a byte sent, which is 1.
+    """Prices of a search in addition to the price of a byte sent, 1.
 
     Attributes:
-        num: ranks along the axis.
-        held: of a byte of a free leaf that a rank holds, in bytes that are sent.
-        value: value of a byte of a computed value that gets a gradient.
-        work: work of a floating-point operation of a rank.
+        num: number of ranks along the axis.
+        held: price of a byte of a free leaf that a rank holds, in bytes that are sent.
+        value: price of a byte of a computed value that gets a gradient.
+        work: price of a floating-point operation of a rank.
     """
 
     num: int
@@ -88,13 +88,13 @@ class SearchPrices(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The change to a state by an op, computed in one way.
+    """Change to a state by an op, for a single strategy.
 
     Attributes:
-        costs: bytes, in the order in which they are added up.
-        outside: those of them that bring values from around a body.
-        held: the values that change, with their new `Held`.
-        choice: the way.
+        costs: bytes, in the order of summation.
+        outside: bytes among the costs that bring values from around a body.
+        held: values that change, with the new `Held`.
+        choice: decision on the op.
     """
 
     costs: tuple[float, ...]
@@ -104,14 +104,14 @@ class Change(NamedTuple):
 
 
 class NumberedChange(NamedTuple):
-    """A change, whose `held` are numbers in a table of the search.
+    """Change with numbers in place of `held`, from a table of the search.
 
     Attributes:
         costs: see `Change`.
         outside: see `Change`.
         held: see `Change`.
         choice: see `Change`.
-        mark: xored with the mark of a state.
+        mark: number to xor with the mark of a state.
     """
 
     costs: tuple[float, ...]
@@ -122,14 +122,14 @@ class NumberedChange(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """One point of a plan.
+    """Point of a plan.
 
     Attributes:
         price: price of all ops so far.
-        outside: the part of it for values from around a body.
-        held: the number of its `Held` in a table of the search by value.
-        trail: the choices so far: (trail before, node, choice), or None.
-        mark: a hash of `held`: the xor of 128 random bits for each value and number.
+        outside: part of the price for values from around a body.
+        held: number of the `Held` in a table of the search, by value.
+        trail: choices so far: (trail before, node, choice), or None.
+        mark: hash of `held`: the xor of 128 random bits for each value and number.
     """
 
     price: float
@@ -139,7 +139,7 @@ class SearchState(NamedTuple):
     mark: int = 0
 
     def after(self, change: NumberedChange, node: Node, dead: Sequence[PlannedValue]) -> "SearchState":
-        """Returns the state after an op, and without the values that no later one reads."""
+        """Returns the state after an op, without the values that no later op reads."""
         held = self.held | change.held
         for value in dead:
             held.pop(value, None)
@@ -149,17 +149,17 @@ class SearchState(NamedTuple):
 
     def price_after(self, change: NumberedChange) -> float:
         """Returns the price after an op."""
-        # One by one, in a fixed order: so a plan's price has the same bits whether or not changes were cached.
+        # In sequence, in a fixed order: so a plan's price has the same bits whether or not changes were cached.
         return sum(change.costs, self.price)
 
 
 class Draft:
-    """Collects the change by one op.
+    """Collects the change by an op.
 
     Args:
         prices: prices of the search.
-        known: the `Held` of a value before the op.
-        weight: the number of equal ops that the op represents.
+        known: function that returns the `Held` of a value before the op.
+        weight: number of equal ops that the op represents.
     """
 
     def __init__(self, prices: SearchPrices, known: Callable[[PlannedValue], Held], weight: int = 1) -> None:
@@ -172,15 +172,15 @@ class Draft:
         return self.new.get(value) or self._known(value)
 
     def form_of(self, value: PlannedValue) -> Form:
-        """See `Knows`."""
+        """Returns the form in which a value is made. See `Knows`."""
         return self[value].form
 
     def has(self, value: PlannedValue, form: Form) -> bool:
-        """See `Knows`."""
+        """Returns whether a value is there in a form. See `Knows`."""
         return form in self[value].slots
 
     def bring(self, value: PlannedValue, form: Form) -> None:
-        """Pays for a value in a form, if it is not there."""
+        """Pays for a value in a form, if the value is not there."""
         if self[value].free:
             own = cut(form.dim, value.seen.shape[form.dim], self.prices.num) if form.kind == "cut" else WHOLE
             self.new[value] = Held(own, frozenset([own]), own.kind == "cut")
@@ -198,25 +198,25 @@ class Draft:
             self.bring(value, move.before)
             _, forward, backward = sent_by(value, move.before, form, self.prices.num)
             cost = forward + backward + _PER_MESSAGE
-            if self[value].leaf and move.before.kind == "cut":  # alike for all forms, between which bytes decide
+            if self[value].leaf and move.before.kind == "cut":  # equal for all forms, so bytes decide
                 cost += _KEPT_CUT * (sent_by(value, move.before, WHOLE, self.prices.num)[1] + _PER_MESSAGE)
             if value.outer is not None:
-                cost /= value.times  # it is brought once, and this is the price of one run
+                cost /= value.times  # the value is brought once, and this is the price of a single run
                 self.outside.append(cost)
             self.costs.append(self._weight * cost)
         held = self[value]
         self.new[value] = held._replace(slots=held.slots | {form})
 
     def decide(self, scope: Scope, node: Node, choice: SearchChoice, pairs: Sequence[tuple[Any, Form]]) -> Change:
-        """Brings operands into their forms and makes the results."""
+        """Brings operands into the strategy's forms and makes the results."""
         for value, form in pairs:
             self.bring(value, form)
         strategy = choice.strategy
-        # Cut results are less work, and partial ones as much as whole ones.
+        # Cut results are less work, and partial results as much work as whole results.
         work = sum(1.0 if f.kind == "cut" else self.prices.num for f in strategy.outs)
         self.costs.append(self._weight * (strategy.sent + _PER_ELEMENT * work))
-        if self.prices.work and choice.plan is None:  # that of a loop is in the price of its body
-            self.costs.append(self._weight * self.prices.work * self._operations(scope, node, strategy))
+        if self.prices.work and choice.plan is None:  # a loop's work is in the price of the body
+            self.costs.append(self._weight * self.prices.work * self._count_operations(scope, node, strategy))
         made = [v for v in scope.made[node] if v is not None]
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
@@ -227,13 +227,14 @@ class Draft:
             self.new[value] = Held(form, there, leaf)
         return Change(tuple(self.costs), tuple(self.outside), self.new, choice)
 
-    def _operations(self, scope: Scope, node: Node, strategy: Strategy) -> float:
-        """Floating-point operations of the rank with the most, forward and backward."""
+    def _count_operations(self, scope: Scope, node: Node, strategy: Strategy) -> float:
+        """Returns the floating-point operations of the rank with the most, forward and backward."""
         flops = scope.flops(node)
         if not flops:
             return 0.0
         operands = scope.operands[node]
-        # The gradient of each operand of a product costs as much as the product; attention's about twice as much.
+        # The gradient of each operand of a product costs as much as the product. The gradient of attention costs about
+        # twice as much as attention.
         backward = min(sum(v.differentiable for v in operands), 2)
         own = [
             held_elements(v, f, self.prices.num) / max(math.prod(v.seen.shape), 1)
@@ -243,7 +244,7 @@ class Draft:
 
 
 def held_elements(value: PlannedValue, form: Form, num: int) -> int:
-    """Returns how many elements the rank with the most of a value has of it."""
+    """Returns the number of elements of a value on the rank with the most, for example 3 of 7 on 3 ranks."""
     shape = value.seen.shape
     if form.kind != "cut":
         return math.prod(shape)

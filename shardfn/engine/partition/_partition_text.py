@@ -1,10 +1,10 @@
-"""The text of a partitioned program: each collective, with its bytes and the line that asks for it."""
+"""Text of a partitioned program: each collective, with the bytes and the user's line."""
 
 from ._partition_program import PartitionProgram
 
 
 def program_text(program: PartitionProgram) -> str:
-    """One line a collective, in order, then the sums.
+    """Returns a line per collective, for example a psum with bytes and the user's line, in order, then the sums.
 
     Example:
         >>> print(program_text(PartitionProgram("tp", 2)))
@@ -17,10 +17,10 @@ def program_text(program: PartitionProgram) -> str:
         f'along "{program.axis}", {program.num} ranks: {number} collectives, {forward} bytes a rank in the forward'
         f" and {backward} in the backward"
     )
-    return "\n".join([head, *map(_line, sent)])
+    return "\n".join([head, *map(_format_line, sent)])
 
 
-def _line(x: object) -> str:
+def _format_line(x: object) -> str:
     name, shape, forward, backward, line, because, times = x  # pyright: ignore[reportGeneralTypeIssues]
     why = f"; {because} takes it whole" if because else ""
     often = f"{times} x " if times > 1 else ""

@@ -1,6 +1,6 @@
-"""The values of a program that is to be partitioned, for all of its plans: their origins, shapes and last uses.
+"""Values of a program that is to be partitioned, for all plans: origins, shapes and last uses.
 
-A scope is the program outside of all loops, or the body of one. A loop is one operation of the scope around it.
+A scope is the program outside of all loops, or the body of a loop. A loop is an operation of the surrounding scope.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from shardfn.graph import (
 )
 
 _ATEN = torch.ops.aten
-# Views of the same elements: making one twice is better than sending it twice.
+# Views of the same elements: to make a view twice is better than to send the view twice.
 LOOKS = {
     getattr(_ATEN, name)
     for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze alias clone expand".split()
 }
-# Rows by their numbers are views in this sense, too: with several copies of a row its source is the less to send.
+# Rows by number are views in this sense, too: with several copies of a row the source is less to send.
 _ROWS = {_ATEN.index, _ATEN.index_select, torch.ops.shardfn_kernels.copied_rows}
-# They take the dtype and device of their operand, perhaps its shape, and nothing that has a gradient.
+# Such ops take the dtype and device of the operand, perhaps the shape, and nothing that has a gradient.
 _SHAPED_ALIKE = {
     getattr(_ATEN, name)
     for name in "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split()
@@ -39,17 +39,17 @@ _PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select sli
 
 @dataclasses.dataclass(eq=False)
 class PlannedValue:
-    """One tensor of a program.
+    """Tensor of a program.
 
     Attributes:
-        node: the node that makes it.
+        node: node that makes the value.
         at: position among the node's results.
         seen: whole shape.
         differentiable: whether a gradient may arrive.
-        look_at: the value that it is a view of, or whose rows it has.
-        part_of: the value that it is a part, a view, or a cast of; if it joins inputs, the first of them.
-        outer: for an input of a loop's body from outside, that value in the scope around.
-        times: how often that body runs.
+        look_at: source of a view, or source of rows.
+        part_of: value that the tensor is a part, a view, or a cast of. For a join of inputs, the first input.
+        outer: value in the surrounding scope, for an input of a loop's body from outside.
+        times: number of runs of the body.
     """
 
     node: Node
@@ -64,16 +64,16 @@ class PlannedValue:
 
 @dataclasses.dataclass(eq=False)
 class LoopValues:
-    """A loop, as the scope around it sees it.
+    """Loop, as the surrounding scope sees the loop.
 
     Attributes:
-        scope: the body.
-        num: how often it runs.
-        given: the values of the body that are the carry, then x.
-        num_carry: how many are the carry's.
-        carry: the values around it that the carry begins with.
-        layers: those that are the x of each layer.
-        ends: the values of the body that are the next carry, then y.
+        scope: body.
+        num: number of runs.
+        given: values of the body that are the carry, then x.
+        num_carry: number of values of the carry.
+        carry: surrounding values that the carry begins with.
+        layers: surrounding values that are the x of each layer.
+        ends: values of the body that are the next carry, then y.
     """
 
     scope: "Scope"
@@ -86,22 +86,22 @@ class LoopValues:
 
     @property
     def outside(self) -> list[PlannedValue]:
-        """Returns the values of the body that are values around it."""
+        """Returns the values of the body that are surrounding values."""
         return [v for v in self.scope.inputs if v.outer is not None]
 
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """Operations in order, and the values that they read and make.
+    """Operations in order, with the values that operations read and make.
 
     Attributes:
-        inputs: the values that it is given.
-        nodes: operations, without those that only take one of several results.
-        made: the results of each operation, or None for results that are not tensors.
-        operands: operands of each operation, in the order of its arguments.
-        loops: loops of the operations that are loops.
-        dead: the values that no later one needs by operation.
-        weights: the number of equal operations that one represents, if more than 1 (`_repeats.py`).
+        inputs: values passed to the scope.
+        nodes: operations, without operations that only take a result out of several.
+        made: results of each operation, or None for results that are not tensors.
+        operands: operands of each operation, in the order of the arguments.
+        loops: loops, by operation.
+        dead: values that no later operation needs, by operation.
+        weights: number of equal operations that an operation represents, if more than 1 (`_repeats.py`).
     """
 
     inputs: list[PlannedValue] = dataclasses.field(default_factory=list)
@@ -114,25 +114,25 @@ class Scope:
     _flops: dict[Node, int] = dataclasses.field(default_factory=dict)
 
     def flops(self, node: Node) -> int:
-        """Floating-point operations of an operation on whole values."""
+        """Returns the floating-point operations of an operation on whole values."""
         if node not in self._flops:
             self._flops[node] = node_flops(node)
         return self._flops[node]
 
     def one(self, node: Node) -> PlannedValue:
-        """Returns the one result of a node."""
+        """Returns the only result of a node."""
         (value,) = self.made[node]
         assert value is not None
         return value
 
 
 def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[[Node], Tensor]) -> Scope:
-    """Returns the program outside of all loops, which holds the others.
+    """Returns the program outside of all loops, with the other scopes inside.
 
     Args:
-        graph: a captured forward, without writes. Each node's `meta["val"]` has the whole shape.
-        trained: whether a gradient may arrive at an input.
-        constants: the tensor of a `get_attr`.
+        graph: captured forward, without writes. Each node's `meta["val"]` has the whole shape.
+        trained: function that returns whether a gradient may arrive at an input.
+        constants: function that returns the tensor of a `get_attr`.
     """
     nodes, bodies = bodies_of(graph)
     scope = Scope()
@@ -140,8 +140,8 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
         if node.op in ("placeholder", "get_attr"):
             x = constants(node) if node.op == "get_attr" else node.meta["val"]
             able = x.requires_grad if node.op == "get_attr" else trained(node)
-            _enter(scope, node, x, able and _has_gradients(x))
-    _fill(scope, [n for n in nodes if n.op == "call_function"], bodies)
+            _enter_value(scope, node, x, able and _has_gradients(x))
+    _fill_scope(scope, [n for n in nodes if n.op == "call_function"], bodies)
     outputs: Any = nodes[-1].args[0]
     ends = [scope.one(n) for n in outputs if isinstance(n, Node)]
     find_last_uses(scope, ends)
@@ -149,12 +149,12 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
 
 
 def is_look(node: Node) -> bool:
-    """Returns whether an op only views or copies its operand. See `LOOKS`."""
+    """Returns whether an op only views or copies the operand. See `LOOKS`."""
     packet = getattr(node.target, "overloadpacket", None)
     if node.op == "call_function" and packet in _ROWS:
         return all(not _has_gradients(n.meta["val"]) for n in operands_of(node)[1:])
     look = node.op == "call_function" and packet in LOOKS
-    return look and node.target is not _ATEN.view.dtype  # which reads the bits as other numbers
+    return look and node.target is not _ATEN.view.dtype  # reads the bits as other numbers
 
 
 def operands_of(node: Node) -> list[Node]:
@@ -165,7 +165,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def results(node: Node) -> list[Tensor | None]:
-    """Returns the results of an op, flat, or None for those that are not tensors."""
+    """Returns the results of an op, flat, or None for results that are not tensors."""
     val: Any = node.meta.get("val")
     val = () if val is None else val
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
@@ -176,14 +176,14 @@ def seen(x: Tensor) -> Operand:
     return Operand(tuple(x.shape), x.element_size())
 
 
-def _enter(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> PlannedValue:
+def _enter_value(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> PlannedValue:
     value = PlannedValue(node, 0, seen(x), differentiable)
     scope.made[node] = [value]
     scope.inputs.append(value)
     return value
 
 
-def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
+def _fill_scope(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
     for node in nodes:
         if node.target is operator.getitem:
             source, at = node.args
@@ -192,7 +192,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
         scope.nodes.append(node)
         packet = getattr(node.target, "overloadpacket", None)
         if node.target is looped:
-            loop = scope.loops[node] = _loop(scope, node, bodies)
+            loop = scope.loops[node] = _add_loop(scope, node, bodies)
             scope.operands[node] = [scope.one(n) for n in reads(node, bodies)]
             able = [v.differentiable for v in loop.ends]
             num_ys = len(able) - loop.num_carry
@@ -213,7 +213,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
 
 
 def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
-    """Returns whether an op joins inputs, or parts of them: then the result counts as a leaf, as they do."""
+    """Returns whether an op joins inputs, or parts of inputs. Then the result counts as a leaf, as inputs do."""
     roots = list(scope.operands[node]) if packet is _ATEN.cat else []
     for k, value in enumerate(roots):
         while value.part_of is not None:
@@ -222,7 +222,7 @@ def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
     return bool(roots) and all(v in scope.inputs for v in roots)
 
 
-def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
+def _add_loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
     body = bodies[node]
     args: Any = node.args
     carry, layers = [scope.one(n) for n in args[0]], [[scope.one(n) for n in x] for x in args[1]]
@@ -230,13 +230,13 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
     while True:
         inner = Scope()
         for n, flag in zip(body.given, able, strict=True):
-            _enter(inner, n, n.meta["val"], flag)
+            _enter_value(inner, n, n.meta["val"], flag)
         for n in body.outside:
             outer = scope.one(n)
             value = PlannedValue(n, 0, outer.seen, outer.differentiable, outer=outer, times=len(layers))
             inner.made[n] = [value]
             inner.inputs.append(value)
-        _fill(inner, body.nodes, bodies)
+        _fill_scope(inner, body.nodes, bodies)
         ends = [inner.one(n) for n in body.ends]
         more = [a or v.differentiable for a, v in zip(able, ends[: body.num_carry], strict=False)]
         if more == able[: body.num_carry]:
@@ -248,15 +248,15 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
 
 
 def find_last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
-    """Fills `scope.dead`. A view keeps its source alive, as it may be made again from that."""
-    alive = set(_with_sources(ends))
+    """Fills `scope.dead`. A view keeps the source alive, as the view may be made again from the source."""
+    alive = set(_add_sources(ends))
     for node in reversed(scope.nodes):
-        used = dict.fromkeys(_with_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))
+        used = dict.fromkeys(_add_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))
         scope.dead[node] = [v for v in used if v not in alive]
         alive |= used.keys()
 
 
-def _with_sources(values: Sequence[PlannedValue]) -> list[PlannedValue]:
+def _add_sources(values: Sequence[PlannedValue]) -> list[PlannedValue]:
     out: list[PlannedValue] = []
     for value in values:
         at: PlannedValue | None = value

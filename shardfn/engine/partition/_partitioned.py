@@ -1,10 +1,11 @@
-"""The loss that `partition` returns: written for one device along some axes, and run on blocks.
+"""Loss that `partition` returns: written for a single device along some axes, and run on blocks.
 
-A step or `sharded` binds it to the compute specs of its leaves. Called with blocks, it captures the forward of the loss
-once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the sharding rules of the
-op table, and runs it on the blocks. The program is made of torch operations and the primitives of the table, so that
-the backward, ZeRO, remat and a capture around it treat it as any other loss. So does the capture for a second axis,
-whose graph has the primitives of the first as operations (`_partition_axes.py`).
+A step or `sharded` binds the loss to the compute specs of the leaves. Called with blocks, `Partitioned` captures the
+forward of the loss once a signature, with the shapes that the leaves have as wholes along the axis. Then a program is
+planned by the sharding rules of the op table, and run on the blocks. The program is made of torch operations and the
+primitives of the table, so that the backward, ZeRO, remat and a surrounding capture treat the program as any other
+loss. So does the capture for a second axis, whose graph has the primitives of the first as operations
+(`_partition_axes.py`).
 """
 
 import dataclasses
@@ -26,21 +27,21 @@ from ._partition_program import PartitionProgram
 from ._partition_run import run_program
 from ._partition_text import program_text
 
-# The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent: high enough that the sums
-# of a norm's small gradients do not decide, and low enough that nothing large is sent for it.
+# The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent. High enough that the sums
+# of a norm's small gradients do not decide, and low enough that nothing large is sent instead.
 _VALUE_PRICE = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned(Transform):
-    """A loss that sees whole leaves along an axis. `sharded_step` gives it blocks.
+    """Loss that sees whole leaves along an axis. `sharded_step` passes blocks.
 
     Attributes:
-        inner: the loss, as written for one device.
-        axes: the mesh axes along which it is partitioned, one after another: a dim that several cut is cut by the
-            first, and its blocks by the next.
-        sequence: whether values between blocks stay cut where that sends about as much.
-        views: the leaves that it may be called with; None: it is not bound to leaves yet.
+        inner: loss, as written for a single device.
+        axes: mesh axes of the partition, in order. A dim that several axes cut is cut by the first axis, and the blocks
+            by the next.
+        sequence: whether values between blocks stay cut where a cut sends about as much (sequence parallelism).
+        views: leaves that the loss may be called with. None: the loss is not bound to leaves yet.
     """
 
     transform: ClassVar[str] = "partition"
@@ -61,8 +62,8 @@ class Partitioned(Transform):
         if self.views is None:
             told = " x ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
             raise ValueError(
-                f"partition(loss, axes={self.axes!r}) is called on {told}, and the cuts of its leaves are unknown; give"
-                " it to sharded_step or sharded, with specs."
+                f"partition(loss, axes={self.axes!r}) is called on {told}, but the cuts of the leaves must"
+                " be known. Pass the loss to sharded_step or sharded, with specs."
             )
         leaves, treedef = tree_flatten(params)
         return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)
@@ -75,19 +76,21 @@ class Partitioned(Transform):
         *args: Any,
         programs: "_Programs | None" = None,
     ) -> Any:
-        """Returns the loss of leaves that are blocks along these axes: the last is partitioned around the others.
+        """Returns the loss of leaves that are blocks along these axes.
+
+        The last axis is partitioned around the other axes.
 
         Args:
-            axes: the axes.
-            views: the leaves.
+            axes: mesh axes.
+            views: leaves.
             params: blocks.
-            *args: the other arguments.
-            programs: programs of the call around this one; None: it is the outermost.
+            *args: other arguments.
+            programs: programs of the surrounding call. None: the call is the outermost.
         """
         if not axes:
             return self.inner(params, *args)
-        # Ranks agree on a plan without a message, so it may depend on the programs of this signature alone, and not on
-        # those that a rank happens to keep.
+        # Ranks agree on a plan without a message, so a plan may only depend on the programs of this signature, and not
+        # on programs that a rank happens to keep.
         own: _Programs = {} if programs is None else programs
         before = axes[:-1]
         around = functools.partial(self.along, before, views, programs=own)
@@ -99,10 +102,10 @@ class Partitioned(Transform):
             tuple(x.dtype for x in leaves),
             tuple((type(x), x) for x in loss.static),
             looks,
-            _autocast(leaves),
+            _autocast_dtypes(leaves),
             is_evaluating(),
         )
-        # The blocks that the axes before this one leave are planned with this rank's sizes.
+        # The blocks that the earlier axes leave are planned with this rank's sizes.
         at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
         if programs is None:
@@ -118,21 +121,21 @@ class Partitioned(Transform):
             return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:
-        """Every collective, with its bytes and its line in the loss, by signature that was run or lowered.
+        """Returns every collective, with bytes and the line in the loss, by signature that was run or lowered.
 
-        The last 64 signatures are kept, the one that was used last at the end.
+        The last 64 signatures are kept, the most recently used at the end.
         """
         texts = [(x.title, program_text(x.program)) for own in self._programs.values() for x in own.values()]
         return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
 
     def programs(self) -> list[PartitionProgram]:
-        """Returns the programs that were made, one for each signature and axis."""
+        """Returns the programs that were made, for each signature and axis."""
         return [x.program for own in self._programs.values() for x in own.values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class _PreparedLoss:
-    """A program, the structure of its results, and the part of a loss that it runs, if not all of one."""
+    """Program, with the structure of the results, and the part of a loss that the program runs, if not all."""
 
     program: PartitionProgram
     treedef: Any
@@ -151,11 +154,11 @@ _IN_TORCH_FUNC = (
 )
 
 
-# The programs of one call, by the signature of the call along each axis.
+# The programs of a call, by the signature of the call along each axis.
 _Programs = dict[Any, _PreparedLoss]
 
 
-def _autocast(leaves: Sequence[Any]) -> Any:
+def _autocast_dtypes(leaves: Sequence[Any]) -> Any:
     """Returns the dtypes that autocast gives to products, which captures depend on."""
     kinds = sorted({x.device.type for x in leaves})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

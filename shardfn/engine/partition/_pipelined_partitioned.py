@@ -1,8 +1,8 @@
-"""Pipelined losses that are partitioned: each stage is one program along the partition's axes.
+"""Pipelined losses that are partitioned: each stage is a program along the partition's axes.
 
-Partitioning a pipelined loss means partitioning each stage. Between stages, values are whole along the axes. So the
+To partition a pipelined loss means to partition each stage. Between stages, values are whole along the axes. So the
 messages, order and layers of stages are as without a partition. The layers of a stage are planned together, as a scan
-whose one layer is planned.
+of which a single layer is planned.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from ._partitioned import Partitioned
 
 
 class StageFunction(NamedTuple):
-    """The part of a pipelined loss that one rank runs, as a loss that `partition` takes.
+    """Part of a pipelined loss that a rank runs, as a loss that `partition` takes.
 
     Attributes:
-        of: the loss.
-        part: the method to call.
-        place: where the layers are, or None for parts without layers.
+        of: loss.
+        part: name of the method to call.
+        place: place of the layers, or None for parts without layers.
     """
 
     of: Pipelined
@@ -32,7 +32,7 @@ class StageFunction(NamedTuple):
     place: Place | None = None
 
     def __call__(self, params: PyTree, x: PyTree, y: PyTree = None, *key: Tensor) -> Any:
-        """Calls the method with its arguments in its own order."""
+        """Calls the method with the arguments in the method's order."""
         of, place = self.of, self.place
         if place is None:
             return of.enter(params, x, *key) if self.part == "enter" else of.leave(params, x, y, *key)
@@ -50,11 +50,11 @@ class StageFunction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedPipeline(Pipelined):
-    """A pipelined loss with partitioned stages.
+    """Pipelined loss with partitioned stages.
 
     Attributes:
-        of: the loss, as written for one device along the axes of the partition.
-        parted: the partition of all of it, bound to its leaves.
+        of: loss, as written for a single device along the axes of the partition.
+        parted: partition of the whole loss, bound to leaves.
     """
 
     of: Pipelined
@@ -74,7 +74,7 @@ class PartitionedPipeline(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "enter"), params, batch, None, *key)
+        return self._run_function(StageFunction(self.of, "enter"), params, batch, None, *key)
 
     @property
     def begins(self) -> tuple[str, Callable[..., Any]]:
@@ -88,17 +88,17 @@ class PartitionedPipeline(Pipelined):
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "stage", place), params, batch, given, *key)
+        return self._run_function(StageFunction(self.of, "stage", place), params, batch, given, *key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "between", place), params, batch, h, *key)
+        return self._run_function(StageFunction(self.of, "between", place), params, batch, h, *key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """See `Pipelined`."""
-        return self._run(StageFunction(self.of, "leave"), params, h, batch, *key)
+        return self._run_function(StageFunction(self.of, "leave"), params, h, batch, *key)
 
-    def _run(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
+    def _run_function(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
         return dataclasses.replace(self.parted, inner=f)(params, *args)
 
     # `of` defines how layers are cut.

@@ -1,4 +1,4 @@
-"""A proposal of forms, and the bytes of leaves that it is to save."""
+"""Proposals of forms, and the bytes of leaves that a proposal is to save."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from shardfn.graph import Form
 
 
 class HeldBytes(NamedTuple):
-    """The bytes kept for a leaf, its optimizer state included.
+    """Bytes kept for a leaf, including the optimizer state.
 
     Attributes:
         per_element: bytes an element, of values that are cut with the leaf.
@@ -20,12 +20,12 @@ class HeldBytes(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """How leaves may be cut.
+    """Proposed cuts of leaves.
 
     Attributes:
-        forms: by leaf.
-        held: bytes that the rank with the most keeps of them.
-        sent: bytes that a rank sends, forward and backward; plus its operations, if they have a price.
+        forms: forms by leaf.
+        held: bytes of leaves kept by the rank with the most.
+        sent: bytes that a rank sends, forward and backward, and operations, if operations have a price.
     """
 
     forms: dict[Node, Form]

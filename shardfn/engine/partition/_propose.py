@@ -1,12 +1,12 @@
 """Chooses which leaves of a program to cut along an axis, and where: for the fewest bytes sent, within a rank's memory.
 
-Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). They are
-found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then chooses
-forms on its way. At a low price all leaves are whole and no bytes are sent, at a high one all leaves are cut. Another
-starting point is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by
-two, as long as a change sends less and fits.
+Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). The forms
+are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
+chooses forms on the way. At a low price all leaves are whole and no bytes are sent, at a high price all leaves are cut.
+Another starting point is columns and rows in turn (`_alternate.py`). Then the cheapest forms are improved, leaf by leaf
+and two by two, as long as a change sends less and fits.
 
-Leaves at the same place of equal layers have the same form (`_repeats.py`).
+Leaves at the same place of equal layers have the same form (`_repeats.py`), for example the first weight of each MLP.
 """
 
 import itertools
@@ -32,11 +32,11 @@ _LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
 _FREE_WIDTH, _NARROW = 24, 4
 # A form of a loop's carry is dropped if its greedy plan is dearer than another's by more than this factor.
 _LOOP_MARGIN = 1.5
-# How many of the first step's results are improved.
+# How many results of the first step are improved.
 _IMPROVED = 2
 # The tight limit of held bytes, with almost no leaf whole, as a multiple of the least possible.
 _TIGHT = 1.1
-# Among proposals that send equally much the one that holds less wins.
+# Among proposals that send equally much the proposal that holds less wins.
 _PER_HELD_BYTE = 1e-9
 
 
@@ -44,17 +44,17 @@ Change = Sequence[tuple[int, Form]]
 
 
 class Proposer:
-    """Proposes forms for the leaves of one program.
+    """Proposes forms for the leaves of a program.
 
     Args:
-        graph: a captured forward, as `partition_graph` takes it.
-        num: ranks along the axis.
-        leaves: the inputs whose forms are to be found, with the bytes kept for each.
-        trained: whether a gradient may arrive at an input.
-        constants: the tensor of a `get_attr`.
+        graph: captured forward, as `partition_graph` takes a forward.
+        num: number of ranks along the axis.
+        leaves: inputs with forms to be found, with the bytes kept for each.
+        trained: function that returns whether a gradient may arrive at an input.
+        constants: function that returns the tensor of a `get_attr`.
         tied: whether leaves at the same place of equal layers have the same form.
-        rows: leaves whose dim 0 is not to be cut, besides those of a loop.
-        work_price: the price of a floating-point operation of a rank, in bytes that are sent.
+        rows: leaves whose dim 0 is not to be cut, in addition to leaves of a loop.
+        work_price: price of a floating-point operation of a rank, in bytes that are sent.
     """
 
     def __init__(
@@ -92,72 +92,75 @@ class Proposer:
     # The costs of forms.
 
     def least(self) -> list[Form]:
-        """For each group the form with the fewest bytes on a rank."""
-        return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
+        """Returns for each group the form with the fewest bytes on a rank."""
+        return [min(self._leaf_forms(i), key=lambda f: self._leaf_bytes(i, f)) for i in range(len(self._groups))]
 
     def least_held(self) -> float:
         """Returns the least bytes, over all forms, that the rank with the most keeps."""
-        return self._held(self.least())
+        return self._held_bytes(self.least())
 
     def proposal(self, forms: Sequence[Form]) -> Proposal:
         """Returns the groups' forms by leaf, with their costs."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
-        return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
+        return Proposal(by_leaf, self._held_bytes(forms), self._search_plan(self._search, forms).total)
 
-    def _domain(self, i: int) -> list[Form]:
+    def _leaf_forms(self, i: int) -> list[Form]:
         first = self._groups[i][0]
         shape, rows = first.seen.shape, first in self._rows
         return [WHOLE, *(cut(d, n, self._num) for d, n in enumerate(shape) if n > 1 and not (rows and d == 0))]
 
-    def _held_of(self, i: int, form: Form) -> float:
+    def _leaf_bytes(self, i: int, form: Form) -> float:
         return sum(
             self._kept[v].per_element * held_elements(v, form, self._num) + self._kept[v].fixed for v in self._groups[i]
         )
 
-    def _held(self, forms: Sequence[Form]) -> float:
-        return sum(self._held_of(i, f) for i, f in enumerate(forms))
+    def _held_bytes(self, forms: Sequence[Form]) -> float:
+        return sum(self._leaf_bytes(i, f) for i, f in enumerate(forms))
 
-    def _plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
+    def _search_plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(f) for g, f in zip(self._groups, forms, strict=True) for v in g}
         return search.best(self._scope, start, self._ends)
 
-    def _sent(self, forms: Sequence[Form]) -> float:
+    def _sent_cost(self, forms: Sequence[Form]) -> float:
         key = tuple(forms)
         if key not in self._priced:
-            self._priced[key] = self._plan(self._narrow, forms).total
+            self._priced[key] = self._search_plan(self._narrow, forms).total
         return self._priced[key]
 
-    def _cost(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
-        held = self._held(forms)
-        return max(0.0, held - limit), self._sent(forms) + _PER_HELD_BYTE * held
+    def _cost_of(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
+        held = self._held_bytes(forms)
+        return max(0.0, held - limit), self._sent_cost(forms) + _PER_HELD_BYTE * held
 
     # The search.
 
     def best(self, limit: float) -> Proposal:
-        """Returns the cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
+        """Returns the cheapest proposal found with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
-        if self._held(whole) <= limit and not self._work_price:
-            return self.proposal(self._improved(whole, limit))
-        begun = self._begun(limit)
-        # The best forms under a tight limit are a good starting point for a looser one.
+        if self._held_bytes(whole) <= limit and not self._work_price:
+            return self.proposal(self._improve_forms(whole, limit))
+        begun = self._find_starts(limit)
+        # The best forms under a tight limit are a good starting point for a looser limit.
         tight = min(limit, _TIGHT * self.least_held())
-        alternated = self._released(self._fitted(self._alternated(), limit), limit)
-        found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
-        found = [self._improved(x, limit) for x in self._cheapest([*found, *begun], limit)[:_IMPROVED]]
+        alternated = self._release_leaves(self._fit_forms(self._alternate_forms(), limit), limit)
+        found = [alternated, self._improve_forms(self._sort_by_cost(begun, tight)[0], tight)]
+        found = [self._improve_forms(x, limit) for x in self._sort_by_cost([*found, *begun], limit)[:_IMPROVED]]
         return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
 
-    def _begun(self, limit: float) -> list[list[Form]]:
-        """Starting points: the least, columns and rows in turn, and results at prices that approach the limit."""
-        found = [self.least(), self._alternated()]
+    def _find_starts(self, limit: float) -> list[list[Form]]:
+        """Returns starting points.
+
+        The least, columns and rows in turn, and results at prices that approach the limit.
+        """
+        found = [self.least(), self._alternate_forms()]
         low, high = _LEAST_PRICE, _MOST_PRICE
         for _ in range(_HALVINGS):
             price = (low * high) ** 0.5
-            found.append(self._at_price(price))
-            low, high = (low, price) if self._held(found[-1]) <= limit else (price, high)
+            found.append(self._forms_at_price(price))
+            low, high = (low, price) if self._held_bytes(found[-1]) <= limit else (price, high)
         return found
 
-    def _alternated(self) -> list[Form]:
+    def _alternate_forms(self) -> list[Form]:
         found = alternate(self._scope, self._num)
         for loop in self._scope.loops.values():
             inner = alternate(loop.scope, self._num)
@@ -167,58 +170,58 @@ class Proposer:
                     found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
         return [next((found[v] for v in g if v in found), WHOLE) for g in self._groups]
 
-    def _cheapest(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
-        """Made fit, without repetitions, the cheapest first."""
-        fitted = dict.fromkeys(tuple(self._fitted(x, limit)) for x in begun)
-        return [list(x) for x in sorted(fitted, key=lambda x: self._cost(x, limit))]
+    def _sort_by_cost(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
+        """Returns starting points made to fit, without repetitions, the cheapest first."""
+        fitted = dict.fromkeys(tuple(self._fit_forms(x, limit)) for x in begun)
+        return [list(x) for x in sorted(fitted, key=lambda x: self._cost_of(x, limit))]
 
-    def _fitted(self, forms: list[Form], limit: float) -> list[Form]:
-        """Gives leaves their least forms until they fit, those with the largest excess of bytes first."""
+    def _fit_forms(self, forms: list[Form], limit: float) -> list[Form]:
+        """Gives leaves the least forms until all leaves fit, leaves with the largest excess of bytes first."""
         forms, least = list(forms), self.least()
-        excess = {i: self._held_of(i, f) - self._held_of(i, least[i]) for i, f in enumerate(forms)}
+        excess = {i: self._leaf_bytes(i, f) - self._leaf_bytes(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
-            if self._held(forms) <= limit:
+            if self._held_bytes(forms) <= limit:
                 break
             forms[i] = least[i]
         return forms
 
-    def _improved(self, forms: list[Form], limit: float) -> list[Form]:
+    def _improve_forms(self, forms: list[Form], limit: float) -> list[Form]:
         while True:
-            before, forms = forms, self._released(forms, limit)
-            for changes in (self._single, self._double):
+            before, forms = forms, self._release_leaves(forms, limit)
+            for changes in (self._single_changes, self._double_changes):
                 for change in changes():
-                    tried = _with(forms, change)
+                    tried = _apply_change(forms, change)
                     # A change that does not fit is not worth a search.
-                    fits = tried != forms and self._held(tried) <= max(limit, self._held(forms))
-                    if fits and self._cost(tried, limit) < self._cost(forms, limit):
+                    fits = tried != forms and self._held_bytes(tried) <= max(limit, self._held_bytes(forms))
+                    if fits and self._cost_of(tried, limit) < self._cost_of(forms, limit):
                         forms = tried
             if forms == before:
                 return forms
 
-    def _released(self, forms: list[Form], limit: float) -> list[Form]:
-        """Makes leaves whole for which there is room: first those that save most per byte, or most in all."""
+    def _release_leaves(self, forms: list[Form], limit: float) -> list[Form]:
+        """Makes leaves whole for which there is room: first leaves that save most per byte, or most in all."""
         saved: dict[int, float] = {}
         a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
-            tried = _with(forms, [(i, WHOLE)])
-            if form != WHOLE and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
-                saved[i] = self._sent(forms) - self._sent(tried)
-                a_byte[i] = saved[i] / max(self._held(tried) - self._held(forms), 1.0)
+            tried = _apply_change(forms, [(i, WHOLE)])
+            if form != WHOLE and self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
+                saved[i] = self._sent_cost(forms) - self._sent_cost(tried)
+                a_byte[i] = saved[i] / max(self._held_bytes(tried) - self._held_bytes(forms), 1.0)
         found = [self._released_by(gain, forms, limit) for gain in (a_byte, saved)]
-        return min(found, key=lambda x: self._cost(x, limit))
+        return min(found, key=lambda x: self._cost_of(x, limit))
 
     def _released_by(self, gain: dict[int, float], forms: list[Form], limit: float) -> list[Form]:
         for i in sorted(gain, key=gain.__getitem__, reverse=True):
-            tried = _with(forms, [(i, WHOLE)])
-            if self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+            tried = _apply_change(forms, [(i, WHOLE)])
+            if self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
                 forms = tried
         return forms
 
-    def _single(self) -> Iterator[Change]:
-        return ([(i, form)] for i in range(len(self._groups)) for form in self._domain(i))
+    def _single_changes(self) -> Iterator[Change]:
+        return ([(i, form)] for i in range(len(self._groups)) for form in self._leaf_forms(i))
 
-    def _double(self) -> Iterator[Change]:
-        """Two that are read one after the other: in the same way, or where one makes room for the other."""
+    def _double_changes(self) -> Iterator[Change]:
+        """Returns changes of two leaves read in sequence: in the same way, or where a leaf makes room for the other."""
         least = self.least()
         for i, j in itertools.pairwise(self._in_order):
             ways = [WHOLE, WHOLE], [WHOLE, least[j]], [least[i], WHOLE]
@@ -227,7 +230,7 @@ class Proposer:
 
     # The first step.
 
-    def _at_price(self, price: float) -> list[Form]:
+    def _forms_at_price(self, price: float) -> list[Form]:
         """Returns the forms that a search chooses when a byte that a rank holds has this price."""
         search = Search(self._num, _FREE_WIDTH, price, work_price=self._work_price)
         search.offers = self._search.offers
@@ -246,7 +249,7 @@ class Proposer:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
         found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
-        # The second of equal layers decides for the others. Leaves that no operation reads get their least form.
+        # The second of equal layers decides for the other layers. Leaves that no operation reads get the least form.
         least = self.least()
         return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
 
@@ -255,7 +258,7 @@ class Proposer:
         return leaf if leaf in self._layers and leaf in self._kept else None
 
 
-def _with(forms: Sequence[Form], change: Change) -> list[Form]:
+def _apply_change(forms: Sequence[Form], change: Change) -> list[Form]:
     changed = list(forms)
     for i, form in change:
         changed[i] = form

@@ -1,8 +1,8 @@
-"""Searches specs for the leaves of a loss that is written for one device.
+"""Searches specs for the leaves of a loss that is written for a single device.
 
-Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
-are held while those along the second are searched, on the program that the first ones give. Each search prices the
-whole program along its axis. Combinations of both are not searched.
+Along several axes specs are found axis by axis, in the order in which `partition` plans the axes. Specs along the first
+axis are held while specs along the second are searched, on the program that the first specs give. Each search prices
+the whole program along the axis. Combinations of both axes are not searched.
 """
 
 import dataclasses
@@ -50,15 +50,15 @@ _TOLD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Unplaced:
-    """A loss for whose leaves specs are searched.
+    """Loss with leaves that need specs.
 
     Attributes:
-        loss: loss as written for one device, of one microbatch.
+        loss: loss as written for a single device, of a microbatch.
         params: leaves.
         args: other arguments.
-        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has, else None.
-        stages: the axis of the stages, or None without stages.
-        num_stages: how many ranks lie along it.
+        rows: most rows of a leaf on a rank, for each leaf whose dim 0 the stages of a pipeline cut, else None.
+        stages: axis of the stages, or None without stages.
+        num_stages: number of ranks along the axis of the stages.
     """
 
     loss: Callable[..., Any]
@@ -73,11 +73,13 @@ class Unplaced:
         """Returns the part of a loss that a rank runs, on a mesh of these sizes.
 
         Raises:
-            ValueError: it is partitioned already.
+            ValueError: the loss is partitioned already.
         """
         around, inner = taken_over(loss)
         if any(isinstance(x, Partitioned) for x in around):
-            raise ValueError("propose_specs(partition(loss), ...): give it the loss itself, without partition.")
+            raise ValueError(
+                "propose_specs(partition(loss), ...): expected the loss without partition, got a partitioned loss."
+            )
         leaves, treedef = tree_flatten(params)
         rows: list[int | None] = [None] * len(leaves)
         if args:
@@ -89,20 +91,20 @@ class Unplaced:
         inside = tree_leaves(inner.stacks(tree_unflatten(treedef, list(range(len(leaves))))))
         for i in inside if num > 1 else ():
             rows[i] = chunk_bounds(len(leaves[i]), num, 0)[1]
-        return Unplaced(_unpartitioned(inner), params, args, rows, inner.axis if num > 1 else None, num)
+        return Unplaced(_without_partition(inner), params, args, rows, inner.axis if num > 1 else None, num)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecSearch:
-    """A search for the specs of a loss, along one axis after another.
+    """Search for the specs of a loss, axis by axis.
 
     Attributes:
-        of: the loss.
-        mesh: has the axes.
+        of: loss.
+        mesh: mesh that has the axes.
         axes: names, in order.
-        kept: the bytes that are kept of each leaf.
-        limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
-        cluster: the machines whose rates price work; None: work is free.
+        kept: bytes that are kept of each leaf.
+        limit: bytes that a rank may hold. None: an even share and a quarter more, or the least.
+        cluster: machines with rates that price work. None: work is free.
     """
 
     of: Unplaced
@@ -116,75 +118,76 @@ class SpecSearch:
         """Returns the specs.
 
         Raises:
-            ValueError: the leaves do not fit, with any cut. The message names the biggest, the limit, and one that
-                would fit.
+            ValueError: the leaves do not fit, with any cut. The message names the biggest leaves, the limit, and a
+                limit that would fit.
         """
         treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
         with bind_mesh(Mesh(shape, torch.device("cpu"), abstract=True)):
-            found = self._within()
-        specs = [self._spec(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
+            found = self._fit_limit()
+        specs = [self._spec_of(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
         return tree_unflatten(treedef, specs)
 
-    def _within(self) -> "_CutLeaves":
+    def _fit_limit(self) -> "_CutLeaves":
         """Cuts leaves to fit the limit, if possible.
 
-        Earlier axes keep leaves whole for later ones to cut. If these cannot, earlier ones cut more, and at last all.
+        Earlier axes keep leaves whole for later axes to cut. If later axes cannot, earlier axes cut more, and at last
+        all.
         """
-        limit = self._limit()
-        found = self._cuts(limit, 1.0)
+        limit = self._bytes_limit()
+        found = self._cut_axes(limit, 1.0)
         for all_cut in (False, True) if len(self.axes) > 1 else ():
             if found.held > limit:
-                found = self._cuts(limit, 0.0 if all_cut else limit / found.held)
+                found = self._cut_axes(limit, 0.0 if all_cut else limit / found.held)
         if found.held > limit and self.limit is not None:
-            self._refuse(found.held)
+            self._refuse_limit(found.held)
         return found
 
-    def _limit(self) -> float:
+    def _bytes_limit(self) -> float:
         if self.limit is not None:
             return self.limit
-        return _SHARE * sum(self._totals()) / math.prod(self.mesh.shape[a] for a in self.axes)
+        return _SHARE * sum(self._total_bytes()) / math.prod(self.mesh.shape[a] for a in self.axes)
 
-    def _cuts(self, limit: float, room: float) -> "_CutLeaves":
-        """Cuts along one axis after another; all but the last leave a rank `room` of the bytes for later ones."""
+    def _cut_axes(self, limit: float, room: float) -> "_CutLeaves":
+        """Cuts axis by axis. All axes but the last leave a rank `room` of the bytes for later axes."""
         leaves = tree_leaves(self.of.params)
         views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
         scanned: list[bool] = []
         held, later = 0.0, math.prod(self.mesh.shape[a] for a in self.axes)
         for k, axis in enumerate(self.axes):
-            call = self._call(k, views)
+            call = self._make_call(k, views)
             gm = call.captured()
             nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-            scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
+            scanned = scanned or list(map(_is_scanned, nodes[: len(leaves)]))
             later //= self.mesh.shape[axis]
             # A rank does not hold the parts that later axes cut.
             most = limit if axis == self.axes[-1] else room * limit * later
-            found = self._along(k, gm, nodes, call.trained(nodes), most)
+            found = self._forms_along(k, gm, nodes, call.trained(nodes), most)
             held = found.held
-            views = [_cut(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
+            views = [_cut_leaf(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
         return _CutLeaves([v.spec for v in views], scanned, held)
 
-    def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
-        """Returns the call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
+    def _make_call(self, k: int, views: Sequence[LeafView]) -> LossCall:
+        """Returns the call of the loss, cut and partitioned along the first `k` axes."""
         names, of = self.axes, self.of
         before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
         return LossCall.of(before, of.params, of.args, views, names[k:])
 
-    def _along(
+    def _forms_along(
         self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
     ) -> Proposal:
-        """Returns the forms of leaves along axis `k`, in a graph of blocks along those before.
+        """Returns the forms of leaves along axis `k`, in a graph of blocks along the earlier axes.
 
         Within a limit, or the least.
         """
         nodes, of = inputs[: len(self.kept)], self.of
-        kept = {n: self._held(i) for i, n in enumerate(nodes)}
+        kept = {n: self._held_bytes(i) for i, n in enumerate(nodes)}
         rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
-        num, price = self.mesh.shape[self.axes[k]], self._price(k, gm)
+        num, price = self.mesh.shape[self.axes[k]], self._axis_price(k, gm)
         proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=price)
         return proposer.best(max(limit, proposer.least_held()))
 
-    def _price(self, k: int, gm: GraphModule) -> float:
+    def _axis_price(self, k: int, gm: GraphModule) -> float:
         """Returns the bytes that axis `k` sends in the time of a floating-point operation."""
         if self.cluster is None:
             return 0.0
@@ -196,22 +199,22 @@ class SpecSearch:
         wire = self.cluster.link(self.mesh.shape, self.axes[k])
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
-    def _held(self, i: int) -> HeldBytes:
-        """Returns the bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
+    def _held_bytes(self, i: int) -> HeldBytes:
+        """Returns the bytes that a rank keeps of a leaf, or of the leaf's rows if stages cut the leaf."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
             return kept
         share = most / len(tree_leaves(self.of.params)[i])
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
-    def _totals(self) -> list[float]:
-        """Returns the bytes that are kept of each leaf, before any of these axes cuts it."""
-        held = map(self._held, range(len(self.kept)))
+    def _total_bytes(self) -> list[float]:
+        """Returns the bytes that are kept of each leaf, before any axis of the search cuts the leaf."""
+        held = map(self._held_bytes, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
 
-    def _refuse(self, least: float) -> None:
-        total = self._totals()
+    def _refuse_limit(self, least: float) -> None:
+        total = self._total_bytes()
         sizes = sorted(zip(total, tree_paths(self.of.params, "params"), strict=True), reverse=True)[:_TOLD]
         biggest = "; ".join(f"{path}, {int(size)} bytes" for size, path in sizes)
         most = math.ceil(least)
@@ -223,11 +226,11 @@ class SpecSearch:
             f" {names}, or let ZeRO cut the states along another axis."
         )
 
-    def _spec(self, i: int, spec: P, scanned: bool) -> P | Sharding:
+    def _spec_of(self, i: int, spec: P, scanned: bool) -> P | Sharding:
         stages, most = self.of.stages, self.of.rows[i]
         if most is not None:
             spec = P(stages, *spec.entries[1:])
-            # Layers of a stacked leaf are sent one by one, so every stage must have one.
+            # Layers of a stacked leaf are sent layer by layer, so every stage must have a layer.
             num = len(tree_leaves(self.of.params)[i])
             scanned = scanned and -(-num // most) == self.of.num_stages
         return Sharding(spec, stacked=True) if scanned else spec
@@ -235,15 +238,15 @@ class SpecSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _CutLeaves:
-    """The spec of each leaf along the axes, whether a scan takes it apart, and the bytes of the rank with the most."""
+    """Spec of each leaf along the axes, whether a scan splits the leaf, and the bytes of the rank with the most."""
 
     specs: Sequence[P]
     scanned: Sequence[bool]
     held: float
 
 
-def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
-    """Returns a leaf that is cut along one more axis, within the blocks that others leave."""
+def _cut_leaf(view: LeafView, form: Form, axis: str) -> LeafView:
+    """Returns a leaf that is cut along a further axis, within the blocks that earlier axes leave."""
     if form.kind != "cut":
         return view
     names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]
@@ -251,19 +254,19 @@ def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
     return LeafView(view.shape, P(*names), view.block)
 
 
-def _scanned(node: Node) -> bool:
-    """Returns whether an input is taken apart into the layers of a scan, and used in no other way."""
-    return bool(node.users) and all(map(_in_layers, node.users))
+def _is_scanned(node: Node) -> bool:
+    """Returns whether an input is split into the layers of a scan, and used in no other way."""
+    return bool(node.users) and all(map(_is_layer_split, node.users))
 
 
-def _in_layers(node: Node) -> bool:
-    """Returns whether an op takes a leaf apart into the layers of a scan."""
+def _is_layer_split(node: Node) -> bool:
+    """Returns whether an op splits a leaf into the layers of a scan."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     along: Any = node.args[1] if len(node.args) > 1 else 0
     layers: bool = packet is torch.ops.aten.unbind and along == 0
     return layers and all(u.target is looped for part in node.users for u in part.users)
 
 
-def _unpartitioned(of: Pipelined) -> Pipelined:
-    """Returns a pipelined loss whose functions are those for one device."""
+def _without_partition(of: Pipelined) -> Pipelined:
+    """Returns a pipelined loss with the functions for a single device."""
     return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

@@ -1,8 +1,8 @@
 """Equal layers of a program: repeated operations, each time on other leaves.
 
-A program of many equal layers is searched as one of two: the second layer represents all later ones, and its bytes are
-counted for each of them. That is exact for plans in which all layers but the first do the same, and leaves at the same
-place of equal layers have the same form.
+A program of many equal layers is searched as a program of two. For example, of 32 layers the second represents layers 2
+to 32, and the second layer's bytes are counted 31 times. This is exact for plans in which all layers but the first do
+the same, and leaves at the same place of equal layers have the same form.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ._partition_values import PlannedValue, Scope, find_last_uses, results
 
 
 class _Repetition(NamedTuple):
-    """Operations `start` to `stop`. Each from `start + period` on is like the one `period` before it."""
+    """Operations `start` to `stop`. Each from `start + period` on is like the operation `period` before."""
 
     start: int
     stop: int
@@ -23,11 +23,11 @@ class _Repetition(NamedTuple):
 
 
 def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[PlannedValue]]:
-    """Shortens a scope to two layers of each run of equal ones. See above.
+    """Shortens a scope to two layers of each run of equal layers. See above.
 
     Args:
-        scope: the program outside of all loops. It is changed.
-        ends: the values that it must have in the end.
+        scope: program outside of all loops, changed in place.
+        ends: values that the program must have in the end.
 
     Returns:
         The groups of inputs at the same place of equal layers.
@@ -35,20 +35,20 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
     tied: list[list[PlannedValue]] = []
     done: set[_Repetition] = set()
     while True:
-        run = _longest(scope, done)
+        run = _find_longest(scope, done)
         if run is None:
             return tied
         done.add(run)
-        found = _same_inputs(scope, run)
-        if found is not None and _shorten(scope, run, ends):
+        found = _find_same_inputs(scope, run)
+        if found is not None and _shorten_run(scope, run, ends):
             tied += found
             done.clear()
 
 
-def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
+def _find_longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
     """Returns the longest run of three layers or more that is not in `done`."""
     kinds: dict[Any, int] = {}
-    keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
+    keys = torch.tensor([kinds.setdefault(_kind_of(n, scope), len(kinds)) for n in scope.nodes])
     best: _Repetition | None = None
     for period in range(4, len(keys) // 3 + 1):
         same = torch.cat([torch.tensor([False]), keys[period:] == keys[:-period], torch.tensor([False])])
@@ -65,7 +65,7 @@ def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
     return best
 
 
-def _kind(node: Node, scope: Scope) -> Any:
+def _kind_of(node: Node, scope: Scope) -> Any:
     given = tuple((v.seen.shape, v.seen.itemsize, v.differentiable) for v in scope.operands[node])
     static = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     return (
@@ -79,7 +79,7 @@ def _kind(node: Node, scope: Scope) -> Any:
     )
 
 
-def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
+def _find_same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
     """Returns the inputs that correspond in a run's layers.
 
     None if some operations do not read corresponding values.
@@ -91,13 +91,13 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
         pairs = zip(scope.operands[nodes[i]], scope.operands[nodes[i - run.period]], strict=True)
         for now, before in pairs:
             if now is before:
-                continue  # something that all layers share
+                continue  # a value that all layers share
             if now in place:
                 at, k = place[now]
                 if place.get(before) == (at - run.period, k):
                     continue
                 if i < run.start + 2 * run.period and at >= run.start:
-                    continue  # the first layer reads it from outside, the second from the first
+                    continue  # the first layer reads the value from outside, the second from the first
                 return None
             if before in place:
                 return None
@@ -109,8 +109,8 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
     return [list(x) for x in {id(x): x for x in group.values()}.values()]
 
 
-def _shorten(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
-    """Leaves two layers, and returns whether that was possible: if later operations read only the last layer."""
+def _shorten_run(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
+    """Leaves two layers if possible, and returns whether: later operations must only read the last layer."""
     start, period = run.start, run.period
     num = (run.stop - start) // period
     last, second = start + (num - 1) * period, start + period

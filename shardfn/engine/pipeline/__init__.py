@@ -1,4 +1,4 @@
-"""Losses cut into stages: stacks, links between stages, state of stages."""
+"""Pipeline parallelism of losses: stacks, links between stages, state of stages."""
 
 from ._padded import (
     padded as padded,

@@ -1,4 +1,4 @@
-"""Stacks with unused rows, by which stages with unequal numbers of layers have blocks of equal size."""
+"""Stacks with unused rows, so that stages with unequal numbers of layers have blocks of equal size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,14 +9,17 @@ from shardfn.core import PyTree, raise_all, tree_map
 
 
 def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """Adds unused rows of zeros to a stack, so that each stage has one row per layer of the longest stage."""
+    """Adds unused rows of zeros to a stack, so that each stage has a row per layer of the longest stage.
+
+    For example, 7 layers on 3 stages of 3, 2 and 2 layers become 9 rows.
+    """
     most = max(per_stage)
 
-    def pad(x: Tensor) -> Tensor:
+    def pad_rows(x: Tensor) -> Tensor:
         parts = x.split(list(per_stage))
         return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
 
-    return tree_map(pad, stack)
+    return tree_map(pad_rows, stack)
 
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
@@ -26,7 +29,7 @@ def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
 
 
 def used_rows(per_stage: Sequence[int]) -> list[int]:
-    """Which rows of a stack that `padded` has made are layers.
+    """Returns the rows of a stack of `padded` that are layers.
 
     Example:
         >>> used_rows((2, 1))
@@ -37,19 +40,19 @@ def used_rows(per_stage: Sequence[int]) -> list[int]:
 
 
 def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
-    """Returns a stack with unused rows, whose used rows are replaced."""
+    """Returns a stack with unused rows, with replaced used rows."""
 
-    def fill(old: Tensor, new: Tensor) -> Tensor:
+    def fill_rows(old: Tensor, new: Tensor) -> Tensor:
         return old.index_copy(0, torch.tensor(used, device=old.device), new)
 
-    return tree_map(fill, stack, layers)
+    return tree_map(fill_rows, stack, layers)
 
 
 def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:
     """Refuses stacks that are not padded for stages of `per_stage` layers.
 
     Raises:
-        ValueError: lists every leaf.
+        ValueError: a stack is not padded. The message lists every such leaf.
     """
     want = len(per_stage) * max(per_stage)
     raise_all(

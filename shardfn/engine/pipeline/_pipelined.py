@@ -1,7 +1,7 @@
-"""The losses that `pipeline` and `pipeline_module` return, whose layers may lie on several ranks.
+"""Losses that `pipeline` and `pipeline_module` return, whose layers may lie on several ranks.
 
 A stack is layers stacked along dim 0. With several chunks a rank has a piece of each of several stacks. In a schedule
-that passes through the ranks forwards and then backwards, every second stack has its layers in reverse order. So the
+that passes through the ranks forwards and then backwards, every second stack has the layers in reverse order. So the
 result of the plain loss does not depend on the number of ranks, and every rank has a block of each stack.
 """
 
@@ -57,18 +57,18 @@ NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack the same number of each:"
 
 
-# From a function of a pipeline, and from which leaves it is called with, to another in its place.
+# From a function of a pipeline, and the function's choice of leaves, to a replacement.
 Change = Callable[[Callable[..., Any], Pick], Callable[..., Any]]
 
 
 class Place(NamedTuple):
-    """The place of a rank's chunk in the model.
+    """Place of a rank's chunk in the model.
 
     Attributes:
-        chunk: which stack its layers are of.
-        row: the number of the layer in the first row of its block.
-        begins: whether it is the first stage, which has no input.
-        ends: whether it is the last one, which returns the loss.
+        chunk: number of the stack that the layers belong to.
+        row: number of the layer in the first row of the block.
+        begins: whether the place is the first stage, without an input.
+        ends: whether the place is the last stage. The last stage returns the loss.
     """
 
     chunk: int
@@ -79,20 +79,20 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Transform):
-    """A loss whose layers may lie on several ranks.
+    """Loss with layers that may lie on several ranks.
 
-    Its kinds define the parts and how they run: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
+    Subclasses define the parts and how parts run: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
 
     Attributes:
-        blocks: blocks from params to the stack, or, with several chunks, to a sequence of stacks.
-        axis: the axis along which stages lie.
+        blocks: function from params to the stack, or, with several chunks, to a sequence of stacks.
+        axis: axis along which stages lie.
         schedule: function from the numbers of ranks and microbatches to the actions of each rank in a step.
-        num_chunks: how many stacks there are.
+        num_chunks: number of stacks.
         turns: whether the stages pass through the ranks forwards and then backwards.
-        per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
+        per_stage: number of layers of each rank in a stack with unused rows. None: every row is a layer, and the stack
             is cut evenly.
-        has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
-        views: the leaves of a step's parameters; None: the loss is not bound to leaves yet.
+        has_state: whether functions take and return parts of a model state, inside `ModelState.through`.
+        views: leaves of a step's parameters. None: the loss is not bound to leaves yet.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -113,18 +113,18 @@ class Pipelined(Transform):
     @property
     @abc.abstractmethod
     def begins(self) -> tuple[str, Callable[..., Any]]:
-        """Returns the function that `enter` runs, and its name for users."""
+        """Returns the function that `enter` runs, and the function's name for users."""
 
     @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """Runs a stage: returns the values for the next stage, or, for the last stage, the loss.
 
         Args:
-            params: with this rank's blocks of the stacks.
-            batch: the microbatch.
-            given: the values from the previous stage.
-            place: the stage's place in the pipeline.
-            key: the loss's, or ().
+            params: parameters with this rank's blocks of the stacks.
+            batch: microbatch.
+            given: values from the previous stage.
+            place: place of the stage in the pipeline.
+            key: key of the loss, or ().
         """
 
     @abc.abstractmethod
@@ -142,7 +142,7 @@ class Pipelined(Transform):
         """
         h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
-            lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
+            lengths = [[_count_layers(self.filled(s))] for s in self.stacks(params)]
             for chunk, row in enumerate(self.firsts(lengths, 0)):
                 h = self.between(params, batch, h, Place(chunk, row, False, False), key)
         else:
@@ -150,10 +150,10 @@ class Pipelined(Transform):
         return self.leave(params, h, batch, *key)
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
-        """Returns the stacks, or this rank's blocks of them.
+        """Returns the stacks, or this rank's blocks of the stacks.
 
         Raises:
-            ValueError: their number is not that of chunks.
+            ValueError: the number of stacks is not the number of chunks.
         """
         found = self.blocks(params)
         if self.num_chunks == 1:
@@ -161,32 +161,32 @@ class Pipelined(Transform):
         if not isinstance(found, list | tuple) or len(found) != self.num_chunks:
             told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a schedule of {self.num_chunks} chunks wants a list of {self.num_chunks} stacks of layers, got"
-                f" {told}; cut the stack in that many along dim 0."
+                f"a schedule of {self.num_chunks} chunks expected a list of {self.num_chunks} stacks of"
+                f" layers, got {told}. Cut the stack in {self.num_chunks} along dim 0."
             )
         return found
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """Returns the parts of a stack, or of a tree like it, whose layers differ in leaves, and which may be uncut."""
+        """Returns the parts of a stack, or of a similar tree, whose layers differ in leaves. A part may be uncut."""
         return [stack]
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Returns whether ranks have different rows of its stack, by kind. `rows` are as in `shares`."""
+        """Returns by kind whether ranks have different rows of the kind's stack. `rows` are as in `shares`."""
         return [True for _ in rows]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Returns how many layers it has of a stack, by rank.
+        """Returns by rank the number of layers of a stack.
 
         Args:
-            rows: how many rows by kind and rank.
+            rows: number of rows by kind and rank.
 
         Raises:
-            ValueError: the rows of a rank are not those of layers that run one after another.
+            ValueError: the rows of a rank are not rows of layers that run one after another.
         """
         return list(rows[0])
 
     def filled(self, stack: PyTree) -> PyTree:
-        """Returns a stack, or this rank's block of it, without unused rows."""
+        """Returns a stack, or this rank's block of the stack, without unused rows."""
         if self.per_stage is None:
             return stack
         if axis_size(self.axis) == 1:
@@ -202,18 +202,18 @@ class Pipelined(Transform):
         return self.stacks(params)
 
     def without_stacks(self, params: PyTree) -> PyTree:
-        """Returns the parameters for code outside of the layers, in which stacks on several ranks have no values."""
+        """Returns the parameters for code outside of the layers. Stacks on several ranks have no values there."""
         if axis_size(self.axis) == 1:
             return params
         own = {id(x) for x in tree_leaves(self.stacks(params))}
         return tree_map(lambda x: ElsewhereTensor.of(x) if id(x) in own else x, params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
-        """Returns the number of the layer in the first row of a rank's block, by chunk.
+        """Returns by chunk the number of the layer in the first row of a rank's block.
 
         Args:
-            rows: how many layers each rank has by chunk.
-            rank: the rank's index.
+            rows: number of layers of each rank by chunk.
+            rank: index of the rank.
         """
         out, before = [], 0
         for chunk, by_rank in enumerate(rows):
@@ -224,9 +224,9 @@ class Pipelined(Transform):
 
     @property
     def without_collectives(self) -> tuple["Pipelined", tuple[str, ...]]:
-        """Returns a loss of the same shapes that sends nothing along some axes, along which it takes whole leaves.
+        """Returns a loss of the same shapes that sends nothing along some axes, and the axes.
 
-        The axes.
+        Along these axes the loss takes whole leaves.
         """
         return self, ()
 
@@ -236,13 +236,16 @@ class Pipelined(Transform):
         return self
 
     def with_state(self) -> "Pipelined":
-        """Returns the loss for a step with a model state. Each function takes its part."""
+        """Returns the loss for a step with a model state. Each function takes a part."""
         return dataclasses.replace(self, has_state=True)
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
-        """Returns the model state with the layers' part from the ranks that ran them. `here` is this rank's."""
+        """Returns the model state with the layers' part from the ranks that ran the layers.
+
+        `here`: whether this rank ran the stage.
+        """
         del stage, here
-        return state  # of a stack each rank has its own rows
+        return state  # each rank has different rows of a stack
 
     def reverses(self, chunk: int) -> bool:
         """Returns whether the layers of a stack come in reverse."""
@@ -252,8 +255,8 @@ class Pipelined(Transform):
         """Returns the stage, by rank and chunk."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
-    def _varying(self, params: PyTree, rows: StageRows) -> PyTree:
-        """Returns the parameters, and leaves that are not cut along the axis vary along it."""
+    def _vary_params(self, params: PyTree, rows: StageRows) -> PyTree:
+        """Returns the parameters, with leaves that are not cut along the axis made varying."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
@@ -271,18 +274,18 @@ class Pipelined(Transform):
         return [[rows_of_ranks(tree_leaves(k), self.axis) for k in self.kinds(s)] for s in wholes]
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
-        """Runs the layers of all ranks on `h`, each on its own rank. The result is on all ranks."""
+        """Runs the layers of all ranks on `h`, each layer on the layer's rank. The result is on all ranks."""
         num, rank, rows_of_kinds = axis_size(self.axis), int(axis_index(self.axis)), self._rows_of_all(params)
         rows = [list(self.per_stage)] if self.per_stage else [self.shares(of_stack) for of_stack in rows_of_kinds]
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
         tie = None
         if torch.is_grad_enabled() or transforming():
-            # Each rank uses leaves for its own layers alone, so their gradients are summed along the axis.
-            params = self._varying(params, rows_of_kinds)
-            # So that autograd follows h on all ranks or on none: a collective that it follows on one rank, it must
-            # follow on all.
-            tie = _tie(self.tied(params))
+            # Each rank only uses leaves for the rank's layers, so gradients of leaves are summed along the axis.
+            params = self._vary_params(params, rows_of_kinds)
+            # So that autograd follows h on all ranks or on none: a collective that autograd follows on a rank must be
+            # followed on all.
+            tie = _tie_stacks(self.tied(params))
         for stage in range(num * self.num_chunks):
             there, chunk = homes[stage]
             mine = pvary(h, self.axis)
@@ -290,7 +293,7 @@ class Pipelined(Transform):
                 mine = self.between(params, batch, mine, Place(chunk, firsts[rank][chunk], False, False), key)
             if self.has_state:
                 put_part(blocks=self.shared_layers(current_state(), stage, there == rank).blocks)
-            h = tree_map(lambda x, given, on=there == rank: _passed_on(x, given, on, self.axis, tie), mine, h)
+            h = tree_map(lambda x, given, on=there == rank: _pass_on(x, given, on, self.axis, tie), mine, h)
         return h
 
 
@@ -308,18 +311,18 @@ class Enclosed(Pipelined):
 
     @property
     def begins(self) -> tuple[str, Callable[..., Any]]:
-        """`first`."""
+        """Returns `first`, and the function's name for users."""
         return "first", self.first
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
-        """`first`."""
+        """Runs `first`."""
         own = self.without_stacks(params)
         if self.has_state:
             return with_part(self.first, "first", "h", own, (batch, *key))
         return self.first(own, batch, *key)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """`first` or the given values, the layers, and at the last stage `last`."""
+        """Runs `first` or takes the given values, then runs the layers, and at the last stage `last`."""
         h = self.enter(params, batch, *key) if place.begins else given
         h = self.between(params, batch, h, place, key)
         return self.leave(params, h, batch, *key) if place.ends else h
@@ -329,7 +332,7 @@ class Enclosed(Pipelined):
         return dataclasses.replace(self, first=change(self.first, every_leaf), last=change(self.last, every_leaf))
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """`last`."""
+        """Runs `last`."""
         own = self.without_stacks(params)
         if self.has_state:
             return with_part(self.last, "last", "loss[, aux]", own, (h, batch, *key), 3)
@@ -338,16 +341,16 @@ class Enclosed(Pipelined):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedLayers(Enclosed):
-    """A loss of equal layers, stacked.
+    """Loss of equal layers, stacked.
 
     Attributes:
-        block: `block(p, h[, key]) -> h`, one layer.
+        block: `block(p, h[, key]) -> h`, a single layer.
     """
 
     block: Callable[..., PyTree]
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """Returns the layers."""
+        """Runs the layers."""
         del batch
         stack = self.filled(self.stacks(params)[place.chunk])
         if not self.has_state:
@@ -355,28 +358,28 @@ class PipelinedLayers(Enclosed):
         alone, every = self.num_chunks == 1, current_state().blocks
         old = every if alone else every[place.chunk]
         h, new = self.through((stack, self.filled(old)), place, h, key)
-        new = new if self.per_stage is None else refilled(old, new, self._used_rows())
+        new = new if self.per_stage is None else refilled(old, new, self._find_used_rows())
         put_part(blocks=new if alone else [new if c == place.chunk else x for c, x in enumerate(every)])
         return h
 
     def through(
         self, stacks: tuple[PyTree, ...], place: Place, h: PyTree, key: tuple[Tensor, ...]
     ) -> tuple[PyTree, PyTree]:
-        """Runs the layers of this rank's block of a stack on `h` and on their model state.
+        """Runs the layers of this rank's block of a stack on `h` and on the layers' model state.
 
         Args:
-            stacks: the block, and with `has_state` that of the model state.
-            place: where it is; layers of a stack in reverse are numbered downwards.
-            h: a tree of tensors.
-            key: the loss's, or none; layer l gets `fold_in(key, l)`.
+            stacks: block of the stack, and with `has_state` the block of the model state.
+            place: place of the block. Layers of a stack in reverse are numbered downwards.
+            h: tree of tensors.
+            key: key of the loss, or none. Layer l gets `fold_in(key, l)`.
         """
-        num = _length(stacks[0])
+        num = _count_layers(stacks[0])
         if not num:
             return h, stacks[-1]
         back = self.reverses(place.chunk)
         numbers = [place.row - i if back else place.row + i for i in range(num)]
         keys = (fold_in(k, torch.tensor(numbers, device=k.device)) for k in key)
-        # Lambdas over this loss alone: so a capture knows them from microbatch to microbatch.
+        # Lambdas only over this loss, so that a capture recognises the functions from microbatch to microbatch.
         layer: Callable[..., Any] = lambda h, x: (self.block(x[0], h, *x[1:]), None)  # noqa: E731
         if self.has_state:
             layer = lambda h, x: apart(self.block(x[0], x[1], h, *x[2:]), "block", "h")  # noqa: E731
@@ -398,8 +401,8 @@ class PipelinedLayers(Enclosed):
         """Returns the leaves that `block` may be called with, from a tree of `LeafView`s: a row of each stack."""
         return [tree_map(lambda view: view.row(), stack) for stack in self.stacks(tree)]
 
-    def _used_rows(self) -> list[int]:
-        """Which rows of this rank's block of a stack are layers."""
+    def _find_used_rows(self) -> list[int]:
+        """Returns the rows of this rank's block of a stack that are layers."""
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
             return list(range(self.per_stage[int(axis_index(self.axis))]))
@@ -407,7 +410,7 @@ class PipelinedLayers(Enclosed):
 
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
-    """Returns the pipelined loss that a step's loss is made of, if it is."""
+    """Returns the pipelined loss inside a step's loss, or None."""
     inner = taken_over(loss)[1]
     return inner if isinstance(inner, Pipelined) else None
 
@@ -419,11 +422,11 @@ def stage_axes(loss: Loss) -> tuple[str, ...]:
 
 
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
-    """Returns the actions of each rank in a step of a pipelined loss, or None if all stages are on one rank.
+    """Returns the actions of each rank in a step of a pipelined loss, or None if all stages are on a single rank.
 
     Raises:
-        ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
-        ValueError: it is for other numbers of ranks or microbatches.
+        ScheduleError: the schedule would never end (a deadlock). The message shows the ranks that wait in a circle.
+        ValueError: the schedule is for other numbers of ranks or microbatches.
     """
     of = pipelined_in(loss.loss)
     if of is None or mesh.axis_size(of.axis) == 1:
@@ -434,8 +437,8 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     if numbers != wanted:
         raise ValueError(
             f"the schedule {table.name} is for {numbers[0]} ranks with stages {numbers[2]}, and {numbers[1]}"
-            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. Make it"
-            " for these, or pass its name, schedule='1f1b'."
+            f" microbatches, but the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. The"
+            " numbers must be equal: make the schedule for the step's, or pass a name, schedule='1f1b'."
         )
     timeline(table)
     if of.has_state:
@@ -444,15 +447,15 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
 
 
 def lengths_text(lengths: dict[str, int]) -> str:
-    """Returns how many layers each leaf has."""
+    """Returns the number of layers of each leaf, as text."""
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
 
-def _length(stack: PyTree) -> int:
-    """Returns how many layers a stack has.
+def _count_layers(stack: PyTree) -> int:
+    """Returns the number of layers of a stack.
 
     Raises:
-        ValueError: none, or its leaves differ.
+        ValueError: the stack has no leaves, or the leaves have different numbers of layers.
     """
     leaves = tree_leaves(stack)
     if not leaves:
@@ -464,7 +467,7 @@ def _length(stack: PyTree) -> int:
 
 
 def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
-    """Returns how many rows of a stack it has, by rank along an axis: a block, or all where the stack is not cut."""
+    """Returns by rank the number of rows of a stack: a block, or all rows where the stack is not cut."""
     rows, num = leaves[0].shape[0], axis_size(axis)
     if axis not in leaves[0].spec.dim_axes(0):
         return [rows] * num
@@ -473,13 +476,13 @@ def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
 
 
 def _rows_by_rank(stack: PyTree, axis: str) -> list[int]:
-    """By rank, how many layers of a stack it has, from the ranks themselves."""
+    """Returns by rank the number of layers of a stack, as the ranks report."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
-    own[axis_index(axis)] = _length(stack)
+    own[axis_index(axis)] = _count_layers(stack)
     return psum(own, axis).tolist()
 
 
-def _tie(stacks: PyTree) -> Tensor | None:
+def _tie_stacks(stacks: PyTree) -> Tensor | None:
     """Returns a sum that depends on the leaves that this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
@@ -489,8 +492,11 @@ def _tie(stacks: PyTree) -> Tensor | None:
 LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages return its result."
 
 
-def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
-    """One rank's result of a stage on `given`, on all ranks, which must agree on the axes along which it varies."""
+def _pass_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
+    """Returns a rank's result of a stage on `given`, on all ranks.
+
+    All ranks must agree on the axes along which the result varies.
+    """
     mode = following_now(begin=False)
     if mode is None:
         return from_one(x, here, axis, tie)
@@ -500,7 +506,7 @@ def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | No
 
 
 def from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None = None) -> Tensor:
-    """One rank's values, on all ranks; on the others autograd follows `tie`."""
+    """Returns a rank's values, on all ranks. On the other ranks autograd follows `tie`."""
     if not here:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
         follows = tie is not None and x.is_floating_point()

@@ -1,4 +1,4 @@
-"""The loss that `pipeline` returns for a list of functions: stages whose leaves differ."""
+"""Loss that `pipeline` returns for a list of functions: stages with different leaves."""
 
 import dataclasses
 import functools
@@ -26,42 +26,43 @@ from ._stage_state import (
 
 
 class LeavesOf(NamedTuple):
-    """Picks the leaves that one function of the list is called with.
+    """Picks the leaves that a function of the list is called with.
 
     Attributes:
-        of: the loss.
-        i: which function.
+        of: loss.
+        i: index of the function.
     """
 
     of: "PipelinedFunctions"
     i: int
 
     def __call__(self, params: PyTree) -> list[PyTree]:
-        """Returns the leaves of this function alone."""
+        """Returns only the leaves of this function."""
         return [self.of.blocks(params)[self.i]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedFunctions(Enclosed):
-    """A loss of layers that differ, each a function of its own leaves; stages are even parts of the list.
+    """Loss of layers that differ, each a function of separate leaves. Stages are even parts of the list.
 
-    There is no stack that could be cut along the axis: each rank has all leaves, as ZeRO keeps them along other axes,
-    and uses those of its own functions. So they are leaves like those of `first`, summed once along the axis.
+    There is no stack that could be cut along the axis. Each rank has all leaves, as ZeRO keeps leaves along other axes,
+    and uses the leaves of the rank's functions. So these leaves are treated as the leaves of `first`, with gradients
+    summed once along the axis.
 
     Attributes:
-        functions: `f(p, h[, key]) -> h`, one per layer.
+        functions: list of `f(p, h[, key]) -> h`, a function per layer.
     """
 
     functions: tuple[Callable[..., PyTree], ...]
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
-        """None."""
-        self._owned(params)
+        """Returns no stacks."""
+        self._leaves_by_function(params)
         return []
 
     def tied(self, params: PyTree) -> PyTree:
         """Returns all leaves of the layers."""
-        return self._owned(params)
+        return self._leaves_by_function(params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
         """Returns the stage, by chunk."""
@@ -69,10 +70,10 @@ class PipelinedFunctions(Enclosed):
         return list(self.stages(axis_size(self.axis))[rank])
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """Returns the functions of a stage, whose number is `place.row`."""
+        """Runs the functions of a stage, with number `place.row`."""
         del batch
-        owned, states = self._owned(params), self._states()
-        for i in self._of_stage(place.row):
+        owned, states = self._leaves_by_function(params), self._state_by_function()
+        for i in self._functions_of(place.row):
             own = [fold_in(k, i) for k in key]
             if self.has_state:
                 h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
@@ -83,48 +84,48 @@ class PipelinedFunctions(Enclosed):
         return h
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
-        """With the states of a stage's functions from the rank that runs them."""
-        own = self._of_stage(stage)
+        """Returns the model state with the states of a stage's functions from the rank that runs the functions."""
+        own = self._functions_of(stage)
         share = functools.partial(from_one, here=here, axis=self.axis)
         return state._replace(blocks=[tree_map(share, x) if i in own else x for i, x in enumerate(state.blocks)])
 
     def with_functions(self, change: Change) -> Pipelined:
-        """With others in the place of `first`, `last` and those of the layers."""
+        """Returns the loss with other functions for `first`, `last` and the layers."""
         functions = tuple(change(f, LeavesOf(self, i)) for i, f in enumerate(self.functions))
         return dataclasses.replace(super().with_functions(change), functions=functions)
 
-    def _of_stage(self, stage: int) -> range:
+    def _functions_of(self, stage: int) -> range:
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
 
-    def _states(self) -> list[PyTree]:
-        """By function, its model state, empty without one.
+    def _state_by_function(self) -> list[PyTree]:
+        """Returns by function the model state, empty for a function without a state.
 
         Raises:
-            ValueError: their number is not that of functions.
+            ValueError: the number of states is not the number of functions.
         """
         found = current_state().blocks if self.has_state else []
         if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
             kind = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
-                f" each, got {kind}; () has no values."
+                f"a pipeline of {len(self.functions)} functions expected model_state.blocks as a list with"
+                f" the state of each, got {kind}. Use () for a function without values."
             )
         return list(found)
 
-    def _owned(self, params: PyTree) -> Sequence[PyTree]:
-        """By function, its leaves.
+    def _leaves_by_function(self, params: PyTree) -> Sequence[PyTree]:
+        """Returns by function the leaves.
 
         Raises:
-            ValueError: their number is not that of functions, or there are fewer functions than stages.
+            ValueError: the number of trees is not the number of functions, or there are fewer functions than stages.
         """
         found, num = self.blocks(params), axis_size(self.axis) * self.num_chunks
         if not isinstance(found, list | tuple) or len(found) != len(self.functions):
             told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
-                f"a pipeline of {len(self.functions)} functions wants a list with the leaves of each, got {told}."
+                f"a pipeline of {len(self.functions)} functions expected a list with the leaves of each, got {told}."
             )
         if len(found) < num:
             raise ValueError(
-                f"a pipeline of {num} stages along {self.axis!r} needs a function for each, and has {len(found)}."
+                f"a pipeline of {num} stages along {self.axis!r} must have a function for each, got {len(found)}."
             )
         return found

@@ -1,4 +1,4 @@
-"""The loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
+"""Loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from ._remote_stack import ElsewhereTensor
 
 @runtime_checkable
 class LeafAdapters(Protocol):
-    """Adapters of a module's leaves, as `lora.LoRA`: the step's parameters are `{"base": ..., "lora": ...}`."""
+    """Adapters of a module's leaves, such as `lora.LoRA`. The step's parameters are `{"base": ..., "lora": ...}`."""
 
     @property
     def sites(self) -> Mapping[str, Any]:
-        """Returns the leaves that have one, by path."""
+        """Returns by path the leaves that have an adapter."""
         ...
 
     def apply(self, params: PyTree, adapters: PyTree) -> PyTree:
@@ -30,13 +30,12 @@ class LeafAdapters(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedModule(Pipelined):
-    """A loss that calls a module once. Each stage runs the whole of it, around its own layers.
+    """Loss that calls a module once. Each stage runs the whole loss, around the stage's layers.
 
     Attributes:
         loss: `loss(params, batch[, key])`.
-        function: the module that it calls.
-        adapters: adapters of the module's leaves. Those of its layers lie on the ranks of their layers. None without
-            any.
+        function: module that the loss calls.
+        adapters: adapters of the module's leaves, or None. Adapters of layers lie on the ranks of the layers.
     """
 
     loss: Callable[..., Any]
@@ -46,22 +45,23 @@ class PipelinedModule(Pipelined):
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the loss."""
         if axis_size(self.axis) == 1:
-            return self.loss(self._adapted(params), batch, *key)
+            return self.loss(self._adapt_params(params), batch, *key)
         return super().__call__(params, batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
-        """Returns all leaves: code outside of the layers may compute arguments of each layer from any of them."""
+        """Returns all leaves, since code outside of the layers may compute arguments of each layer from any leaf."""
         return params
 
     def with_state(self) -> Pipelined:
-        """Refused.
+        """Refuses a model state.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            "pipeline_module(...) with has_state=True: buffers of a module are not cut into stages. Leave it out; or"
-            " write the model's layers as functions of their part of the model state, sf.pipeline(first, block, last)."
+            "pipeline_module(...) with has_state=True: buffers of a module are not cut into stages. Leave"
+            " has_state out, or write the model's layers as functions of their part of the model state,"
+            " sf.pipeline(first, block, last)."
         )
 
     @property
@@ -71,20 +71,20 @@ class PipelinedModule(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """Returns the arguments of the first layer."""
-        return self._run(params, batch, LayerSpan(0, 0, None, False), key)
+        return self._run_span(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """Returns the stacks of each kind of layers, with their adapters."""
+        """Returns the stacks of each kind of layers, with the adapters."""
         if self.adapters is None:
             return self.function.kinds.stacks(stack)
         return [stack]
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Which kinds of layers have a stack that is cut."""
+        """Returns by kind of layers whether the kind's stack is cut."""
         return self.function.kinds.cut(rows)
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Returns how many layers each rank has, of all kinds."""
+        """Returns the number of layers of each rank, of all kinds together."""
         return self.function.kinds.shares(rows)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
@@ -93,16 +93,16 @@ class PipelinedModule(Pipelined):
         if not num and not place.ends:
             return given
         start = place.row if num else self.function.num_layers
-        return self._run(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
+        return self._run_span(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """Returns the loss from its first own layer to the end of the last."""
+        """Runs the loss from the stage's first layer to the end of the last."""
         num = self._num_layers(params, place)
-        return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
+        return h if not num else self._run_span(params, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the part of the loss after the layers."""
-        return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
+        return self._run_span(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def _num_layers(self, params: PyTree, place: Place) -> int:
         kinds = self.function.kinds
@@ -112,16 +112,16 @@ class PipelinedModule(Pipelined):
         last = int(axis_index(self.axis)) == axis_size(self.axis) - 1
         return kinds.end(place.row, rows, last=last) - place.row
 
-    def _adapted(self, params: PyTree) -> PyTree:
-        """Returns the module's parameters, with the adapters in their places, and without unused rows."""
+    def _adapt_params(self, params: PyTree) -> PyTree:
+        """Returns the module's parameters, with the adapters in place, and without unused rows."""
         path, stack = self.function.path, self.filled(self.blocks(params))
         if self.adapters is None:
             return {**params, path: stack}
         base, lora = {**params["base"], path: stack["base"]}, {**params["lora"], **stack["lora"]}
         return self.adapters.apply(base, lora)
 
-    def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
-        given = self._adapted(params)
+    def _run_span(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
+        given = self._adapt_params(params)
         stack = given[self.function.path]
         hidden: Any = tree_map(ElsewhereTensor.of, stack, is_leaf=lambda x: isinstance(x, Tensor))
         span.stack, span.shown = stack, hidden

@@ -1,6 +1,6 @@
-"""A placeholder for a stack whose layers are on several ranks.
+"""Placeholder for a stack whose layers are on several ranks.
 
-Code outside of the layers gets it, and must not use it.
+Code outside of the layers gets the placeholder, and must not use the placeholder.
 """
 
 import functools
@@ -14,17 +14,17 @@ from shardfn.core import MetadataTensor
 
 
 class ElsewhereTensor(MetadataTensor):
-    """This rank's rows of a stack, for code outside of its layers: with their shape and dtype, and without values.
+    """This rank's rows of a stack, for code outside of the layers: with shape and dtype, and without values.
 
     Raises:
-        ValueError: something is computed from it. The result would be of this rank's layers alone.
+        ValueError: something is computed from the placeholder. The result would only cover this rank's layers.
     """
 
     @staticmethod
     def of(x: Tensor) -> "ElsewhereTensor":
         """Returns a cached placeholder with the shape, dtype and device of this rank's block of a stacked leaf."""
         with DisableTorchFunctionSubclass():
-            return _like(tuple(x.shape), x.dtype, x.device)
+            return _placeholder_like(tuple(x.shape), x.dtype, x.device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,5 +40,5 @@ class ElsewhereTensor(MetadataTensor):
 
 
 @functools.lru_cache(maxsize=256)
-def _like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ElsewhereTensor:
+def _placeholder_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ElsewhereTensor:
     return ElsewhereTensor.empty(shape, dtype, device)

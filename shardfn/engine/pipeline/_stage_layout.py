@@ -19,17 +19,17 @@ from ._stage_state import check_stage_state
 
 
 def first_kept(plan: Plan, parts: StepParts, tree: PyTree, specs: PyTree) -> PyTree:
-    """Returns a first model state as a step keeps it: this rank's blocks.
+    """Returns a first model state as a step keeps the state: this rank's blocks.
 
     Args:
-        plan: the layout.
+        plan: layout.
         parts: parts of the step.
-        tree: of whole tensors, the same on all ranks.
+        tree: tree of whole tensors, the same on all ranks.
         specs: specs, a prefix tree.
 
     Raises:
         TypeError: a leaf is not a tensor, or the loss is pipelined and the tree not a `PipelineState`.
-        ValueError: it does not fit the specs, the stages, or a step without one.
+        ValueError: the state does not fit the specs, the stages, or a step without a model state.
     """
     if parts.has_state:
         _check_state_of_stages(plan, parts.loss, tree, specs)
@@ -39,7 +39,7 @@ def first_kept(plan: Plan, parts: StepParts, tree: PyTree, specs: PyTree) -> PyT
 
 
 def check_layout(plan: Plan, f: Loss) -> None:
-    """Refuses a layout in which the stages of a pipelined function do not lie along its axis.
+    """Refuses a layout in which the stages of a pipelined function do not lie along the function's axis.
 
     Raises:
         ValueError: see `check_stages`.
@@ -53,19 +53,19 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     """Refuses a layout in which stages do not lie along the axis.
 
     Returns:
-        By chunk, how many layers each rank has of its stack.
+        By chunk, the number of layers of each rank in the chunk's stack.
 
     Raises:
-        ValueError: leaves of the stacks are not cut along the axis, or others are. A stack has fewer layers than there
-            are stages, or leaves with different numbers of them, or ZeRO cuts leaves along the axis. Every leaf is
-            listed.
+        ValueError: leaves of the stacks are not cut along the axis, or other leaves are. A stack has fewer layers than
+            there are stages, or leaves with different numbers of layers, or ZeRO cuts leaves along the axis. Every leaf
+            is listed.
     """
     num = plan.mesh.axis_size(of.axis)
     stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
     kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
     if not all(kind for of_stack in kinds for kind in of_stack):
         raise ValueError(NO_LAYERS)
-    # Where there are several kinds, some may be uncut. Then they are like leaves outside of layers.
+    # Where there are several kinds, some may be uncut. Uncut kinds are treated as leaves outside of layers.
     inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
     problems = []
     for i, leaf in enumerate(plan.leaves):
@@ -79,7 +79,8 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
             f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
             f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
         )
-    # A kind of layers may have fewer than there are stages, such as one dense layer before many with experts.
+    # A kind of layers may have fewer layers than there are stages, such as a dense layer before many layers with
+    # experts.
     longest = {
         i: max(plan.leaves[j].shape[0] for k in ks for j in k if j in inside) for ks in kinds for k in ks for i in k
     }
@@ -108,20 +109,23 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
 def _cut_ones(plan: Plan, kinds: list[list[int]], axis: str) -> list[int]:
     """Returns the leaves of the kinds of layers of a stack that must be cut.
 
-    Of any that a spec cuts, or of all if none is.
+    Leaves of any kind that a spec cuts, or of all kinds if no spec cuts a kind.
     """
     cut = [kind for kind in kinds if any(axis in plan.leaves[i].compute.axes for i in kind)]
     return [i for kind in cut or kinds for i in kind]
 
 
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
-    """Refuses stacks that do not have these numbers of layers per stage.
+    """Refuses stacks that do not have these numbers of layers per stage, for example (3, 2, 2).
 
     Raises:
-        ValueError: lists every leaf.
+        ValueError: a stack has other numbers. The message lists every such leaf.
     """
     if num not in (1, len(per_stage)):
-        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+        raise ValueError(
+            f"layers_per_stage={per_stage} is for {len(per_stage)} stages, but must be for as many as the axis"
+            f" has ranks, got {num} ranks."
+        )
     check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
 
 

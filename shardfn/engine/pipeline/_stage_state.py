@@ -1,11 +1,11 @@
-"""The model state of a pipelined loss: each of its functions has a part, which the rank of its stage alone changes.
+"""Model state of a pipelined loss: each function has a part, which only the rank of the function's stage changes.
 
     first(params, state, batch[, key]) -> (h, state)
     block(p, state, h[, key]) -> (h, state)
     last(params, state, h, batch[, key]) -> (loss[, aux], state)
 
 A rank runs the forwards of a stage in the order of the microbatches. As no two stages share a part, each part goes
-through the microbatches as on one device, under any schedule.
+through the microbatches as on a single device, under any schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from shardfn.schedules import PipelineSchedule
 
 
 class PipelineState(NamedTuple):
-    """The model state of a pipelined loss, by the function that takes and returns it; `()` for a function without one.
+    """Model state of a pipelined loss, by function. `()` for a function without a state.
 
     Attributes:
-        first: a tree, of the first function.
-        blocks: blocks of the layers: stacked as their leaves are, with the spec `P("pp")`; with several chunks a list
-            of stacks; for a list of functions a list with a tree for each.
-        last: a tree, of the last function.
+        first: tree of the first function.
+        blocks: trees of the layers, stacked as the layers' leaves are, with the spec `P("pp")`. With several chunks a
+            list of stacks. For a list of functions a list with a tree for each.
+        last: tree of the last function.
 
     Example:
         >>> import torch
@@ -48,29 +48,29 @@ def put_part(**parts: PyTree) -> None:
 
 
 def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
-    """Splits the return value of a function with a state into its result and its state.
+    """Splits the return value of a function with a state into the result and the state.
 
     Args:
-        out: the return value.
-        name: the function, as `pipeline` calls it.
-        what: the result that it must return besides the state, in words.
-        most: how many values it may return.
+        out: return value.
+        name: name of the function, as `pipeline` calls the function.
+        what: result that the function must return in addition to the state, in words.
+        most: number of values that the function may return.
 
     Raises:
-        TypeError: it has returned something else.
+        TypeError: the function has returned something else.
     """
     if type(out) is not tuple or not 2 <= len(out) <= most:
         raise TypeError(
-            f"with has_state=True {name} of a pipeline must return ({what}, its part of the model state); got"
-            f" {type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}. Without a part it is given"
-            " (), and returns that."
+            f"with has_state=True {name} of a pipeline must return ({what}, its part of the model state),"
+            f" got {type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}. Without a part"
+            " it is given (), and returns that."
         )
     *rest, state = out
     return (rest[0] if len(rest) == 1 else tuple(rest)), state
 
 
 def with_part(f: Callable[..., Any], part: str, what: str, params: PyTree, args: Sequence[Any], most: int = 2) -> Any:
-    """`f(params, its part of the model state, *args)`, which leaves the new part for the next forward."""
+    """Returns `f(params, part of the model state, *args)`, and stores the new part for the next forward."""
     out, new = apart(f(params, getattr(current_state(), part), *args), part, what, most)
     put_part(**{part: new})
     return out
@@ -80,19 +80,21 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
     """Refuses a model state that does not fit a pipeline.
 
     Args:
-        state: the first model state, of whole tensors.
+        state: first model state, of whole tensors.
         specs: specs, a prefix tree.
-        axis: along which stages lie; None: there is one rank.
-        rows: how many layers a stack of parameters has by chunk; None: the layers are functions, of a tree each.
+        axis: axis along which stages lie. None: there is a single rank.
+        rows: number of layers of a stack of parameters by chunk. None: the layers are functions, of a tree each.
 
     Raises:
-        TypeError: it is not a `PipelineState`.
-        ValueError: a part is cut that is not, or the other way, or there are other numbers of layers.
+        TypeError: the state is not a `PipelineState`.
+        ValueError: a part is cut that must not be cut, or a part that must be cut is not, or there are other numbers of
+            layers.
     """
     if not isinstance(state, PipelineState):
         raise TypeError(
-            f"the model state of a pipelined loss is a {type(state).__name__}; give each function its part:"
-            " sf.PipelineState(first=..., blocks=..., last=...)."
+            f"the model state of a pipelined loss is a {type(state).__name__}, but must be a"
+            " sf.PipelineState. Give each function a part: sf.PipelineState(first=..., blocks=...,"
+            " last=...)."
         )
     made = broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
     named = list(zip(tree_paths(state, "model_state"), tree_leaves(state), made, strict=True))
@@ -118,7 +120,9 @@ def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str,
 
 def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
     if not isinstance(stacks, list | tuple) or len(stacks) != len(rows):
-        raise ValueError(f"a pipeline of {len(rows)} chunks wants model_state.blocks as a list of stacks, one a chunk.")
+        raise ValueError(
+            f"a pipeline of {len(rows)} chunks expected model_state.blocks as a list of stacks, one a chunk."
+        )
     pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in tree_leaves(stack)]
     raise_all(
         ValueError,
@@ -132,10 +136,10 @@ def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
 
 
 def check_in_order(table: PipelineSchedule) -> None:
-    """Refuses a schedule in which a stage runs its microbatches in another order than one device.
+    """Refuses a schedule in which a stage runs the microbatches in another order than a single device.
 
     Raises:
-        ValueError: names the rank and the action that comes too late.
+        ValueError: an action comes too late. The message names the rank and the action.
     """
     for rank, actions in enumerate(table.ranks):
         seen: dict[int, int] = {}
@@ -144,8 +148,8 @@ def check_in_order(table: PipelineSchedule) -> None:
                 continue
             if action.microbatch < seen.get(action.chunk, 0):
                 raise ValueError(
-                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later microbatch,"
-                    " and the model state goes through the microbatches in order; reorder its forwards, or drop"
-                    " has_state=True."
+                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later"
+                    " microbatch, but the model state must go through the microbatches in order. Reorder"
+                    " the forwards, or drop has_state=True."
                 )
             seen[action.chunk] = action.microbatch

@@ -1,8 +1,8 @@
-"""A microbatch in stages: this rank runs some layers, and activations and their gradients go from rank to rank.
+"""Microbatches in stages: this rank runs some layers, and activations and gradients go from rank to rank.
 
-All ranks know each message and its sender beforehand: the schedule is one table, and the shapes and dtypes of the
-result of `first`, which layers keep, are found without computing it. A send never waits. Receives are posted some
-actions ahead.
+All ranks know each message and the sender beforehand. The schedule is a table that all ranks share. The shapes and
+dtypes of the result of `first`, which layers keep, are found without computing the result. A send never waits. Receives
+are posted some actions ahead.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ from ._stage_link import StageLink
 
 @dataclasses.dataclass(frozen=True)
 class _StageOutput:
-    """The values for the next stage, not a loss, so that a policy does not cast them."""
+    """Values for the next stage, not a loss, so that a policy does not cast the values."""
 
     h: Any
 
 
 @dataclasses.dataclass
 class _Underway:
-    """A microbatch between its forward through a chunk and its backward."""
+    """Microbatch between the forward through a chunk and the backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -71,17 +71,17 @@ class _Underway:
 
 
 class Staged:
-    """A `Course` whose stages lie on the ranks along an axis.
+    """`Course` whose stages lie on the ranks along an axis.
 
     Args:
-        plan: the layout.
-        comms: the communicators.
-        loss: loss of one microbatch; pipelined, perhaps of mixed precision.
-        table: the actions of each rank.
-        batches: the microbatches, the same on each rank along the axis.
-        rest: the key, if the loss takes one.
+        plan: layout.
+        comms: communicators.
+        loss: loss of a microbatch, pipelined, perhaps of mixed precision.
+        table: actions of each rank.
+        batches: microbatches, the same on each rank along the axis.
+        rest: key, if the loss takes a key.
         has_aux: whether the loss returns an aux.
-        model_state: with which the microbatches begin. Its shapes count.
+        model_state: model state with which the microbatches begin. Only shapes count.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Staged:
         self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
         given = (batches[0], *rest), model_state
-        self._shape = _shape(plan, of, self._mixed, given)
+        self._shape = _find_shape(plan, of, self._mixed, given)
         # Found after this rank's layers have run: the result of a layer may be known only by then.
-        self._ends = functools.partial(_ends, plan, loss, self._shape, given, has_aux)
+        self._ends = functools.partial(_find_ends, plan, loss, self._shape, given, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
-        # The message that `receive` has taken for the one action that runs now.
+        # The message that `receive` has taken for the action that runs now.
         self._arrived: list[Tensor] = []
-        # By microbatch and chunk, from its forward to its backward. A W needs nothing of it.
+        # By microbatch and chunk, from the forward to the backward. A W needs no entry.
         self._open: dict[tuple[int, int], _Underway] = {}
 
     def receive(self, action: Action) -> None:
@@ -120,16 +120,16 @@ class Staged:
         self._arrived = self._line.receive(action)
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
-        """Runs this rank's layers and sends their result on; at the last stage, returns the loss."""
+        """Runs this rank's layers and sends the result on. At the last stage, returns the loss."""
         stage = self._table.stages[self._rank][action.chunk]
-        inputs, given = self._entered(stage)
-        loss = self._part(action.chunk, stage, given)
+        inputs, given = self._enter_stage(stage)
+        loss = self._stage_loss(action.chunk, stage, given)
         args = self._batches[action.microbatch], *self._rest
         if stage == self._table.num_stages - 1:
             value = evaluate(loss, params, args, self._has_aux)
             self._open[action[1:]] = _Underway(inputs, [value.total], value)
             return value
-        outputs = self._checked(loss(params, *args).h)
+        outputs = self._check_result(loss(params, *args).h)
         self._open[action[1:]] = _Underway(inputs, outputs, None)
         self._line.send(action, outputs)
         return None
@@ -146,7 +146,7 @@ class Staged:
         return Ends([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
-        """Sends the gradients of the received tensors back to their sender; zeros for a tensor without one."""
+        """Sends the gradients of the received tensors back to the sender, and zeros for a tensor without a gradient."""
         if self._table.stages[self._rank][action.chunk] == 0:
             return
         floats = [x for x in self._shape.leaves if x.is_floating_point()]
@@ -157,28 +157,29 @@ class Staged:
         )
 
     def close(self) -> None:
-        """Waits until the other stages have received all messages of this one."""
+        """Waits until the other stages have received all messages of this stage."""
         self._comms.name("")
         self._line.close()
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """Returns the sums that the last stage has, as one value, sent to the others."""
+        """Returns the sums that the last stage has, as a single value, sent to the other stages."""
         plan, stages = self._plan, self._plan.learnt.stages
         if plan.captured:
             ends = stages.take_ends(self._ends())
         elif stages.ends is None:
-            ends = stages.take_ends(next(x for x in self._comms.control.gather(_kinds(seen)) if x is not None))
+            ends = stages.take_ends(next(x for x in self._comms.control.gather(_kinds_of(seen)) if x is not None))
         else:
             ends = stages.ends
-        if seen and _kinds(seen) != ends:
+        if seen and _kinds_of(seen) != ends:
             raise ValueError(
-                f"the loss returned {ends} in the first step, and now {_kinds(seen)}; return the same always."
+                f"the loss returned {ends} in the first step, and now {_kinds_of(seen)}. The loss must"
+                " always return the same."
             )
         dtype, weight_dtype, names, device = *ends, plan.mesh.device
         width = 2 + 2 * len(names)
         row = torch.zeros(width, dtype=torch.float64, device=device)
         if seen:
-            row = _row(seen, names)
+            row = _row_of(seen, names)
         row = psum(row, self.late_axes)
         aux = {name: WeightedMean(row[2 + 2 * k], row[3 + 2 * k]) for k, name in enumerate(names)}
         weight = None if weight_dtype is None else row[1].to(weight_dtype)
@@ -187,7 +188,7 @@ class Staged:
     def kept(self, model_state: PyTree) -> PyTree:
         """Returns the model state.
 
-        Parts that several ranks have and one stage changes come from the rank of that stage.
+        Parts that several ranks have and a single stage changes come from the rank of the stage.
         """
         of = self._of
         if not of.has_state:
@@ -203,7 +204,7 @@ class Staged:
 
     @contextlib.contextmanager
     def named(self, action: Action) -> Iterator[None]:
-        """Notes in an error of this rank alone which stage was at which microbatch."""
+        """Notes in an error of only this rank which stage was at which microbatch."""
         try:
             yield
         except (TransportError, RankError):
@@ -216,8 +217,11 @@ class Staged:
         stage = self._table.stages[self._rank][action.chunk]
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
-    def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
-        """This stage's inputs: the tensors that get a gradient, and the tree, empty and None at the first stage."""
+    def _enter_stage(self, stage: int) -> tuple[list[Tensor], PyTree]:
+        """Returns this stage's inputs.
+
+        The tensors that get a gradient, and the tree. At the first stage, empty and None.
+        """
         if stage == 0:
             return [], None
         plan = self._plan
@@ -229,27 +233,26 @@ class Staged:
         inputs = [x for x in self._arrived if x.is_floating_point()]
         return inputs, tree_unflatten(self._shape.treedef, self._arrived)
 
-    def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
-        """This stage as a loss that begins with `given`, but for the last one, it returns the values to send on."""
+    def _stage_loss(self, chunk: int, stage: int, given: PyTree) -> Loss:
+        """Returns this stage as a loss that begins with `given`. Stages before the last return values to send on."""
         of, final = self._of, stage == self._table.num_stages - 1
 
-        def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        def run_part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
             out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
             return out if final else _StageOutput(out)
 
-        return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
+        return run_part if self._mixed is None else dataclasses.replace(self._mixed, inner=run_part)
 
-    def _checked(self, h: PyTree) -> list[Tensor]:
-        """Returns the leaves of a stage's result, which must be like those of its input.
+    def _check_result(self, h: PyTree) -> list[Tensor]:
+        """Returns the leaves of a stage's result. The leaves must be like the input's.
 
         Raises:
-            TypeError: they are not. The message lists every leaf.
+            TypeError: leaves differ. The message lists every leaf.
         """
         leaves, treedef = tree_flatten(h)
         if treedef != self._shape.treedef:
             raise TypeError(
-                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return a tree like the one that"
-                " they take."
+                f"a stage made a tree {treedef} of {self._shape.treedef}. Layers must return a tree like the input."
             )
         raise_all(
             TypeError,
@@ -264,26 +267,28 @@ class Staged:
         return [varying_along(f"{path} of a stage", x, axes, LET_FIRST) for path, x, axes in named]
 
 
-def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
-    """Returns the shapes of the result of `first`, found once for batches of one shape.
+def _find_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
+    """Returns the shapes of the result of `first`, found once for batches of the same shape.
 
     Args:
-        plan: the layout.
-        of: the pipelined loss.
+        plan: layout.
+        of: pipelined loss.
         mixed: precision.
-        given: the arguments behind the parameters, and the model state.
+        given: arguments behind the parameters, and the model state.
     """
     leaves, treedef = tree_flatten(given)
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return plan.learnt.stages.shapes(key, lambda: _found_shape(plan, of, mixed, leaves, treedef))
+    return plan.learnt.stages.shapes(key, lambda: _evaluate_shape(plan, of, mixed, leaves, treedef))
 
 
-def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[Any], treedef: Any) -> ActivationShapes:
-    """See `_shape`; evaluates `first` on tensors without data."""
+def _evaluate_shape(
+    plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[Any], treedef: Any
+) -> ActivationShapes:
+    """Evaluates `first` on tensors without data. See `_find_shape`."""
     plain, axes = of.without_collectives
     first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
     first = first if mixed is None else dataclasses.replace(mixed, inner=first)
-    with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
+    with _run_abstract(plan, leaves, axes) as (params, abstract), _explain_read(*of.begins):
         args, state = tree_unflatten(treedef, abstract)
         with ModelState(state).through(), plan.follows():
             out = first(params, *args).h
@@ -298,25 +303,28 @@ def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[An
     return ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
 
 
-def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
-    """Returns the `_kinds` of the last stage's result: found on any rank, without computing it. See `_shape`."""
+def _find_ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
+    """Returns the `_kinds_of` of the last stage's result, found on any rank, without computing the result.
+
+    See `_find_shape`.
+    """
     of = pipelined_in(loss)
     assert of is not None
     leaves, treedef = tree_flatten(given)
     num = len(leaves)
     plain, axes = of.without_collectives
-    with _on_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
+    with _run_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
         args, state = tree_unflatten(treedef, abstract[:num])
         h = tree_unflatten(shape.treedef, abstract[num:])
         last: Callable[..., Any] = lambda params, batch, *key: plain.leave(params, h, batch, *key)  # noqa: E731
         last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
         with ModelState(state).through():
-            return _kinds([evaluate(last, params, args, has_aux)])
+            return _kinds_of([evaluate(last, params, args, has_aux)])
 
 
 @contextlib.contextmanager
-def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
-    """The parameters and some leaves as tensors without data, apart from a capture that may be running.
+def _run_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
+    """Yields the parameters and some leaves as tensors without data, outside of a running capture.
 
     Along `axes` parameters are whole.
     """
@@ -333,11 +341,11 @@ def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator
 
 
 @contextlib.contextmanager
-def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
-    """Explains the error of a function, passed as `what`, that reads values of tensors: it runs without data.
+def _explain_read(what: str, first: Callable[..., Any]) -> Iterator[None]:
+    """Explains the error of a function, passed as `what`, that reads values of tensors while running without data.
 
     Raises:
-        ValueError: it does.
+        ValueError: the function reads values.
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: not when imported
 
@@ -353,7 +361,7 @@ def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
         ) from error
 
 
-def _kinds(seen: list[Value]) -> Any:
+def _kinds_of(seen: list[Value]) -> Any:
     """Returns the dtypes of the loss and its weight, and the names of aux, or None without a loss."""
     if not seen:
         return None
@@ -361,7 +369,7 @@ def _kinds(seen: list[Value]) -> Any:
     return last.total.dtype, None if last.weight is None else last.weight.dtype, sorted(last.aux)
 
 
-def _row(seen: list[Value], names: list[str]) -> Tensor:
+def _row_of(seen: list[Value], names: list[str]) -> Tensor:
     zero = torch.zeros_like(seen[0].total)
     total = torch.stack([v.total for v in seen]).sum()
     weight = torch.stack([zero if v.weight is None else v.weight for v in seen]).sum()
