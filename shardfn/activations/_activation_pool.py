@@ -23,7 +23,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
         CaptureError: (when called) in a capture, with a directory.
     """
 
-    def pool() -> AnyPool:
+    def find_pool() -> AnyPool:
         mesh = current_mesh()
         if capturing() and directory is not None:
             raise CaptureError(
@@ -43,4 +43,4 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
             _POOLS[place] = Pool(place)
         return _POOLS[place]
 
-    return pool
+    return find_pool

@@ -93,17 +93,20 @@ class SavedValue:
     def saving(self) -> Iterator[None]:
         """While it is active, autograd saves by these rules."""
         self._outer = _hooks_around()
-        with hearing_names(self._name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with (
+            hearing_names(self._name_tensor),
+            torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor),
+        ):
             # Only the forward's bookkeeping ends here: this object unpacks saved tensors whenever a backward runs.
             yield
-        self._decide(None)
+        self._decide_entries(None)
         self._known.clear()
         self._names.clear()
         self._held.clear()
 
     # The forward.
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack_tensor(self, x: Tensor) -> Any:
         if self._outer is not None:
             # Surrounding hooks come first: tensors that they take, mostly gathered lazy leaves, must not be moved.
             packed = self._outer[0](x)
@@ -120,12 +123,12 @@ class SavedValue:
             return _Untouched(x.detach())
         # Equal for all tensors that one operation saves.
         turn = sequence_number()
-        self._decide(turn)
-        use = SavedUse(self._entry(x, key, turn), x, len(self._uses))
+        self._decide_entries(turn)
+        use = SavedUse(self._find_entry(x, key, turn), x, len(self._uses))
         self._uses.append(weakref.ref(use))
         return use
 
-    def _entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
+    def _find_entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
         if key in self._known:
             found = self._known[key][1]()
             # After a write it is another value, with an entry of its own. A use of the old one is an error.
@@ -137,7 +140,7 @@ class SavedValue:
         self._undecided.append(weakref.ref(entry))
         return entry
 
-    def _name(self, x: Tensor, name: str) -> None:
+    def _name_tensor(self, x: Tensor, name: str) -> None:
         key = x.untyped_storage()._cdata
         self._names[key] = StorageWeakRef(x.untyped_storage()), name
         entry = self._known[key][1]() if key in self._known else None
@@ -145,14 +148,14 @@ class SavedValue:
             if entry is not None:
                 entry.saved = describe(name, x)
             return
-        action = self._ask(describe(name, x))
+        action = self._ask_policy(describe(name, x))
         if action != entry.action:
             raise ValueError(
                 f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy gave"
                 f" {entry.action!r} then; for the name it gives {action!r}. Name a value where it is made."
             )
 
-    def _decide(self, turn: int | None) -> None:
+    def _decide_entries(self, turn: int | None) -> None:
         """Decides on the entries of operations before this one."""
         rest = []
         for ref in self._undecided:
@@ -160,14 +163,14 @@ class SavedValue:
             if entry is not None and entry.turn == turn:
                 rest.append(ref)
             elif entry is not None:
-                entry.action = self._ask(entry.saved)
+                entry.action = self._ask_policy(entry.saved)
                 if entry.action != "keep":
                     self._waiting.append((ref, entry.saved.nbytes))
                     self._waiting_bytes += entry.saved.nbytes
         self._undecided = rest
-        self._send()
+        self._send_oldest()
 
-    def _ask(self, saved: Any) -> Action:
+    def _ask_policy(self, saved: Any) -> Action:
         action = check_action(self._policy(saved), saved)
         if action == "recompute":
             raise ValueError(
@@ -176,7 +179,7 @@ class SavedValue:
             )
         return action
 
-    def _send(self) -> None:
+    def _send_oldest(self) -> None:
         """Sends values beyond the budget away, oldest first, with at most a window in flight."""
         # A graph has no speeds to go by: the last window's worth, which would still be leaving, stays.
         # Counts bytes saved, not bytes alive: entries that died are skipped when their turn comes.
@@ -191,10 +194,10 @@ class SavedValue:
             entry.away = Away(entry.flat, entry.action, self._pool)
             entry.flat = None
             self._leaving.append(entry.away)
-            self._settle()
-        self._settle()
+            self._settle_sent()
+        self._settle_sent()
 
-    def _settle(self) -> None:
+    def _settle_sent(self) -> None:
         """Releases values that have left; waits while more than a window is in flight."""
         for away in self._leaving:
             away.settle(wait=False)
@@ -208,7 +211,7 @@ class SavedValue:
 
     # The backward.
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack_tensor(self, packed: Any) -> Tensor:
         if type(packed) is _Others:
             return self._outer[1](packed.packed)
         if type(packed) is _Untouched:
@@ -219,7 +222,7 @@ class SavedValue:
             _check_version(entry.flat, entry.version)
             flat = entry.flat
         else:
-            self._settle()
+            self._settle_sent()
             if entry.away.spoiled:
                 raise _written_to()
             flat = entry.away.value()

@@ -92,8 +92,8 @@ class Results:
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes an operation that has run."""
-        for x in _written(func, args, kwargs):
-            self._forget(x)
+        for x in _written_tensors(func, args, kwargs):
+            self._forget_results(x)
         if not is_numbered(func):
             return
         # A result is named after its operation and before the next one.
@@ -101,17 +101,17 @@ class Results:
         op = _RecordedOp(func)
         self.ops.append(op)
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
+        if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws_numbers(func, args, kwargs):
             return
-        inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {_storage_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         # It returns an argument, against its schema.
-        if any(_key(x) in inputs for x in outs):
+        if any(_storage_key(x) in inputs for x in outs):
             return
-        op.makes = _only if isinstance(out, Tensor) else type(out)
+        op.makes = _single_value if isinstance(out, Tensor) else type(out)
         op.results = [_Result(x) for x in outs]
-        op.action = self._ask(None, op, max(outs, key=lambda x: x.nbytes))
+        op.action = self._ask_policy(None, op, max(outs, key=lambda x: x.nbytes))
         for x in outs:
-            self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+            self._of[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
     def saw_transfer(self, name: str, out: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class Results:
             self.conclude()
         op = _RecordedOp(name, transfers=True)
         self.ops.append(op)
-        op.makes, op.results = _only, [_Result(out)]
+        op.makes, op.results = _single_value, [_Result(out)]
         if joined is None:
-            self._belongs(out, op)
+            self._set_owner(out, op)
         else:
             joined.append(op)
         return out
@@ -141,23 +141,23 @@ class Results:
         self.conclude()
         first = out[0] if isinstance(out, tuple) else out
         if parts and isinstance(first, Tensor):
-            self._belongs(first, _RecordedOp("a collective", transfers=True, parts=parts))
+            self._set_owner(first, _RecordedOp("a collective", transfers=True, parts=parts))
         return out
 
-    def _belongs(self, x: Tensor, op: _RecordedOp) -> None:
-        self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+    def _set_owner(self, x: Tensor, op: _RecordedOp) -> None:
+        self._of[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
-    def _ask(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
+    def _ask_policy(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
         saved = describe(name, x, op.name)
         return check_action(self._policy(saved), saved)
 
     def name(self, x: Tensor, name: str) -> None:
         """Applies the policy to `x` under its name."""
-        op = self._of.get(_key(x), (None, None))[1]
+        op = self._of.get(_storage_key(x), (None, None))[1]
         if op is None or (op.transfers and not names_of(self._policy)):
             return
-        action = self._ask(name, op, x)
+        action = self._ask_policy(name, op, x)
         if op is not self._last and action != op.action:
             raise ValueError(
                 f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy gave {op.action!r} of"
@@ -196,9 +196,9 @@ class Results:
         for result in op.results:
             away = result.send(op.action, self._pool)
             self._leaving += [] if away is None else [away]
-            self._settle()
+            self._settle_sent()
 
-    def _settle(self) -> None:
+    def _settle_sent(self) -> None:
         for away in self._leaving:
             away.settle(wait=False)
         self._leaving = [a for a in self._leaving if a.leaving]
@@ -210,8 +210,8 @@ class Results:
         self.conclude()
         self._of.clear()
 
-    def _forget(self, x: Tensor) -> None:
-        op = self._of.get(_key(x), (None, None))[1]
+    def _forget_results(self, x: Tensor) -> None:
+        op = self._of.get(_storage_key(x), (None, None))[1]
         if op is None:
             return
         if op.transfers and op.action != "recompute":
@@ -238,7 +238,7 @@ class Results:
         op = self.ops[number]
         if not op.results:
             return None
-        self._settle()
+        self._settle_sent()
         self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
         if op.transfers and any(v is None for v in values):
@@ -285,7 +285,7 @@ class Forward(TorchDispatchMode):
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
         """Shows a transfer to `Results`."""
-        seen, out = not in_plumbing(), _sent(self._around, name, run)
+        seen, out = not in_plumbing(), _run_transfer(self._around, name, run)
         return self._results.saw_transfer(name, out) if seen else out
 
     def joined(self, run: Callable[[], T]) -> T:
@@ -325,24 +325,24 @@ class Rerun(TorchDispatchMode):
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
         """Returns the result that was kept of a transfer, or else of another one."""
-        found = None if in_plumbing() else self._taken(name)
-        return _sent(self._around, name, run) if found is None else found
+        found = None if in_plumbing() else self._take_results(name)
+        return _run_transfer(self._around, name, run) if found is None else found
 
     def joined(self, run: Callable[[], T]) -> T:
         """Runs a collective, some of whose transfers may have been kept."""
         return run() if self._around is None else self._around.joined(run)
 
-    def _taken(self, func: Any) -> Any:
+    def _take_results(self, func: Any) -> Any:
         self._number += 1
         return self._results.take(self._number - 1, func)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found = self._taken(func) if is_numbered(func) and not in_plumbing() else None
+        found = self._take_results(func) if is_numbered(func) and not in_plumbing() else None
         return func(*args, **(kwargs or {})) if found is None else found
 
 
-def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
+def _run_transfer(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
     """Returns the result of a transfer, whose operations are not numbered."""
     if around is not None:
         return around.transfer(name, run)
@@ -364,7 +364,7 @@ def is_numbered(func: Any) -> bool:
     return bool(tensors) and all(r.alias_info is None for r in schema.returns)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operation writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -376,7 +376,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return [x for x in tree_leaves(wrote) if isinstance(x, Tensor)]
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _draws_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns whether an operation draws from torch's generator, which must then advance in the recomputation too."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -385,9 +385,9 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return not may_not
 
 
-def _key(x: Tensor) -> int:
+def _storage_key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _only(values: list[Tensor]) -> Tensor:
+def _single_value(values: list[Tensor]) -> Tensor:
     return values[0]

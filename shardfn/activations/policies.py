@@ -174,12 +174,12 @@ def save_and_offload_only_these_names(
     if both:
         raise ValueError(f"{sorted(both)} can be saved and can be offloaded; leave each name in one of the lists.")
 
-    def policy(saved: SavedTensor) -> Action:
+    def choose_action(saved: SavedTensor) -> Action:
         if saved.name in names_which_can_be_saved:
             return "keep"
         return offload_dst if saved.name in names_which_can_be_offloaded else "recompute"
 
-    return _going_by((*names_which_can_be_saved, *names_which_can_be_offloaded), policy)
+    return _going_by((*names_which_can_be_saved, *names_which_can_be_offloaded), choose_action)
 
 
 def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:

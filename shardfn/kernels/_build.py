@@ -46,7 +46,7 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
 
     None, with a warning, without a compiler, or if the compiler fails.
     """
-    return _library(source, generation())
+    return _load_library(source, generation())
 
 
 def generation() -> int:
@@ -55,9 +55,9 @@ def generation() -> int:
 
 
 @functools.cache
-def _library(source: str, generation: int) -> ctypes.CDLL | None:
+def _load_library(source: str, generation: int) -> ctypes.CDLL | None:
     try:
-        return _sharing(load_library(f"kernels/{source}", generation))
+        return _share_pool(load_library(f"kernels/{source}", generation))
     except NoCompilerError as error:
         _warn_once(str(error))
     except (OSError, subprocess.SubprocessError) as error:
@@ -112,7 +112,7 @@ def built_file(source: str, generation: int) -> pathlib.Path:
         subprocess.SubprocessError: as `load_library`.
     """
     path, flags = cache_file(source, generation), _sources.flags_of(source, generation)
-    return _built(_sources.name_of(source), path.name, _sources.PACKAGE / source, flags)
+    return _compile_source(_sources.name_of(source), path.name, _sources.PACKAGE / source, flags)
 
 
 def cache_file(source: str, generation: int) -> pathlib.Path:
@@ -121,10 +121,10 @@ def cache_file(source: str, generation: int) -> pathlib.Path:
     Raises:
         NoCompilerError: as `load_library`.
     """
-    return _folder() / _sources.file_of(source, generation, *_maker())
+    return _cache_folder() / _sources.file_of(source, generation, *_describe_compiler())
 
 
-def _maker() -> tuple[str, ...]:
+def _describe_compiler() -> tuple[str, ...]:
     """Returns the compiler and the system, which determine machine code together with sources and flags."""
     compiler = cxx_compiler()
     if os.name != "posix" or sys.byteorder != "little":
@@ -171,11 +171,11 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
         subprocess.SubprocessError: the compiler failed.
     """
     flags = (*_sources.COMMON, *flags)
-    key = _sources.digest(source, flags, *_maker(), *(path.read_text() for path in included))
-    return ctypes.CDLL(str(_built(name, f"{name}-{key}.so", source, flags)))
+    key = _sources.digest(source, flags, *_describe_compiler(), *(path.read_text() for path in included))
+    return ctypes.CDLL(str(_compile_source(name, f"{name}-{key}.so", source, flags)))
 
 
-def _sharing(found: ctypes.CDLL) -> ctypes.CDLL:
+def _share_pool(found: ctypes.CDLL) -> ctypes.CDLL:
     """Returns a library that works with the pool of this process, if it shares work."""
     if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
         found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
@@ -191,7 +191,7 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
     """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
     found = library(source)
     assert found is not None
-    getattr(found, name)(*map(_passed, args))
+    getattr(found, name)(*map(_as_ctypes, args))
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
@@ -205,12 +205,12 @@ def function(source: str, name: str, kinds: str, *, returns: bool = False) -> An
         kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
         returns: whether it returns an int64, else nothing.
     """
-    return _function(source, name, kinds, returns, generation())
+    return _load_function(source, name, kinds, returns, generation())
 
 
 @functools.cache
-def _function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
-    found = _library(source, generation)
+def _load_function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
+    found = _load_library(source, generation)
     if found is None:
         return None
     run = getattr(found, name)
@@ -230,7 +230,7 @@ def total(lanes: Tensor) -> Tensor:
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
 
-def _passed(arg: Any) -> Any:
+def _as_ctypes(arg: Any) -> Any:
     if arg is None:
         return None
     if isinstance(arg, Tensor):
@@ -240,13 +240,13 @@ def _passed(arg: Any) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def _built(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) -> pathlib.Path:
-    path = _folder() / name
+def _compile_source(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) -> pathlib.Path:
+    path = _cache_folder() / name
     if path.exists():
         return path
-    with waiting("building C++ for this processor, once:", shown, at_once=True), _turn(path):
+    with waiting("building C++ for this processor, once:", shown, at_once=True), _wait_for_turn(path):
         if not path.exists():
-            with _own_folder(path.parent) as folder:
+            with _make_build_folder(path.parent) as folder:
                 fresh = folder / path.name
                 _sources.compile_source(source, flags, fresh)
                 fresh.replace(path)
@@ -254,7 +254,7 @@ def _built(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) 
 
 
 @contextlib.contextmanager
-def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
+def _make_build_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
     """A temporary folder for a build; removes those of builders that are dead.
 
     A builder holds the lock of its folder's `lock` as long as it lives. The file has this name only once it is locked.
@@ -275,7 +275,7 @@ def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def _turn(path: pathlib.Path) -> Iterator[None]:
+def _wait_for_turn(path: pathlib.Path) -> Iterator[None]:
     """Waits until a file exists, or is this process's to build, or for as long as another one's compiler may take."""
     if path.exists():
         yield
@@ -299,7 +299,7 @@ def _turn(path: pathlib.Path) -> Iterator[None]:
         place.unlink(missing_ok=True)
 
 
-def _folder() -> pathlib.Path:
+def _cache_folder() -> pathlib.Path:
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "shardfn"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

@@ -32,12 +32,12 @@ def build_all() -> Iterator[Built]:
         waiting("building all C++", total=len(_sources.FLAGS)) as wait,
         ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads,
     ):
-        for done in as_completed([threads.submit(_built, source) for source in _sources.FLAGS]):
+        for done in as_completed([threads.submit(_build_forms, source) for source in _sources.FLAGS]):
             wait.update()
             yield done.result()
 
 
-def _built(source: str) -> Built:
+def _build_forms(source: str) -> Built:
     name, form = _sources.name_of(source), generation()
     try:
         shipped = _sources.SHIPPED / _sources.file_of(source, form)

@@ -128,38 +128,38 @@ class KernelChain:
         if is_asked() or not all(map(_is_as, come, self._given)):
             return self._plain(*come)
         threads = num_threads()
-        program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._program())
+        program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._write_program())
         room = torch.empty(self._room, dtype=torch.uint8, device="cpu")
         made = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._results]
         bases = array("q", [x.data_ptr() for x in come])
         bases.append(room.data_ptr())
         bases.extend([x.data_ptr() for x in made])
-        failed = _run()(program.buffer_info()[0], calls, bases.buffer_info()[0])
+        failed = _load_runner()(program.buffer_info()[0], calls, bases.buffer_info()[0])
         if failed:
-            self._raise(self._calls()[failed - 1], come)
+            self._raise_failure(self._calls()[failed - 1], come)
         return made
 
-    def _raise(self, call: KernelCall, come: Sequence[Tensor]) -> None:
+    def _raise_failure(self, call: KernelCall, come: Sequence[Tensor]) -> None:
         if call.check is not None:
             check, arguments = call.check
             check(*(come[self._place(x)[0]].view(x.shape) if isinstance(x, Tensor) else x for x in arguments))
         raise AssertionError(f"{call.name} in C++ failed without an error")
 
-    def _program(self) -> "tuple[array[int], int]":
+    def _write_program(self) -> "tuple[array[int], int]":
         """Returns the numbers that `run_chain` reads, and the number of calls."""
         program, calls = array("q"), self._calls()
         for call in calls:
-            program.extend((_address(call), len(call.arguments)))
+            program.extend((_find_address(call), len(call.arguments)))
             for x in call.arguments:
-                program.extend(self._place(x) if isinstance(x, Tensor) else (-1, _bits(x)))
+                program.extend(self._place(x) if isinstance(x, Tensor) else (-1, _float_bits(x)))
         return program, len(calls)
 
 
-def _run() -> Any:
+def _load_runner() -> Any:
     return function(_SOURCE, "run_chain", "pip", returns=True)
 
 
-def _address(call: KernelCall) -> int:
+def _find_address(call: KernelCall) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
 
 
@@ -167,7 +167,7 @@ def _is_as(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> 
     return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2] and x.is_cpu
 
 
-def _bits(x: float | None) -> int:
+def _float_bits(x: float | None) -> int:
     if isinstance(x, float):
         return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
     return 0 if x is None else int(x)

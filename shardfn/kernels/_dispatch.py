@@ -74,24 +74,28 @@ def is_asked() -> bool:
 
 def implementation_of_rows(folder: str, name: str, x: torch.Tensor) -> Callable[..., Any]:
     """`implementation` for a tensor of exact rows: of float64 the definition, which is slow, on every device."""
-    return _find(folder, name, "reference") if x.dtype == torch.float64 else implementation(folder, name, x.device)
+    return (
+        _find_function(folder, name, "reference")
+        if x.dtype == torch.float64
+        else implementation(folder, name, x.device)
+    )
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:
     """Returns the function `name` of an op's folder, of the implementation for tensors on a device."""
-    return _find(folder, name, _ASKED[-1] if _ASKED else _serving(device.type))
+    return _find_function(folder, name, _ASKED[-1] if _ASKED else _choose_kind(device.type))
 
 
 @functools.cache
-def _serving(device: str) -> str:
+def _choose_kind(device: str) -> str:
     if device == "cpu":
         return "native" if library() else "cpu"
     return "triton" if importlib.util.find_spec("triton") else "reference"
 
 
 @functools.cache
-def _find(folder: str, name: str, kind: str) -> Callable[..., Any]:
+def _find_function(folder: str, name: str, kind: str) -> Callable[..., Any]:
     module = f"shardfn.kernels.{folder}._{kind}"
     if kind == "native" and not importlib.util.find_spec(module):
-        return _find(folder, name, "cpu")
+        return _find_function(folder, name, "cpu")
     return getattr(importlib.import_module(module), name)

@@ -33,15 +33,17 @@ def define(
 def refuse_backward(name: str, remedy: str) -> None:
     """Makes a backward through an op an error. Without it torch warns, and leaves the gradients out."""
 
-    def refuse(context: Any, *cotangents: Any) -> Any:
+    def raise_no_derivative(context: Any, *cotangents: Any) -> Any:
         del context, cotangents
         raise NotImplementedError(f"kernels.{name} has no derivative; {remedy}")
 
     op = getattr(torch.ops.shardfn_kernels, name).default
     if op._schema.is_mutable:  # to register a derivative of such an op is an error in torch, even this one
-        LIBRARY.impl(name, make_autograd_impl(op, AutogradInfo(refuse, None)), "Autograd", with_keyset=True)
+        LIBRARY.impl(
+            name, make_autograd_impl(op, AutogradInfo(raise_no_derivative, None)), "Autograd", with_keyset=True
+        )
     else:
-        torch.library.register_autograd(f"shardfn_kernels::{name}", refuse, lib=LIBRARY)
+        torch.library.register_autograd(f"shardfn_kernels::{name}", raise_no_derivative, lib=LIBRARY)
 
 
 def map_rows(name: str, num: int) -> None:
@@ -54,18 +56,18 @@ def map_rows(name: str, num: int) -> None:
         num: tensors of one shape but for a last dim.
     """
 
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+    def map_in_turn(info: Any, in_dims: Any, *args: Any) -> Any:
         op, pairs = getattr(torch.ops.shardfn_kernels, name), list(zip(args, in_dims, strict=True))
         if all(dim is None for dim in in_dims[num:]):
-            mapped = [_in_front(x, dim, info.batch_size) for x, dim in pairs[:num]]
+            mapped = [_move_to_front(x, dim, info.batch_size) for x, dim in pairs[:num]]
             return op(*mapped, *args[num:]), 0
         each = range(info.batch_size)
         return torch.stack([op(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in each]), 0
 
-    torch.library.register_vmap(f"shardfn_kernels::{name}", rule, lib=LIBRARY)
+    torch.library.register_vmap(f"shardfn_kernels::{name}", map_in_turn, lib=LIBRARY)
 
 
-def _in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+def _move_to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 

@@ -64,30 +64,34 @@ define(
 )
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     del output
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.rest = [x for x in inputs if not isinstance(x, Tensor)]
 
 
-def _copied(ctx: Any, g: Tensor) -> Any:
+def _copied_backward(ctx: Any, g: Tensor) -> Any:
     _, index, back = ctx.saved_tensors
     return _OPS.copied_rows(g, back, index), None, None
 
 
-def _combined(ctx: Any, g: Tensor) -> Any:
+def _combine_backward(ctx: Any, g: Tensor) -> Any:
     y, weights, source, places = ctx.saved_tensors
     wants = ctx.needs_input_grad
     of_y = combined_to_rows(g, weights, source, places).to(y.dtype) if wants[0] else None
     return of_y, row_dots(y, g, places).to(weights.dtype) if wants[1] else None, None, None
 
 
-def _multiplied(ctx: Any, g: Tensor) -> Any:
+def _multiply_backward(ctx: Any, g: Tensor) -> Any:
     (x, w, counts), transposed, wants = ctx.saved_tensors, ctx.rest[0], ctx.needs_input_grad
     of_x = grouped_product(g, w, counts, transposed=not transposed) if wants[0] else None
     of_w = (grouped_outer(g, x, counts) if transposed else grouped_outer(x, g, counts)) if wants[1] else None
     return of_x, of_w, None, None, None
 
 
-for _name, _backward in (("copied_rows", _copied), ("combined_rows", _combined), ("multiplied_rows", _multiplied)):
-    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep, lib=LIBRARY)
+for _name, _backward in (
+    ("copied_rows", _copied_backward),
+    ("combined_rows", _combine_backward),
+    ("multiplied_rows", _multiply_backward),
+):
+    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep_inputs, lib=LIBRARY)

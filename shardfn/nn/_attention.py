@@ -85,22 +85,22 @@ def attention(
     K, V = q_BTHK.shape[-1], v_BSGV.shape[-1]
     how = OnlineScores(mask, scale, slopes_H, sinks_H)
     if K == V or isinstance(impl, Dense):
-        return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
+        return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
     # Zeros add nothing to scores, and to results only columns that are cut off again.
     q_BTHK, k_BSGK, v_BSGV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BTHK, k_BSGK, v_BSGV))
     how = how._replace(scale=K**-0.5 if scale is None else scale)
-    return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
+    return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
 
 
-def _attended(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int) -> Tensor:
+def _run_body(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int) -> Tensor:
     """Attention by a body. On a cut sequence ranks run different operations, so that it is followed as a whole."""
     if not impl.axes:
         return impl.attend(q_BTHK, k_BSGK, v_BSGV, how, length)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
+    def attend_whole(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
         return impl.attend(q, k, v, how._replace(slopes_H=slopes_H, sinks_H=sinks_H), length)
 
-    return one_operation(attend, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
+    return one_operation(attend_whole, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
 
 
 def _check_samples(mask: Mask, num: int) -> None:

@@ -59,13 +59,13 @@ class BlockLayout(Mask):
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self._key == other._key
+        return isinstance(other, BlockLayout) and self._identity_key == other._identity_key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self._identity_key)
 
     @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
+    def _identity_key(self) -> tuple[Any, ...]:
         return self.blocks.shape, np.packbits(self.blocks).tobytes(), self.block, self.padded, self.allow_empty
 
     @property

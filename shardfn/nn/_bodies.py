@@ -46,7 +46,7 @@ from ._parallel import all_ranges, own_range, ranges_over
 from ._ring import online
 
 
-def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
+def _call_sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
     """Torch's kernel, or its plain form: fused ones have no forward derivative, and divide by the number of heads."""
     forward_mode = any(forward_ad.unpack_dual(x).tangent is not None for x in (q_BHTK, k_BGSK, v_BGSK))
     # A rank has no heads where there are more ranks than heads. Torch 2.11 then ends the process.
@@ -70,7 +70,7 @@ class Dense(Local):
         options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
         if how.slopes_H is None and how.sinks_H is None and isinstance(how.mask, Causal | Full):
             causal = isinstance(how.mask, Causal)
-            return _attended(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
+            return _call_sdpa(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
         spans, device = ((0, T), (0, S)), q_BTHK.device
         pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
         some = pairs.any(-1, keepdim=True)
@@ -78,10 +78,10 @@ class Dense(Local):
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
         if scales is not None or how.sinks_H is not None:
-            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
+            y_BHTK = _multiply_scores(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
-        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
+        y_BHTK = _call_sdpa(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
 
@@ -120,7 +120,7 @@ class Ring:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes that cut the tokens, major to minor."""
-        return _names(self.axis)
+        return _axis_names(self.axis)
 
     @property
     def lengths(self) -> frozenset[int]:
@@ -129,13 +129,13 @@ class Ring:
 
     def rows(self, length: int) -> Rows:
         """Returns the positions of this rank's tokens of a sequence."""
-        return self._all_rows(length)[int(axis_index(self.axis))]
+        return self._rows_by_rank(length)[int(axis_index(self.axis))]
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """Returns the positions of all tokens, in the order in which they lie before they are cut."""
         if not self.zigzag:
             return ((0, length),)
-        return tuple(span for rows in _zigzag(ranges_over(length, num_ranks)) for span in rows)
+        return tuple(span for rows in _deal_zigzag(ranges_over(length, num_ranks)) for span in rows)
 
     @property
     def dealt_axes(self) -> tuple[str, ...]:
@@ -144,11 +144,11 @@ class Ring:
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
-        return online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+        return online(self.axis, self._rows_by_rank(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
-    def _all_rows(self, length: int) -> tuple[Rows, ...]:
+    def _rows_by_rank(self, length: int) -> tuple[Rows, ...]:
         cuts = all_ranges(length, self.axis)
-        return _zigzag(cuts) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
+        return _deal_zigzag(cuts) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Ulysses:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes that cut the tokens, major to minor."""
-        return self.inner.axes + _names(self.axis)
+        return self.inner.axes + _axis_names(self.axis)
 
     @property
     def lengths(self) -> frozenset[int]:
@@ -328,7 +328,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
     return lengths.pop() if lengths else num_tokens
 
 
-def _multiplied(
+def _multiply_scores(
     qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores
 ) -> Tensor:
     """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
@@ -350,7 +350,7 @@ def _multiplied(
         return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 
-def _zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
+def _deal_zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
     """Two stretches per rank, together as long as its range: fronts in the order of ranks, and backs in reverse."""
     sizes = [stop - start for start, stop in ranges]
     fronts = [-(-n // 2) for n in sizes]
@@ -361,7 +361,7 @@ def _zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
     return tuple(out)
 
 
-def _names(axis: Axes) -> tuple[str, ...]:
+def _axis_names(axis: Axes) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 

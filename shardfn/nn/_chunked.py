@@ -90,12 +90,12 @@ class Chunked:
 
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
-        return _rows(_sizes(all_ranges(length, self.axis), self.chunk), int(axis_index(self.axis)))
+        return _rows_of_rank(_piece_sizes(all_ranges(length, self.axis), self.chunk), int(axis_index(self.axis)))
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""
-        sizes = _sizes(ranges_over(length, num_ranks), self.chunk)
-        return tuple(span for r in range(math.prod(num_ranks)) for span in _rows(sizes, r))
+        sizes = _piece_sizes(ranges_over(length, num_ranks), self.chunk)
+        return tuple(span for r in range(math.prod(num_ranks)) for span in _rows_of_rank(sizes, r))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -114,7 +114,7 @@ class Chunked:
         q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
         H, G = q.shape[2], k.shape[2]
         own = how.of_heads(*own_range(H, self.axis)) if axis_size(self.axis) > 1 else how
-        sizes = _sizes(all_ranges(length, self.axis), self.chunk)
+        sizes = _piece_sizes(all_ranges(length, self.axis), self.chunk)
         tile = kernel_tile(own, q.device, TORCH_TILE)
         at = (tile or TORCH_TILE, tile is not None)
         plan = ChunkPlan(self.axis, sizes, (H, G), own._replace(slopes_H=None), at, self.pool)
@@ -170,11 +170,11 @@ class _Backwards(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
-        _refuse("forward-mode derivative")
+        _refuse_transform("forward-mode derivative")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse("vmap")
+        _refuse_transform("vmap")
 
 
 class _ChunkedAttention(_Backwards):
@@ -192,7 +192,7 @@ class _ChunkedAttention(_Backwards):
             for j, (k_j, v_j) in zip(reads, keys.come(reads), strict=True):
                 part = work, k_j.to(work.dtype), v_j.to(work.dtype)
                 found = merged(found, attend_over(part, how, plan.rectangle(i, j)))
-            y, lse = _nothing(work) if found is None else found
+            y, lse = _empty_result(work) if found is None else found
             y = y.to(own.dtype)
             ys.append(dealer.undeal(y, i))
             queries.send((own, y, lse))
@@ -250,20 +250,20 @@ class _ChunkedBackward(_Backwards):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
-        _refuse("second derivative")
+        _refuse_transform("second derivative")
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse_transform(what: str) -> NoReturn:
     raise NotImplementedError(f"Chunked() has no {what}; Blockwise() and Ulysses() compute the same and have.")
 
 
-def _nothing(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_result(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
     """(y, lse) of queries that read no span."""
     B, T, H, _ = q_BTHK.shape
     return torch.zeros_like(q_BTHK), q_BTHK.new_full((B, H, T), -math.inf)
 
 
-def _sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
+def _piece_sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
     """Tokens of each rank's piece of each span, [spans][P], for ranks with the rows of these ranges."""
     own = [stop - start for start, stop in ranges]
     each = -(-chunk // len(own))
@@ -271,7 +271,7 @@ def _sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(min(each, max(n - i * each, 0)) for n in own) for i in range(num))
 
 
-def _rows(sizes: tuple[tuple[int, ...], ...], rank: int) -> Rows:
+def _rows_of_rank(sizes: tuple[tuple[int, ...], ...], rank: int) -> Rows:
     out, at = [], 0
     for pieces in sizes:
         start = at + sum(pieces[:rank])

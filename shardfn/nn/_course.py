@@ -45,7 +45,7 @@ class RingCourse:
     def last(self) -> tuple[int, ...]:
         """Returns the last hop at which a rank needs the keys of each rank, or 0 where none does but itself."""
         n = self.size
-        return tuple(max((h for h in range(1, n) if self._needs((j + h) % n, j)), default=0) for j in range(n))
+        return tuple(max((h for h in range(1, n) if self._needs_keys((j + h) % n, j)), default=0) for j in range(n))
 
     def onward(self, hop: int) -> Perm:
         """Who sends to whom so that keys that are still needed arrive at `hop`."""
@@ -56,7 +56,7 @@ class RingCourse:
         """Who sends gradients of keys home after `hop`."""
         return [((j + hop) % self.size, j) for j, last in enumerate(self.last) if last == hop > 0]
 
-    def _needs(self, query: int, key: int) -> bool:
+    def _needs_keys(self, query: int, key: int) -> bool:
         pairs = ((q, k) for q in self.rows[query] for k in self.rows[key])
         return any(self.how.mask.cover(q, k) != "none" for q, k in pairs)
 

@@ -128,7 +128,7 @@ class DeferredGradients:
             i = next(iter(self._noted))
             puts = self._noted.pop(i)
             edges = [put.weight for put in puts]
-            (out[i],) = torch.autograd.grad(edges, [self._leaves[i]], _made(puts))
+            (out[i],) = torch.autograd.grad(edges, [self._leaves[i]], _make_gradients(puts))
         return out
 
     def note(self, leaf: int, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
@@ -177,7 +177,7 @@ class DeferredGradients:
 
 
 @bound_again
-def _same_splitting() -> list[Again]:
+def _repeat_splitting() -> list[Again]:
     return [deferring.recorded for deferring in _DEFERRING.all[-1:]]
 
 
@@ -237,7 +237,7 @@ def _hands_on(node: Any) -> bool:
     return node.name() in _VIEWS or getattr(getattr(type(node), "_forward_cls", None), "hands_on", False)
 
 
-def _made(puts: list[_Put]) -> list[Tensor]:
+def _make_gradients(puts: list[_Put]) -> list[Tensor]:
     """Returns the gradients. Their inputs are freed one by one."""
     made: list[Tensor] = []
     while puts:

@@ -61,7 +61,7 @@ def dropout(
     if rows is not None and (x.ndim < 2 or not 0 <= start <= start + x.shape[1] <= size):
         raise ValueError(f"dropout: rows={rows} as (start, size) do not hold x of shape {tuple(x.shape)} along dim 1.")
     row = x[0].numel() // max(x.shape[1], 1) if x.ndim > 1 else 1
-    lanes = _lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
+    lanes = _draw_lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
     return torch.where(lanes.reshape(x.shape) >= drop, x * (LEVELS / (LEVELS - drop)), 0.0)
 
 
@@ -104,7 +104,7 @@ def dropout_of_rows(
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
-def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
+def _draw_lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
     """[B, count] of [B, size] numbers in [0, 2**16): the four quarters of the cipher's output, one after the other."""
     quarter = -(-size // 4)
     keys = fold_in(key, index_B)[:, None]

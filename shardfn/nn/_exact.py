@@ -61,7 +61,7 @@ class ExactWeight(Weight):
     def __init__(
         self, panels: Shaped[Tensor, "p k c"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
     ) -> None:
-        self._set(torch.Size(shape), chunks, None, panels, then)
+        self._set_fields(torch.Size(shape), chunks, None, panels, then)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if tuple(panels.shape) not in [
             kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
@@ -84,10 +84,10 @@ class ExactWeight(Weight):
             torch.Size([4, 6])
         """
         made = cls.__new__(cls)
-        made._set(weight.shape, chunks, weight, None)
+        made._set_fields(weight.shape, chunks, weight, None)
         return made
 
-    def _set(
+    def _set_fields(
         self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None, then: Then | None = None
     ) -> None:
         self.shape, self.chunks, self._source, self._panels, self.then = shape, chunks, source, panels, then
@@ -105,27 +105,27 @@ class ExactWeight(Weight):
     @property
     def dtype(self) -> torch.dtype:
         """That of the weight, float32 of one in codes; results are float32, or float64 of a weight in it."""
-        stored = self._stored.dtype
+        stored = self._stored_tensor.dtype
         return stored if stored.is_floating_point else torch.float32
 
     @property
     def device(self) -> torch.device:
         """Where the weight is."""
-        return self._stored.device
+        return self._stored_tensor.device
 
     @property
     def product(self) -> Product:
         """Returns the product of an input and the weight [N, K]."""
-        return _product(self.chunks)
+        return _exact_product(self.chunks)
 
     @property
     def panels(self) -> Shaped[Tensor, "p k c"]:
         """Returns the packed weight. That of a weight of more than two dims must have been flattened."""
-        return kernels.pack_rows(self._stored) if self._panels is None else self._panels
+        return kernels.pack_rows(self._stored_tensor) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
         """Returns the same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
-        made = self._changed(self.shape, self.source, chunks)
+        made = self._copy_with(self.shape, self.source, chunks)
         made.then = None
         return made
 
@@ -133,7 +133,7 @@ class ExactWeight(Weight):
         """The same weight with some neighbouring dims as one."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         shape = torch.Size((*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :]))
-        return self._changed(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
+        return self._copy_with(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
 
     def linear(self, x: Float[Tensor, "*batch k"], bias: Float[Tensor, " n"] | None = None) -> Float[Tensor, "..."]:
         """Returns the affine map x w^T + bias, in the dtype of x.
@@ -177,14 +177,14 @@ class ExactWeight(Weight):
         return call(*args, **(kwargs or {}))
 
     @property
-    def _stored(self) -> Tensor:
+    def _stored_tensor(self) -> Tensor:
         found = self.source if self._panels is None else self._panels
         assert found is not None
         return found
 
-    def _changed(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
+    def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
         made = type(self).__new__(type(self))
-        made._set(shape, chunks, source, self._panels, self.then)
+        made._set_fields(shape, chunks, source, self._panels, self.then)
         return made
 
 
@@ -262,7 +262,7 @@ def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
 
 
 @functools.cache
-def _product(chunks: int) -> Product:
+def _exact_product(chunks: int) -> Product:
     def forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         y = kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks)
         return y if bias is None else y + bias
@@ -270,7 +270,7 @@ def _product(chunks: int) -> Product:
     return Product(forward, exact_gradients(chunks))
 
 
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, ExactWeight):
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
@@ -281,7 +281,7 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     return weight.linear(input, bias)
 
 
-def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
+def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
     del norm_type  # of no effect without max_norm
     if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
         weight, ExactWeight
@@ -290,4 +290,4 @@ def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, *
     return weight.rows(input)
 
 
-_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _linear, F.embedding: _embedding}
+_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _apply_linear, F.embedding: _apply_embedding}

@@ -55,7 +55,7 @@ class _Exact(torch.autograd.Function):
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Any:
         lefts = [m.left for m in along.how.mask.parts if isinstance(m, Window) and m.left is not None]
         window = min(lefts) + 1 if lefts else None
-        return _attended((q, k, v), along.how.scale, window, slopes_H, sinks_H)
+        return _attend_sequences((q, k, v), along.how.scale, window, slopes_H, sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -69,13 +69,13 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        saved, _, sinks_H, slopes_H = _kept(ctx)
+        saved, _, sinks_H, slopes_H = _saved_tensors(ctx)
         grads: Any = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along)
         return (*grads, *([None] if sinks_H is None else []), None, None)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
-        saved, how, sinks_H, _ = _kept(ctx)
+        saved, how, sinks_H, _ = _saved_tensors(ctx)
         return tangent(ctx.along, how, saved, sinks_H, grad_inputs), None
 
     @staticmethod
@@ -86,15 +86,15 @@ class _Exact(torch.autograd.Function):
             each: Any = ((x if d is None else x.select(d, i) for x, d in pairs) for i in range(info.batch_size))
             return tuple(map(torch.stack, zip(*(_Exact.apply(*one) for one in each), strict=True))), (0, 0)
 
-        def folded(x: Tensor, dim: int | None) -> Tensor:
+        def fold_samples(x: Tensor, dim: int | None) -> Tensor:
             return (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
-        qkv = (folded(x, dim) for x, dim in zip(args[:3], in_dims[:3], strict=True))
+        qkv = (fold_samples(x, dim) for x, dim in zip(args[:3], in_dims[:3], strict=True))
         found: Any = _Exact.apply(*qkv, *args[3:])
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
 
 
-def _kept(ctx: Any) -> Any:
+def _saved_tensors(ctx: Any) -> Any:
     """Q, k, v, y and lse; the scores; sinks and slopes. y and lse are no functions of q, k and v here."""
     found = iter(ctx.saved_tensors)
     given: list[Any] = [next(found) if there else None for there in ctx.there]
@@ -102,7 +102,7 @@ def _kept(ctx: Any) -> Any:
     return (q, k, v, y.detach(), lse.detach()), ctx.along.how._replace(slopes_H=slopes_H), sinks_H, slopes_H
 
 
-def _attended(
+def _attend_sequences(
     qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences, each of them a sequence of a cache that lasts for this call, and lse [B, H, T]."""

@@ -43,7 +43,7 @@ def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         >>> exact_gelu(torch.zeros(2)).tolist()
         [0.0, 0.0]
     """
-    return pointwise(kernels.gelu, _of_gelu, x_F)
+    return pointwise(kernels.gelu, _gelu_partials, x_F)
 
 
 def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -87,7 +87,7 @@ def exact_layer_norm(
         >>> exact_layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    return _norm(x_D, w_D, b_D, eps, True)
+    return _apply_norm(x_D, w_D, b_D, eps, True)
 
 
 def exact_rms_norm(
@@ -107,12 +107,12 @@ def exact_rms_norm(
         >>> exact_rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
-    return _norm(x_D, w_D, None, eps, False)
+    return _apply_norm(x_D, w_D, None, eps, False)
 
 
-def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _apply_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
     if has_torch_function((x, w, b)):  # a lazy leaf
-        return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
+        return handle_torch_function(_apply_norm, (x, w, b), x, w, b, eps, centered)
     dtypes = dict.fromkeys(t.dtype for t in (x, w, b) if t is not None)
     if len(dtypes) > 1 or x.dtype not in kernels.EXACT:
         raise not_exact(f"an exact norm of {', '.join(map(str, dtypes))}:")
@@ -160,7 +160,7 @@ def partials_of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 _C = 2 * math.sqrt(2 / math.pi)
 
 
-def _of_gelu(x: Tensor) -> tuple[Tensor]:
+def _gelu_partials(x: Tensor) -> tuple[Tensor]:
     square = x * x
     s = (_C * x * (1 + 0.044715 * square)).sigmoid()
     # 1 - s is 0 before its factor overflows.
@@ -191,27 +191,27 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (dy,), (x, w) = grad_outputs, ctx.saved_tensors
-        n, r = _normed(ctx, x)
-        dx = _projected(ctx, dy * w, n, r) if ctx.needs_input_grad[0] else None
+        n, r = _normalize_rows(ctx, x)
+        dx = _project_direction(ctx, dy * w, n, r) if ctx.needs_input_grad[0] else None
         return dx, (dy * n).sum_to_size(w.shape), dy.sum_to_size(w.shape) if ctx.biased else None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (x, w), (tx, tw, tb, *_) = ctx.saved_tensors, grad_inputs
-        n, r = _normed(ctx, x)
-        parts = [] if tx is None else [_projected(ctx, tx, n, r) * w]
+        n, r = _normalize_rows(ctx, x)
+        parts = [] if tx is None else [_project_direction(ctx, tx, n, r) * w]
         parts += [] if tw is None else [n * tw]
         parts += [] if tb is None else [tb.expand_as(x)]
         return functools.reduce(torch.add, parts)
 
 
-def _normed(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize_rows(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     x = x - x.mean(-1, keepdim=True) if ctx.centered else x
     r = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
     return x * r, r
 
 
-def _projected(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
+def _project_direction(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
     """Returns the derivative of n in the direction g, which is symmetric."""
     inner = g - n * (g * n).mean(-1, keepdim=True)
     return r * (inner - g.mean(-1, keepdim=True) if ctx.centered else inner)

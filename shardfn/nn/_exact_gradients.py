@@ -24,23 +24,23 @@ def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
     """
     # t(x, w, y) = sum over rows of (x w^T) . y
     form: Trilinear = (
-        lambda w, y: kernels.grouped_product(y, w[None], _one_group(y)),
-        lambda x, y: kernels.grouped_outer(y, x, _one_group(y))[0],
+        lambda w, y: kernels.grouped_product(y, w[None], _count_rows(y)),
+        lambda x, y: kernels.grouped_outer(y, x, _count_rows(y))[0],
         lambda x, w: kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks),
     )
 
-    def of_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def input_gradient(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         if dy.device.type != "cpu":
             return linear_input(dy, weight, shape)
         return derivative(form, 0, weight, dy.reshape(-1, dy.shape[-1])).reshape(shape)
 
-    def of_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    def weight_gradient(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         if dy.device.type != "cpu":
             return linear_weight(dy, x, shape)
         return derivative(form, 1, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
 
-    return of_input, of_weight
+    return input_gradient, weight_gradient
 
 
-def _one_group(rows: Tensor) -> Tensor:
+def _count_rows(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.shape[0], device=rows.device)

@@ -33,7 +33,7 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
         >>> exact_softmax(torch.tensor([1.0, 1.0])).tolist()
         [0.5, 0.5]
     """
-    _check(x_E)
+    _check_dtype(x_E)
     return _Softmax.apply(x_E)  # pyright: ignore[reportReturnType]
 
 
@@ -50,8 +50,8 @@ def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         >>> exact_sigmoid(torch.tensor([0.0, -200.0])).tolist()
         [0.5, 0.0]
     """
-    _check(x)
-    return pointwise(_sigmoid, _of_sigmoid, x)
+    _check_dtype(x)
+    return pointwise(_compute_sigmoid, _sigmoid_partials, x)
 
 
 def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
@@ -69,25 +69,25 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
     return x_E
 
 
-def _check(x: Tensor) -> None:
+def _check_dtype(x: Tensor) -> None:
     if x.dtype not in kernels.EXACT:
         raise not_exact(f"exact scores of {x.dtype}:")
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def _compute_sigmoid(x: Tensor) -> Tensor:
     near = x.abs() < _NEAR
     divisor = torch.where(near, 1.0, x)
     return torch.where(near, 0.5, kernels.gated_silu(divisor, torch.ones_like(divisor)) / divisor)
 
 
-def _of_sigmoid(x: Tensor) -> tuple[Tensor]:
+def _sigmoid_partials(x: Tensor) -> tuple[Tensor]:
     s = x.sigmoid()
     return (s * (1 - s),)
 
 
-def _exponential(x: Tensor) -> Tensor:
+def _compute_exponential(x: Tensor) -> Tensor:
     """e^x of x <= 0: with s the sigmoid of x, at most 1/2, it is s / (1 - s)."""
-    s = _sigmoid(x.clamp(min=_LEAST))
+    s = _compute_sigmoid(x.clamp(min=_LEAST))
     return torch.where(x < _LEAST, 0.0, s / (1 - s))
 
 
@@ -96,7 +96,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        weights = _exponential(x - x.amax(-1, keepdim=True))
+        weights = _compute_exponential(x - x.amax(-1, keepdim=True))
         return weights / exact_sum(weights)
 
     @staticmethod
@@ -108,15 +108,15 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _projected(x, grad_outputs[0])
+        return _project_direction(x, grad_outputs[0])
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _projected(x, grad_inputs[0])
+        return _project_direction(x, grad_inputs[0])
 
 
-def _projected(x: Tensor, g: Tensor) -> Tensor:
+def _project_direction(x: Tensor, g: Tensor) -> Tensor:
     """Returns the derivative in the direction g, which is symmetric."""
     p = x.softmax(-1)
     return p * (g - (g * p).sum(-1, keepdim=True))

@@ -45,7 +45,7 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (gate, up), (dgate, dup) = ctx.saved_tensors, grad_inputs
-        parts = [] if dgate is None else [_of_silu(dgate * up, gate)]
+        parts = [] if dgate is None else [_silu_gradient(dgate * up, gate)]
         parts += [] if dup is None else [dup * F.silu(gate)]
         return functools.reduce(torch.add, parts)
 
@@ -58,11 +58,11 @@ def gradients_of_gated_silu(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tenso
         (tensor([0.5000]), tensor([0.]))
     """
     # As torch has it: the second form can be differentiated again, where that is recorded.
-    of_silu = _of_silu if torch.is_grad_enabled() else torch.ops.aten.silu_backward
+    of_silu = _silu_gradient if torch.is_grad_enabled() else torch.ops.aten.silu_backward
     return of_silu(dy * up, gate), dy * F.silu(gate)
 
 
-def _of_silu(dy: Tensor, gate: Tensor) -> Tensor:
+def _silu_gradient(dy: Tensor, gate: Tensor) -> Tensor:
     """`dy` times the derivative of silu."""
     s = gate.sigmoid()
     return dy * s * (1 + gate * (1 - s))

@@ -49,7 +49,7 @@ class Keys(Mask):
         return Keys(*tensors)
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return _some(queries, keys)
+        return _cover_some(queries, keys)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         rows = max(queries[1] - queries[0], 0)
@@ -93,7 +93,7 @@ class Added(Mask):
         return self if self.lead[1] == 1 else Added(self.numbers[..., start:stop, :, :])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return _some(queries, keys)
+        return _cover_some(queries, keys)
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         x = self.numbers
@@ -149,7 +149,7 @@ class Relative(Mask):
         return self if self.lead[1] == 1 else Relative(self.table_HD[start:stop])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "all" if _some(queries, keys) == "some" else "none"
+        return "all" if _cover_some(queries, keys) == "some" else "none"
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         sizes = (max(stop - start, 0) for start, stop in (queries, keys))
@@ -157,18 +157,20 @@ class Relative(Mask):
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         table = self.table_HD.to(device)
-        return self._at(torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None])
+        return self._look_up(
+            torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None]
+        )
 
     def given(self, queries: Span, keys: Span) -> Given:
         nearest, furthest = keys[0] - queries[1] + 1, keys[1] - queries[0]
-        return Given(table=self._at(torch.arange(nearest, furthest, device=self.table_HD.device)))
+        return Given(table=self._look_up(torch.arange(nearest, furthest, device=self.table_HD.device)))
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         H, D = self.table_HD.shape
         problem = f"Relative of shape {(H, D)} for {heads} heads: give [H or 1, 2 R + 1], of distances -R .. R"
         return [] if H in (1, heads) and D % 2 else [problem]
 
-    def _at(self, distance: Tensor) -> Tensor:
+    def _look_up(self, distance: Tensor) -> Tensor:
         R = self.table_HD.shape[1] // 2
         return self.table_HD[:, distance.clamp(-R, R) + R]
 
@@ -182,10 +184,10 @@ def together(found: Iterable[Given]) -> Given:
         >>> (ids[:, None] == ids).int().tolist()
         [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     """
-    return functools.reduce(_joined, found, Given())
+    return functools.reduce(_join_given, found, Given())
 
 
-def _joined(a: Given, b: Given) -> Given:
+def _join_given(a: Given, b: Given) -> Given:
     added, table = (x if y is None else y if x is None else x + y for x, y in ((a.added, b.added), (a.table, b.table)))
     if a.dropped is not None and b.dropped is not None:
         raise ValueError(
@@ -197,17 +199,17 @@ def _joined(a: Given, b: Given) -> Given:
         own = b if a.ids_q is None else a
         return Given(own.ids_q, own.ids_k, *rest)
     sizes = [a.ids_q.shape[1], a.ids_k.shape[1]]
-    first, second = (_numbered(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
+    first, second = (_renumber_ids(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
     ids_q, ids_k = (first * sum(sizes) + second).split(sizes, 1)
     return Given(ids_q, ids_k, *rest)
 
 
-def _numbered(ids_BN: Tensor) -> Tensor:
+def _renumber_ids(ids_BN: Tensor) -> Tensor:
     """Returns the numbers as 0 .. N - 1, equal where they are."""
     ordered, index = ids_BN.sort(-1)
     new = torch.cat([torch.zeros_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], -1)
     return torch.zeros_like(ids_BN).scatter(-1, index, new.cumsum(-1))
 
 
-def _some(queries: Span, keys: Span) -> Cover:
+def _cover_some(queries: Span, keys: Span) -> Cover:
     return "some" if queries[0] < queries[1] and keys[0] < keys[1] else "none"

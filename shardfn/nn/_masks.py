@@ -136,8 +136,8 @@ class Mask(abc.ABC):
         if q * k <= _COUNTED:
             return int(self.pairs(queries, keys).expand(*self.lead, q, k).sum())
         if q >= k:
-            return sum(self.count(half, keys) for half in _halves(queries))
-        return sum(self.count(queries, half) for half in _halves(keys))
+            return sum(self.count(half, keys) for half in _split_span(queries))
+        return sum(self.count(queries, half) for half in _split_span(keys))
 
     def __and__(self, other: "Mask") -> "Mask":
         members = [m for mask in (self, other) for m in mask.parts]
@@ -385,7 +385,7 @@ def size_of(span: Span) -> int:
     return max(span[1] - span[0], 0)
 
 
-def _halves(span: Span) -> tuple[Span, Span]:
+def _split_span(span: Span) -> tuple[Span, Span]:
     middle = (span[0] + span[1]) // 2
     return (span[0], middle), (middle, span[1])
 

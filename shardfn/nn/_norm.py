@@ -32,7 +32,7 @@ def layer_norm(
         >>> layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    return _of_rows(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
+    return _apply_to_rows(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
 
 
 def rms_norm(
@@ -50,22 +50,22 @@ def rms_norm(
         >>> rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
-    return _of_rows(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
+    return _apply_to_rows(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
 
 
-def _of_rows(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
+def _apply_to_rows(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
     """`norm(x)`; without a row the norm of a row of zeros that is cut off.
 
     A rank without rows of a sequence runs the operations of the others, and its backward needs the leaves that theirs
     needs, in their order: torch's norms of nothing may leave out the weights.
     """
     if x_D.numel():
-        return _in_dtype_of(w_D, norm, x_D)
+        return _apply_in_dtype(w_D, norm, x_D)
     padded = torch.cat([x_D.reshape(0, x_D.shape[-1]), x_D.new_zeros(1, x_D.shape[-1])])
-    return _in_dtype_of(w_D, norm, padded)[:0].view(x_D.shape)
+    return _apply_in_dtype(w_D, norm, padded)[:0].view(x_D.shape)
 
 
-def _in_dtype_of(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
+def _apply_in_dtype(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
     """`norm(x)` in the dtype of the weights, given back in that of x; autocast has rules of its own."""
     if x_D.dtype == w_D.dtype or torch.is_autocast_enabled(x_D.device.type):
         return norm(x_D)

@@ -117,8 +117,8 @@ def absorb(
         for i, query in enumerate(tiles(queries, block)):
             if how.mask.cover(query.span, key.span) == "none":
                 continue
-            s = _scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
-            states[i] = _fold(states[i], s, v, _multiplier(s, query.span, key.span, how))
+            s = _compute_scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
+            states[i] = _fold_values(states[i], s, v, _probability_factors(s, query.span, key.span, how))
 
 
 def finish(
@@ -170,13 +170,13 @@ def transpose(
             if how.mask.cover(query.span, key.span) == "none":
                 continue
             q, dy, lse, delta = (_rows_of(x, query.at) for x in outer)
-            s = _scores(q, k, query.span, key.span, how)
-            p = _probabilities(s, lse)
-            c = _multiplier(p, query.span, key.span, how)
-            ds = p * _times((_joined(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
-            dv = dv + _joined(_times(p, c)).mT @ _joined(dy)
-            dk = dk + _joined(ds).mT @ _joined(q)
-            dq = (_joined(ds) @ k).view_as(q)
+            s = _compute_scores(q, k, query.span, key.span, how)
+            p = _compute_probabilities(s, lse)
+            c = _probability_factors(p, query.span, key.span, how)
+            ds = p * _multiply_factors((_join_groups(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
+            dv = dv + _join_groups(_multiply_factors(p, c)).mT @ _join_groups(dy)
+            dk = dk + _join_groups(ds).mT @ _join_groups(q)
+            dq = (_join_groups(ds) @ k).view_as(q)
             before = dqs[i]
             dqs[i] = dq if before is None else before + dq
         columns.append((dk, dv))
@@ -201,10 +201,10 @@ class Pushed:
                 if how.mask.cover(query.span, key.span) == "none":
                     continue
                 q, dq, lse = (_rows_of(x, query.at) for x in self._outer)
-                p = _probabilities(_scores(q, k, query.span, key.span, how), lse)
-                pds = p * (_joined(dq) @ k.mT + _joined(q) @ dk.mT).view_as(p) * factor(how, q)
-                c = _multiplier(p, query.span, key.span, how)
-                dsum = _joined(_times(pds, c)) @ v + _joined(_times(p, c)) @ dv
+                p = _compute_probabilities(_compute_scores(q, k, query.span, key.span, how), lse)
+                pds = p * (_join_groups(dq) @ k.mT + _join_groups(q) @ dk.mT).view_as(p) * factor(how, q)
+                c = _probability_factors(p, query.span, key.span, how)
+                dsum = _join_groups(_multiply_factors(pds, c)) @ v + _join_groups(_multiply_factors(p, c)) @ dv
                 new = pds.sum(-1), dsum.view(*p.shape[:-1], v.shape[-1])
                 old = self._sums[i]
                 self._sums[i] = new if old is None else (old[0] + new[0], old[1] + new[1])
@@ -229,48 +229,48 @@ def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: in
     return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
 
 
-def _scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
     """[B, G, R, Q, K]; -inf where a pair does not count."""
-    s = (_joined(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
+    s = (_join_groups(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
     bias = how.bias(queries, keys, q.device)
-    s = s if bias is None else s + _by_group(bias, q).to(s.dtype)
+    s = s if bias is None else s + _split_groups(bias, q).to(s.dtype)
     if how.mask.cover(queries, keys) == "all":
         return s
-    return s.masked_fill(~_by_group(how.mask.pairs(queries, keys, q.device), q), -math.inf)
+    return s.masked_fill(~_split_groups(how.mask.pairs(queries, keys, q.device), q), -math.inf)
 
 
-def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
+def _compute_probabilities(s: Tensor, lse: Tensor) -> Tensor:
     """e^(s - lse); 0 in rows without keys."""
     return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _multiplier(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
+def _probability_factors(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
     """Returns the factors of the probabilities of a tile [B, G, R, Q, K] after the softmax. None is 1."""
     c = how.mask.scales(queries, keys, math.prod(p.shape[-4:-2]), p)
-    return None if c is None else _by_group(c, p)
+    return None if c is None else _split_groups(c, p)
 
 
-def _times(x: Tensor, c: Tensor | None) -> Tensor:
+def _multiply_factors(x: Tensor, c: Tensor | None) -> Tensor:
     return x if c is None else x * c
 
 
-def _fold(state: OnlineState | None, s: Tensor, v: Tensor, c: Tensor | None) -> OnlineState:
+def _fold_values(state: OnlineState | None, s: Tensor, v: Tensor, c: Tensor | None) -> OnlineState:
     top = s.amax(-1) if state is None else torch.maximum(state.top, s.amax(-1))
     shift = top.masked_fill(top == -math.inf, 0.0)  # rows that have no key yet
     p = (s - shift[..., None]).exp()
-    total, sum = p.sum(-1), (_joined(_times(p, c)) @ v).view(*p.shape[:-1], v.shape[-1])
+    total, sum = p.sum(-1), (_join_groups(_multiply_factors(p, c)) @ v).view(*p.shape[:-1], v.shape[-1])
     if state is not None:
         before = (state.top - shift).exp()
         total, sum = total + state.total * before, sum + state.sum * before[..., None]
     return OnlineState(top, total, sum)
 
 
-def _joined(x: Tensor) -> Tensor:
+def _join_groups(x: Tensor) -> Tensor:
     """[B, G, R, T, K] as [B, G, R * T, K]: the query heads of a key head are rows of one product."""
     return x.flatten(-3, -2)
 
 
-def _by_group(x: Tensor, q: Tensor) -> Tensor:
+def _split_groups(x: Tensor, q: Tensor) -> Tensor:
     """[.., H or 1, Q, K] as [.., G or 1, R or 1, Q, K]."""
     if x.ndim == 2:
         return x

@@ -114,13 +114,13 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     return product, tuple(operands)
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
+def _match_linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(weight, Weight):
         return None if weight.source is None else (weight.product, input, weight.source, bias)
     return None if weight.ndim != 2 else (_LINEAR, input, weight, bias)
 
 
-def _matmul(input: Tensor, other: Any, **named: Any) -> Any:
+def _match_matmul(input: Tensor, other: Any, **named: Any) -> Any:
     """`matmul`, `mm`, `bmm`. The second operand has other names in some."""
     if named or not isinstance(other, Tensor) or min(input.ndim, other.ndim) < 2:
         return None
@@ -128,14 +128,14 @@ def _matmul(input: Tensor, other: Any, **named: Any) -> Any:
 
 
 def _matmul_named(input: Tensor, other: Any = None, *, tensor2: Any = None, mat2: Any = None, **named: Any) -> Any:
-    return _matmul(input, next((x for x in (other, tensor2, mat2) if x is not None), None), **named)
+    return _match_matmul(input, next((x for x in (other, tensor2, mat2) if x is not None), None), **named)
 
 
-def _rmatmul(self: Tensor, other: Any) -> Any:
-    return _matmul(other, self) if isinstance(other, Tensor) else None
+def _match_rmatmul(self: Tensor, other: Any) -> Any:
+    return _match_matmul(other, self) if isinstance(other, Tensor) else None
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
+def _match_addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
     if named or not isinstance(mat2, Tensor):
         return None
     return _ADDMM, mat1, mat2, input
@@ -155,18 +155,18 @@ def _grouped_mm(
     def forward(a: Tensor, b: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(a, b, offs=offs)
 
-    def of_a(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_a(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
         del shape
         return grouped_product(dy, b, counts, transposed=True)
 
-    def of_b(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_b(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
         del shape
         return grouped_outer(a, dy, counts)
 
-    return Product(forward, (of_a, of_b)), self, other
+    return Product(forward, (gradient_of_a, gradient_of_b)), self, other
 
 
-def _einsum(equation: Any, *operands: Any) -> Any:
+def _match_einsum(equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or len(tensors) != 2 or not all(isinstance(x, Tensor) for x in tensors):
         return None
@@ -185,56 +185,56 @@ def _einsum_product(equation: str) -> Product | None:
     if not plain or set(a) - set(b + out) or set(b) - set(a + out):
         return None
 
-    def of_a(dy: Tensor, b_value: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_a(dy: Tensor, b_value: Tensor, shape: torch.Size) -> Tensor:
         return torch.einsum(f"{out},{b}->{a}", dy, b_value).sum_to_size(shape)
 
-    def of_b(dy: Tensor, a_value: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_b(dy: Tensor, a_value: Tensor, shape: torch.Size) -> Tensor:
         return torch.einsum(f"{out},{a}->{b}", dy, a_value).sum_to_size(shape)
 
-    return Product(lambda a_value, b_value: torch.einsum(equation, a_value, b_value), (of_a, of_b))
+    return Product(lambda a_value, b_value: torch.einsum(equation, a_value, b_value), (gradient_of_a, gradient_of_b))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
-def _left(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+def _left_gradient(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of a in a @ b."""
     if b.ndim == 2:
-        return (_rows(dy) @ b.mT).reshape(shape)
+        return (_as_rows(dy) @ b.mT).reshape(shape)
     return (dy @ b.mT).sum_to_size(shape)
 
 
-def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+def _right_gradient(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of b in a @ b."""
     if len(shape) == 2:
-        return _rows(a).mT @ _rows(dy)
+        return _as_rows(a).mT @ _as_rows(dy)
     return (a.mT @ dy).sum_to_size(shape)
 
 
 def linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of the input of `linear`."""
-    return (_rows(dy) @ weight).reshape(shape)
+    return (_as_rows(dy) @ weight).reshape(shape)
 
 
 def linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of the weight of `linear`."""
     del shape
-    return _rows(dy).mT @ _rows(x)
+    return _as_rows(dy).mT @ _as_rows(x)
 
 
 _LINEAR = Product(torch.nn.functional.linear, (linear_input, linear_weight))
-_MATMUL = Product(torch.matmul, (_left, _right))
-_ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left, _right))
+_MATMUL = Product(torch.matmul, (_left_gradient, _right_gradient))
+_ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left_gradient, _right_gradient))
 _READERS: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.linear: _linear,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm: _addmm,
-    torch.einsum: _einsum,
+    torch.nn.functional.linear: _match_linear,
+    torch.addmm: _match_addmm,
+    torch.Tensor.addmm: _match_addmm,
+    torch.einsum: _match_einsum,
     torch.nn.functional.grouped_mm: _grouped_mm,
     grouped_mm: _grouped_mm,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
-    torch.Tensor.__rmatmul__: _rmatmul,
+    torch.Tensor.__rmatmul__: _match_rmatmul,
 } | dict.fromkeys(
     (
         torch.matmul,

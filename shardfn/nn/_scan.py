@@ -74,7 +74,7 @@ def scan(
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
     carry, ys = run_layers(ScanBody(f, init), init, layers)
-    return carry, _stacked(ys)
+    return carry, _stack_trees(ys)
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
@@ -106,7 +106,7 @@ class ScanBody:
 
     @functools.cached_property
     def _init_looks(self) -> object:
-        return _looks(self.init)
+        return _structure_key(self.init)
 
     def __call__(self, carry: PyTree, x: PyTree, first: list[PyTree]) -> Any:
         """One layer.
@@ -120,7 +120,7 @@ class ScanBody:
             raise TypeError(
                 f"scan's f must return (carry, y), got {_shape_text(out)}; with nothing to stack return (carry, None)."
             )
-        if _looks(out[0]) != self._init_looks:
+        if _structure_key(out[0]) != self._init_looks:
             _check_tensors("carry", out[0])
             _check_alike("carry", out[0], "init", self.init)
         _check_axes(out[0], carry)
@@ -131,7 +131,7 @@ class ScanBody:
         return out
 
 
-def _looks(tree: PyTree) -> object:
+def _structure_key(tree: PyTree) -> object:
     """Returns a key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
@@ -139,7 +139,7 @@ def _looks(tree: PyTree) -> object:
     return treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else object() for x in leaves)
 
 
-def _stacked(ys: list[PyTree]) -> PyTree:
+def _stack_trees(ys: list[PyTree]) -> PyTree:
     """Trees of one structure as one tree with a new dim 0."""
     columns = zip(*(tree_leaves(y) for y in ys), strict=True)
     return tree_unflatten(tree_structure(ys[0]), [torch.stack(column) for column in columns])

@@ -101,9 +101,9 @@ def self_attention(
         >>> self_attention(torch.ones(2, 5, 8), w, Heads(queries=2, keys=2, dim=4), axis="tp").shape
         torch.Size([2, 5, 8])
     """
-    start, stop = _own_heads(w.wq, heads, axis)
+    start, stop = _local_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    first, q_BTHK, k_BTGK, v_BTGK = _projected(x_BTD, w, heads, axis)
+    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -171,7 +171,7 @@ def fused_self_attention(
     return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, features=columns, axis=axis, sequence=sequence)
 
 
-def _own_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
+def _local_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
     """Returns the query heads of this rank.
 
     Raises:
@@ -194,7 +194,7 @@ def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_
     check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
-def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
+def _project_inputs(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
     """Returns the first key head that this rank needs; its queries, keys and values [B, T, heads, K]."""
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
@@ -207,19 +207,19 @@ def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> 
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        return held[int(axis_index(axis))][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
-    q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
+        return held[int(axis_index(axis))][0], _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
+    q_BTHK = _split_heads(affine(x_BTD, w.wq, w.bq), heads)
     (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
         k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
-        return start, q_BTHK, _by_head(k, heads), _by_head(v, heads)
-    wk, wv, bk, bv = _joined_weights(w, axis, size, own)
-    return start, q_BTHK, _by_head(affine(x_BTD, wk, bk), heads), _by_head(affine(x_BTD, wv, bv), heads)
+        return start, q_BTHK, _split_heads(k, heads), _split_heads(v, heads)
+    wk, wv, bk, bv = _gather_weights(w, axis, size, own)
+    return start, q_BTHK, _split_heads(affine(x_BTD, wk, bk), heads), _split_heads(affine(x_BTD, wv, bv), heads)
 
 
-def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:
+def _gather_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:
     """Some rows of wk, wv, bk and bv, of which each rank has a block; sent in one message."""
     biases = [b[..., None] for b in (w.bk, w.bv) if b is not None]
     parts: list[Any] = [w.wk, w.wv, *biases]
@@ -229,6 +229,6 @@ def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> t
     return *found[:2], *(None if b is None else next(rest)[..., 0] for b in (w.bk, w.bv))
 
 
-def _by_head(y: Tensor, heads: Heads) -> Tensor:
+def _split_heads(y: Tensor, heads: Heads) -> Tensor:
     """[B, T, heads of this rank, K]."""
     return y if y.ndim == 4 else y.unflatten(-1, (-1, heads.dim) if y.shape[-1] else (0, heads.dim))

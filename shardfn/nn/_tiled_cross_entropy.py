@@ -90,14 +90,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, ...]:
         work = wide(x_ND.dtype)
         total, dxs, dw_VD = torch.zeros((), dtype=work, device=x_ND.device), [], torch.zeros_like(w_VD, dtype=work)
-        own = _own(targets_N, how)
+        own = _locate_targets(targets_N, how)
         tiles = (x.split(how.tile) for x in (x_ND, *own))
         for x, *found in zip(*tiles, strict=True):
             targets = _Targets(*found)
-            loss, p = _tile(x, w_VD, targets, how)
+            loss, p = _compute_tile(x, w_VD, targets, how)
             total = total + loss
             if how.differentiated:
-                dxs.append(_gradient(p, w_VD.to(work), targets))
+                dxs.append(_input_gradient(p, w_VD.to(work), targets))
                 dw_VD = torch.addmm(dw_VD, p.mT, x.to(work) * targets.counts[:, None])
             del p  # before those of the next tile are made
         dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
@@ -149,19 +149,19 @@ class _Targets(NamedTuple):
     hits: Tensor
 
 
-def _own(targets_N: Tensor, how: _How) -> _Targets:
+def _locate_targets(targets_N: Tensor, how: _How) -> _Targets:
     counts_N = targets_N != how.ignore_index
     index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), *how.classes)
     return _Targets(index_N, counts_N, counts_N & ~missing_N)
 
 
-def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
+def _input_gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
     """(p - one-hot targets) w. The targets' part is subtracted from the product, which is narrower than the logits."""
     dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
     return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
 
 
-def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+def _compute_tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
     """Returns the sum over the tokens of a tile, and the probabilities of all classes.
 
     No more than two tensors of the size of the logits are alive at once: each is freed when the next has been made of
@@ -174,14 +174,14 @@ def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Ten
         del logits_NV
         loss_N = -log_p_NV.gather(-1, targets.classes[:, None])[:, 0]
     else:
-        lse_N, loss_N = _over_ranks(logits_NV, targets, how)
+        lse_N, loss_N = _reduce_over_ranks(logits_NV, targets, how)
         log_p_NV = logits_NV - lse_N[:, None]
         del logits_NV
     loss = loss_N.masked_fill(~targets.counts, 0.0).sum()
     return loss, log_p_NV.exp() if how.differentiated else loss
 
 
-def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+def _reduce_over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
     """Returns the log sum exp and the loss of tokens whose classes are cut over ranks."""
     start, stop, _ = how.classes
     if start == stop:

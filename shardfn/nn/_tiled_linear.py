@@ -46,7 +46,7 @@ def tiled_linear(
         >>> torch.equal(tiled_linear(x, tiles(w, in_splits=2, out_splits=2)), x @ w.t())
         True
     """
-    rows, columns = _sizes(w_FD)
+    rows, columns = _grid_sizes(w_FD)
     if x_D.shape[-1] != sum(columns):
         raise ValueError(f"tiled_linear: x has {x_D.shape[-1]} features, the tiles' columns are {columns}.")
     if b_F is not None and b_F.shape[0] != sum(rows):
@@ -54,7 +54,7 @@ def tiled_linear(
     # Contiguous here, once: the products of all rows of tiles then save the same parts of x.
     parts = [x_D] if len(columns) == 1 else [part.contiguous() for part in x_D.split(columns, -1)]
     biases = [None] * len(rows) if b_F is None else b_F.split(rows)
-    outs = [_row(parts, row, b) for row, b in zip(w_FD, biases, strict=True)]
+    outs = [_multiply_row(parts, row, b) for row, b in zip(w_FD, biases, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
@@ -94,7 +94,7 @@ def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
         >>> untile(tiles(torch.arange(6.0).view(2, 3), in_splits=2, out_splits=2)).tolist()
         [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
-    _sizes(w_FD)
+    _grid_sizes(w_FD)
     return torch.cat([torch.cat(list(row), 1) for row in w_FD])
 
 
@@ -167,15 +167,15 @@ def tile_shapes(
     if tile_bytes is not None:
         if (in_splits, out_splits) != (1, 1):
             raise ValueError("tiles: give tile_bytes, or in_splits and out_splits, not both.")
-        in_splits, out_splits = _splits(shape, tile_bytes // itemsize)
+        in_splits, out_splits = _choose_splits(shape, tile_bytes // itemsize)
     for name, n, size in (("in_splits", in_splits, shape[1]), ("out_splits", out_splits, shape[0])):
         if not 1 <= n <= max(size, 1):
             raise ValueError(f"tiles: {name}={n} of {size} features; it must be between 1 and their number.")
-    columns = _even(shape[1], in_splits)
-    return [[(f, d) for d in columns] for f in _even(shape[0], out_splits)]
+    columns = _split_evenly(shape[1], in_splits)
+    return [[(f, d) for d in columns] for f in _split_evenly(shape[0], out_splits)]
 
 
-def _row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+def _multiply_row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """One row of tiles: the products along D, added one by one."""
     out = F.linear(parts[0], row[0], bias)
     for part, tile in zip(parts[1:], row[1:], strict=True):
@@ -183,7 +183,7 @@ def _row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) ->
     return out
 
 
-def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
+def _grid_sizes(grid: Grid) -> tuple[list[int], list[int]]:
     """Returns the numbers of rows and columns of the tiles."""
     shapes = [[tuple(t.shape) for t in row] for row in grid]
     if not shapes or not shapes[0]:
@@ -203,7 +203,7 @@ def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
     return rows, columns
 
 
-def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
+def _choose_splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
     """Returns the fewest tiles of at most `numel` elements, along D and along F."""
     if numel < 1:
         raise ValueError("tiles: tile_bytes is less than one element.")
@@ -211,5 +211,5 @@ def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
     return (1, math.ceil(shape[0] / rows) or 1) if rows else (math.ceil(shape[1] / numel), shape[0])
 
 
-def _even(size: int, n: int) -> list[int]:
+def _split_evenly(size: int, n: int) -> list[int]:
     return [size // n + (i < size % n) for i in range(n)]

@@ -51,14 +51,14 @@ class Waiting:
         """Yields the bundles of these numbers. The next is on its way while one is in use."""
         before: list[Fetch] | None = None
         for i in order:
-            coming = [self._fetch(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
+            coming = [self._fetch_tensor(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
             if before is not None:
                 yield tuple(x.result() for x in before)
             before = coming
         if before is not None:
             yield tuple(x.result() for x in before)
 
-    def _fetch(self, x: Tensor) -> Fetch:
+    def _fetch_tensor(self, x: Tensor) -> Fetch:
         on_disk = self._pool is not None and x.dtype == torch.int64
         fetch = Fetch(stored_of(x).read() if on_disk else x, self._device)
         if not on_disk:

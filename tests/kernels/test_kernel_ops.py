@@ -170,7 +170,7 @@ def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> N
 @pytest.fixture
 def unbuilt() -> Iterator[None]:
     """The state before any build; builds in the test do not outlast it."""
-    caches = (_build.library, _dispatch._serving)
+    caches = (_build.library, _dispatch._choose_kind)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -181,11 +181,11 @@ def unbuilt() -> Iterator[None]:
 @pytest.mark.usefixtures("unbuilt")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     want = kernels.pack_signs(X)
-    for cache in (_build.library, _dispatch._serving):
+    for cache in (_build.library, _dispatch._choose_kind):
         cache.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert torch.equal(kernels.pack_signs(X), want)
-    assert _dispatch._serving("cpu") == "cpu"
+    assert _dispatch._choose_kind("cpu") == "cpu"
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"), kernels.implemented_by("native"):
         pass
 
@@ -196,5 +196,5 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
     with pytest.warns(UserWarning, match="/bin/false did not build"):
         kernels.pack_signs(X)
-    assert _dispatch._serving("cpu") == "cpu"
+    assert _dispatch._choose_kind("cpu") == "cpu"
     assert [left.suffix for left in (tmp_path / "shardfn").iterdir()] == [".lock"]  # the file that builders lock

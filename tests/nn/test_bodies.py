@@ -431,7 +431,7 @@ def test_zigzag_is_balanced_and_sends_no_more() -> None:
     """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice the mean."""
     for T, P in ((4096, 4), (4097, 3), (1000, 8)):
         ranges = _parallel.ranges_over(T, [P])
-        cuts = _bodies._zigzag(ranges)
+        cuts = _bodies._deal_zigzag(ranges)
         work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
         assert sum(work) == T * (T + 1) // 2
         assert max(work) <= 1.02 * sum(work) / P
@@ -462,8 +462,8 @@ def test_one_number_for_a_ring_of_two_axes_is_refused() -> None:
 
 def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    usual = _online._scores
-    monkeypatch.setattr(_online, "_scores", lambda *args: (seen.append(1), usual(*args))[1])
+    usual = _online._compute_scores
+    monkeypatch.setattr(_online, "_compute_scores", lambda *args: (seen.append(1), usual(*args))[1])
     monkeypatch.setattr(_ring, "kernel_tile", lambda *args: None)
     x = torch.randn(1, 64, 1, 2, requires_grad=True)
     nn.attention(x, x, x, mask=nn.Causal() & nn.Window(7), impl=nn.Blockwise(8)).sum().backward()

@@ -125,8 +125,8 @@ def block_sparse_attention(
         Child et al., Generating Long Sequences with Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
         Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
     """
-    _check(q_BTHK, k_BSGK, v_BSGK, tiles, given, block)
-    rest = *tiles, *_flat(given), block, float(scale)
+    _check_shapes(q_BTHK, k_BSGK, v_BSGK, tiles, given, block)
+    rest = *tiles, *_flatten_given(given), block, float(scale)
     return torch.ops.shardfn_kernels.block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, *rest)
 
 
@@ -170,12 +170,12 @@ def block_sparse_attention_backward(
         >>> block_sparse_attention_backward(v, (v * 0, v, v), y, lse, one, block=2, scale=1.0)[2].flatten()
         tensor([0.5000, 0.5000])
     """
-    _check(*qkv, tiles, given, block)
+    _check_shapes(*qkv, tiles, given, block)
     for name, x in (("dy", dy_BTHK), ("y", y_BTHK)):
         check_dtype(name, x, qkv[0].dtype)
         check_shape(name, x, tuple(qkv[0].shape), "that of q")
     return torch.ops.shardfn_kernels.block_sparse_attention_backward(
-        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *_flat(given), block, float(scale)
+        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *_flatten_given(given), block, float(scale)
     )
 
 
@@ -184,7 +184,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: int) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: int) -> None:
     if q.dtype not in _FLOATS:
         raise TypeError(f"q is {q.dtype}; attention is computed of fp64, fp32, bf16 or fp16: convert it")
     (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
@@ -215,33 +215,33 @@ def _check_given(given: Given, sizes: tuple[int, int, int, int]) -> None:
             raise ValueError(f"given.dropped.level is {given.dropped.level}, must be in [1, 2**16): leave it out for 0")
 
 
-def _flat(given: Given) -> tuple[Any, ...]:
+def _flatten_given(given: Given) -> tuple[Any, ...]:
     return *given[:4], *(given.dropped or (None, 0, 0, 0, 0))
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
+def _split_arguments(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
     """Makes the op's last arguments into (tiles, given, block, scale)."""
     *found, block, scale = args
     dropped = None if found[8] is None else Dropped(*found[8:])
     return Tiles(*found[:4]), Given(*found[4:8])._replace(dropped=dropped), block, scale
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if not q.numel() or not k.numel():
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), _lse(q).fill_(-torch.inf)
-    return implementation("block_sparse_attention", "forward", q.device)((q, k, v), *_split(args))
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), _empty_lse(q).fill_(-torch.inf)
+    return implementation("block_sparse_attention", "forward", q.device)((q, k, v), *_split_arguments(args))
 
 
-def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *args: Any) -> Any:
+def _run_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *args: Any) -> Any:
     if not q.numel() or not k.numel():
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtype = wide(q.dtype)
     delta_BHT = (dy.to(dtype) * y.to(dtype)).sum(-1).transpose(1, 2).contiguous()
     run = implementation("block_sparse_attention", "backward", q.device)
-    return run(dy, (q, k, v), lse, delta_BHT, *_split(args))
+    return run(dy, (q, k, v), lse, delta_BHT, *_split_arguments(args))
 
 
-def _lse(q: Tensor) -> Tensor:
+def _empty_lse(q: Tensor) -> Tensor:
     B, T, H, _ = q.shape
     return q.new_empty(B, H, T, dtype=wide(q.dtype))
 
@@ -253,14 +253,14 @@ _TAKES = (
 
 define(
     f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_TAKES}) -> (Tensor, Tensor)",
-    _forward,
-    lambda q, *_: (torch.empty_like(q, memory_format=torch.contiguous_format), _lse(q)),
+    _run_forward,
+    lambda q, *_: (torch.empty_like(q, memory_format=torch.contiguous_format), _empty_lse(q)),
     scratch=_scratch.forward,
 )
 define(
     f"block_sparse_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, {_TAKES})"
     " -> (Tensor, Tensor, Tensor)",
-    _backward,
+    _run_backward,
     lambda dy, q, k, v, *_: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
     scratch=_scratch.backward,
 )

@@ -28,10 +28,10 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
     if qkv[0].dtype == torch.float64:
         return _reference.forward(qkv, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
-    (B, T, H, _), M = q.shape, _sides(q, block)
+    (B, T, H, _), M = q.shape, _block_sides(q, block)
     y, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
     num = B * H * ceil(T, block) * M["PARTS"]
-    launch(_forward, num, q.device, q, k, v, *_kernel_arguments(q, k, tiles, given, scale), y, lse, **M)
+    launch(_forward_kernel, num, q.device, q, k, v, *_kernel_arguments(q, k, tiles, given, scale), y, lse, **M)
     return y, lse
 
 
@@ -43,11 +43,11 @@ def backward(
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _sides(q, block)
+    (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _block_sides(q, block)
     outer, arguments = (dy.contiguous(), lse.contiguous(), delta), _kernel_arguments(q, k, tiles, given, scale)
     num = B * H * ceil(T, block) * sides["PARTS"]
     launch(_backward_queries, num, q.device, q, k, v, *arguments, *outer, dq, **sides)
-    turned = _by_column(tiles, ceil(S, block))
+    turned = _sort_by_column(tiles, ceil(S, block))
     num = B * G * ceil(S, block) * sides["PARTS"]
     launch(_backward_keys, num, q.device, q, k, v, *arguments, *outer, *turned, dk, dv, **sides)
     return dq, dk, dv
@@ -67,7 +67,7 @@ class Turned(NamedTuple):
     rows: Tensor
 
 
-def _by_column(tiles: Tiles, num_columns: int) -> Turned:
+def _sort_by_column(tiles: Tiles, num_columns: int) -> Turned:
     (L, N), device = (tiles.starts.shape[0], tiles.starts.shape[1] - 1), tiles.starts.device
     counts = tiles.starts.diff(dim=1).flatten().long()
     row = torch.arange(L * N, device=device).repeat_interleave(counts, output_size=tiles.columns.numel())
@@ -78,7 +78,7 @@ def _by_column(tiles: Tiles, num_columns: int) -> Turned:
     return Turned(starts.int(), order.int(), (row % max(N, 1)).int())
 
 
-def _sides(q: Tensor, block: int) -> dict[str, Any]:
+def _block_sides(q: Tensor, block: int) -> dict[str, Any]:
     """Returns the sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
@@ -112,7 +112,7 @@ def _rows_of(x, at, mask, d, stride, K: tl.constexpr, WIDENED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _scores(
+def _compute_scores(
     q, k, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def _scores(
 
 @triton.jit
 @no_type_check
-def _forward(
+def _forward_kernel(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
     keys, level, kept, head0, query0, key0, T, S, H, G, L, scale, y, lse,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
@@ -157,7 +157,7 @@ def _forward(
             c = c0 + tl.arange(0, ROWS)
             theirs, head = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
             key = _rows_of(k + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
-            x = _scores(
+            x = _compute_scores(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
             )  # fmt: skip
@@ -208,7 +208,7 @@ def _backward_queries(
             theirs, place = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
             key = _rows_of(k + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             value = _rows_of(v + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
-            x = _scores(
+            x = _compute_scores(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
             )  # fmt: skip
@@ -253,7 +253,7 @@ def _backward_keys(
                 by = tl.load(lse + (b * H + h) * T + t, mask=theirs, other=0.0)
                 by = tl.where(by == float("-inf"), 0.0, by)
                 less = tl.load(delta + (b * H + h) * T + t, mask=theirs, other=0.0)
-                x = _scores(
+                x = _compute_scores(
                     own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table,
                     table_head, T, S, scale, BLOCK,
                 )  # fmt: skip

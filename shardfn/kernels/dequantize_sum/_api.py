@@ -40,7 +40,7 @@ def dequantize_sum(
         >>> dequantize_sum(codes[:, None], scales[:, None], 2)
         tensor([[-3.0000,  1.5000]])
     """
-    _check(codes, scales, c, bits, block)
+    _check_inputs(codes, scales, c, bits, block)
     return torch.ops.shardfn_kernels.dequantize_sum(codes, scales, c, bits, block)
 
 
@@ -80,11 +80,11 @@ def dequantize_sum_quantize(
         Wang et al.: ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023,
         https://arxiv.org/abs/2306.10209
     """
-    _check(codes, scales, c, bits, block)
+    _check_inputs(codes, scales, c, bits, block)
     return torch.ops.shardfn_kernels.dequantize_sum_quantize(codes, scales, c, bits, block)
 
 
-def _check(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> None:
+def _check_inputs(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> None:
     check_block(bits, block)
     check_codes(codes, scales, tuple(codes.shape[:2]), c, bits, block)
     if codes.shape[0] < 1:

@@ -140,7 +140,7 @@ def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]
     return torch.ops.shardfn_kernels.draw_uniforms(keys, places)
 
 
-def _draw(
+def _draw_tokens(
     logits: Tensor,
     uniform: Tensor,
     temperature: Tensor,
@@ -163,7 +163,7 @@ def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     return run(keys.view(torch.int64).contiguous(), places.to(torch.int64).contiguous())
 
 
-def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
+def _scratch_bytes(logits: Tensor, *rest: Tensor | None) -> int:
     del rest
     return 8 * _native.room(logits.shape[1]) * min(num_threads(), len(logits))
 
@@ -171,16 +171,16 @@ def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
 define(
     "draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? targets)"
     " -> (Tensor, Tensor)",
-    _draw,
+    _draw_tokens,
     lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
-    scratch=_scratch,
+    scratch=_scratch_bytes,
 )
 refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")
 define(
     "top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
     _top_logprobs,
     lambda logits, num: (logits.new_empty(len(logits), num, dtype=torch.int64), logits.new_empty(len(logits), num)),
-    scratch=_scratch,
+    scratch=_scratch_bytes,
 )
 refuse_backward("top_logprobs", "call it on logits.detach().")
 define(

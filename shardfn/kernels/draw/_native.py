@@ -28,7 +28,7 @@ def draw(
     targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log probabilities of logits [r, v]."""
-    found = _functions(library(SOURCE))
+    found = _load_functions(library(SOURCE))
     arguments = uniform, temperature, top_k, top_p, min_p, targets
     if found is None:
         return _reference.draw(logits, *arguments)
@@ -45,7 +45,7 @@ def draw(
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
-    found = _functions(library(SOURCE))
+    found = _load_functions(library(SOURCE))
     if found is None:
         return _reference.top_logprobs(logits, num)
     r, v = logits.shape
@@ -59,7 +59,7 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
-    found = _functions(library(SOURCE))
+    found = _load_functions(library(SOURCE))
     if found is None:
         return _reference.draw_uniforms(keys, places)
     out = torch.empty(keys.shape, dtype=torch.float64)
@@ -79,7 +79,7 @@ def room(vocab: int) -> int:
 
 
 @functools.cache
-def _functions(found: ctypes.CDLL | None) -> Any:
+def _load_functions(found: ctypes.CDLL | None) -> Any:
     """Returns the library, with the types of its arguments, which keeps calls of few rows cheap.
 
     None without a compiler.

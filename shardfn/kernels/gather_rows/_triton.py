@@ -20,7 +20,7 @@ def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     factors = out if weights is None else weights
     sizes = n, d, j, blocks
     constants = {"WEIGHTED": weights is not None, "DOUBLE": wide(x.dtype).itemsize == 8, "WIDTH": WIDTH}
-    launch(_gather, m * blocks, x.device, x, index, factors, out, *sizes, **constants)
+    launch(_gather_kernel, m * blocks, x.device, x, index, factors, out, *sizes, **constants)
     return out
 
 
@@ -29,13 +29,15 @@ def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     (n, d), (m, j) = x.shape, index.shape
     out = x.new_empty(m, j, dtype=wide(x.dtype))
     constants = {"DOUBLE": out.dtype.itemsize == 8, "WIDTH": WIDTH}
-    launch(_dots, m * j, x.device, x, y, index, out, n, d, j, **constants)
+    launch(_dots_kernel, m * j, x.device, x, y, index, out, n, d, j, **constants)
     return out
 
 
 @triton.jit
 @no_type_check
-def _gather(x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
+def _gather_kernel(
+    x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOUBLE: tl.constexpr, WIDTH: tl.constexpr
+):
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row, k = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
     total, begun = tl.full((WIDTH,), 0.0, kind), 0
@@ -53,7 +55,7 @@ def _gather(x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOU
 
 @triton.jit
 @no_type_check
-def _dots(x, y, index, out, n, d, j, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
+def _dots_kernel(x, y, index, out, n, d, j, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     place, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     row, at = place // j, tl.load(index + place)

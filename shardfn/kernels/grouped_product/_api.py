@@ -44,7 +44,7 @@ def grouped_product(
         >>> grouped_product(x, w, torch.tensor([1, 2])).T
         tensor([[ 2., 10., 10.,  0.]])
     """
-    _check("w", x, w, counts)
+    _check_operands("w", x, w, counts)
     if exact and x.dtype not in EXACT:
         raise TypeError(f"x is {x.dtype}; exact products are float32 or float64: leave out exact=True")
     at = 2 if transposed else 1
@@ -81,12 +81,12 @@ def grouped_outer(
         >>> grouped_outer(torch.ones(3, 2), torch.ones(3, 1), torch.tensor([0, 2])).tolist()
         [[[0.0], [0.0]], [[2.0], [2.0]]]
     """
-    _check("y", x, y, counts)
+    _check_operands("y", x, y, counts)
     check_shape("y", y, (x.shape[0], *y.shape[1:2]), "a row for each row of x")
     return torch.ops.shardfn_kernels.grouped_outer(x, y, counts)
 
 
-def _check(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
+def _check_operands(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; grouped products are of floating-point numbers: convert it")
     check_dtype(name, other, x.dtype)

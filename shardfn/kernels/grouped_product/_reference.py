@@ -18,7 +18,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
     out, start = x.new_zeros(x.shape[0], matrices.shape[2]), 0
     for size, matrix in zip(counts.tolist(), matrices.unbind(), strict=True):
         rows = x[start : start + size]
-        out[start : start + size] = _exact(rows, matrix) if exact else rows @ matrix
+        out[start : start + size] = _multiply_exactly(rows, matrix) if exact else rows @ matrix
         start += size
     return out
 
@@ -31,5 +31,5 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     return torch.stack(parts) if parts else x.new_zeros(0, x.shape[1], y.shape[1])
 
 
-def _exact(rows: Tensor, matrix: Tensor) -> Tensor:
+def _multiply_exactly(rows: Tensor, matrix: Tensor) -> Tensor:
     return row_linear(rows, pack_rows(matrix.mT), matrix.shape[1], CHUNKS, None)

@@ -58,7 +58,7 @@ def penalise(
     return torch.ops.shardfn_kernels.penalise(logits, history, *given.values())
 
 
-def _penalise(
+def _penalise_rows(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     run = implementation_of_rows("penalise", "penalise", logits)
@@ -68,7 +68,7 @@ def _penalise(
 define(
     "penalise(Tensor logits, Tensor history, Tensor prompts, Tensor repetition, Tensor presence, Tensor frequency)"
     " -> Tensor",
-    _penalise,
+    _penalise_rows,
     lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 refuse_backward("penalise", "call it on logits.detach().")

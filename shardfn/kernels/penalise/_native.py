@@ -23,7 +23,7 @@ def penalise(
 ) -> Tensor:
     """From logits [r, v] and history [r, w] to logits [r, v]."""
     arguments = history, prompts, repetition, presence, frequency
-    run = _function()
+    run = _load_function()
     if run is None:
         return _reference.penalise(logits, *arguments)
     r, v = logits.shape
@@ -37,7 +37,7 @@ def penalise(
 
 
 @functools.cache
-def _function() -> Any:
+def _load_function() -> Any:
     """Returns the function, with the types of its arguments, which keeps calls of few rows cheap.
 
     None without a compiler.

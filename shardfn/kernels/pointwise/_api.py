@@ -117,14 +117,14 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
 
 def _gated_silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for part, dpart, to in zip(_parts(x), _parts(dy, x), _parts(out), strict=True):
+    for part, dpart, to in zip(_split_parts(x), _split_parts(dy, x), _split_parts(out), strict=True):
         _write_gradient(part, dpart, to)
     return out
 
 
 def _gated_silu_gradient_(x: Tensor, dy: Tensor) -> Tensor:
     # Both halves of the result need gate.
-    for part, dpart in zip(_parts(x), _parts(dy, x), strict=True):
+    for part, dpart in zip(_split_parts(x), _split_parts(dy, x), strict=True):
         made = torch.empty_like(part)
         _write_gradient(part, dpart, made)
         part.copy_(made)
@@ -139,7 +139,7 @@ def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
     dup.mul_(dy)
 
 
-def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Returns the rows of `x` in parts, which have the same rows for both ops above.
 
     So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
@@ -153,11 +153,11 @@ def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "gated_silu", gate)(gate.contiguous(), up.contiguous())
 
 
-def _gelu(x: Tensor) -> Tensor:
+def _gelu_rows(x: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "gelu", x)(x.contiguous())
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "rotate", x)(*(t.contiguous() for t in (x, cos, sin)))
 
 
@@ -165,16 +165,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _PART, _LARGE_PART = 1 << 15, 1 << 24
 
 
-def _like(x: Tensor, *others: Tensor) -> Tensor:
+def _empty_like(x: Tensor, *others: Tensor) -> Tensor:
     del others
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _like)
-define("gelu(Tensor x) -> Tensor", _gelu, _like)
-define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _like)
+define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _empty_like)
+define("gelu(Tensor x) -> Tensor", _gelu_rows, _empty_like)
+define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _empty_like)
 define("gated_silu_gradient_(Tensor(a!) x, Tensor dy) -> Tensor(a!)", _gated_silu_gradient_, lambda x, dy: x)
-define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate, _like)
+define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_rows, _empty_like)
 refuse_backward("rotate", "use nn.rope, or detach its arguments.")
 for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
     map_rows(_name, _num)

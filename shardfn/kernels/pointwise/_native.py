@@ -23,7 +23,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     if run is None:
         return _reference.gated_silu(gate, up)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    run(*addresses(_arguments(gate, up, y)))
+    run(*addresses(_call_arguments(gate, up, y)))
     return y
 
 
@@ -33,7 +33,7 @@ def gelu(x: Tensor) -> Tensor:
     if run is None:
         return _reference.gelu(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run(*addresses(_arguments(x, y)))
+    run(*addresses(_call_arguments(x, y)))
     return y
 
 
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def call(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """Returns the call of `gated_silu` or `gelu` in a chain."""
-    return KernelCall(SOURCE, name, _arguments(*arguments, y)) if are_dense(*arguments) else None
+    return KernelCall(SOURCE, name, _call_arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
 def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
@@ -99,6 +99,6 @@ def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     return KernelCall(SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 
 
-def _arguments(*tensors: Tensor) -> Arguments:
+def _call_arguments(*tensors: Tensor) -> Arguments:
     n = tensors[-1].numel()
     return *tensors, n, threads_for(n, FEW)

@@ -54,7 +54,7 @@ def preconditioned_step(
     References:
         Kingma and Ba: Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
     """
-    _check(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
+    _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
     return torch.ops.shardfn_kernels.preconditioned_step(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
@@ -91,12 +91,12 @@ def preconditioned_step_(
         >>> p
         tensor([0.9500, 1.0000])
     """
-    _check(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
+    _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
     check_written("p", p)
     torch.ops.shardfn_kernels.preconditioned_step_(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
-def _check(p: Tensor, **others: Tensor | None) -> None:
+def _check_tensors(p: Tensor, **others: Tensor | None) -> None:
     check_dtype("p", p, torch.float32)
     for name, x in others.items():
         if x is not None:
@@ -105,7 +105,7 @@ def _check(p: Tensor, **others: Tensor | None) -> None:
             check_shape(name, x, tuple(p.shape) if elementwise else (), "that of p" if elementwise else "one number")
 
 
-def _run(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
+def _run_step(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
     *tensors, eps, weight_decay = numbers
     step = implementation("preconditioned_step", "preconditioned_step", p.device)
     flat = (x.contiguous().view(-1) for x in (p, m, nu))
@@ -114,12 +114,12 @@ def _run(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
 
 def _preconditioned_step(p: Tensor, *args: Any) -> Tensor:
     out = torch.empty_like(p, memory_format=torch.contiguous_format)
-    _run(p, *args, out=out)
+    _run_step(p, *args, out=out)
     return out
 
 
 def _preconditioned_step_(p: Tensor, *args: Any) -> None:
-    _run(p, *args, out=p)
+    _run_step(p, *args, out=p)
 
 
 _TAKES = "Tensor m, Tensor nu, Tensor lr, Tensor? c1, Tensor? c2, float eps, float weight_decay"

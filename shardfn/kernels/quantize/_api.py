@@ -105,7 +105,7 @@ def check_codes(codes: Tensor, scales: Tensor, rows: tuple[int, ...], c: int, bi
     check_shape("scales", scales, (*rows, -(-c // block)), f"one for each block of {block} of c = {c} elements")
 
 
-def _quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     return implementation("quantize", "quantize", x.device)(x.contiguous(), bits, block)
 
 
@@ -114,7 +114,7 @@ def _dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: 
     run(codes.contiguous(), scales.contiguous(), bits, block, out)
 
 
-def _dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_rows(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
     out = scales.new_empty(codes.shape[0], c, dtype=dtype)
     _dequantize_into(codes, scales, bits, block, out)
     return out
@@ -129,12 +129,12 @@ def empty_codes(x: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tenso
 
 define(
     "quantize(Tensor x, int bits, int block) -> (Tensor, Tensor)",
-    _quantize,
+    _quantize_rows,
     lambda x, bits, block: empty_codes(x, x.shape[1], bits, block),
 )
 define(
     "dequantize(Tensor codes, Tensor scales, SymInt c, int bits, int block, ScalarType dtype) -> Tensor",
-    _dequantize,
+    _dequantize_rows,
     lambda codes, scales, c, bits, block, dtype: scales.new_empty(codes.shape[0], c, dtype=dtype),
 )
 define(

@@ -35,7 +35,7 @@ def ragged_attention(
     slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
     y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
     plan = slots, positions, sequences, tables
-    if run(*addresses(_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse))):
+    if run(*addresses(_call_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse))):
         check_plan(cache, *plan, window, tree)
         raise AssertionError("C++ refused a plan that is in range")
     return y, lse
@@ -47,10 +47,10 @@ def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | No
     if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
         return None
     check = check_plan, (cache, *plan, window, tree)
-    return KernelCall(SOURCE, "ragged_attention", _arguments(*arguments, *results), check)
+    return KernelCall(SOURCE, "ragged_attention", _call_arguments(*arguments, *results), check)
 
 
-def _arguments(
+def _call_arguments(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None, y: Tensor, lse: Tensor,

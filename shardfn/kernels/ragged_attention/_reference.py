@@ -33,17 +33,17 @@ def ragged_attention(
     block = cache.shape[3]
     places = seen_slots(block, slots, positions, sequences, tables, window, tree)
     by_place, q = as_rows(cache), q.view(T, G, H // G, K)
-    state = _start(q, sink)
+    state = _start_state(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
         rows = by_place[slot // block, :, :, slot % block]
         kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
-        x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
+        x = _compute_scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
             x = fused(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
-        state = _with_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
+        state = _add_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = halved(lanes)
     y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
@@ -80,7 +80,7 @@ def seen_slots(
     return torch.where(seen, at, -1)
 
 
-def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _start_state(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns largest scores [T, G, R], lanes of sums of weights [T, G, R, LANES], weighted values [T, G, R, K]."""
     most = q.new_full(q.shape[:-1], -torch.inf)
     most = most if sink is None else sink.expand_as(most)
@@ -89,7 +89,7 @@ def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return most, lanes, torch.zeros_like(q)
 
 
-def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _compute_scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Returns the scores [T, G, R, N].
 
     Lane l has the chain over elements l, l + 16, ...; lanes are added by halving.
@@ -106,7 +106,7 @@ def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> T
     return tanh(x * x.new_tensor(scale / softcap)) * x.new_tensor(softcap)
 
 
-def _with_tile(
+def _add_tile(
     state: tuple[Tensor, Tensor, Tensor], x: Tensor, v_TNGK: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the state with one more tile. Tokens that see nothing of it keep their state."""

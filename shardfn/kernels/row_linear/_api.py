@@ -89,7 +89,7 @@ def row_linear(
         tensor([[10., 35., 60.],
                 [10., 35., 60.]])
     """
-    _check(x, packed, num, chunks, bias)
+    _check_operands(x, packed, num, chunks, bias)
     return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
 
 
@@ -126,11 +126,11 @@ def row_linears(
     if not len(packed) == len(nums) == len(given):
         raise ValueError(f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases; give one of each a layer")
     for w, num, bias in zip(packed, nums, given, strict=True):
-        _check(x, w, num, chunks, bias)
+        _check_operands(x, w, num, chunks, bias)
     return torch.ops.shardfn_kernels.row_linears(x, list(packed), list(nums), chunks, given)
 
 
-def _check(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
+def _check_operands(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
     check_exact("x", x)
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
@@ -155,7 +155,7 @@ def _row_linears(
     return implementation_of_rows("row_linear", "row_linears", x)(x, packed, nums, chunks, biases)
 
 
-def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
+def _map_op(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
     """Returns the rule for vmap.
 
     A mapped dim of x joins its rows. With a weight that is mapped, each part has its own call.
@@ -166,14 +166,16 @@ def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: 
     if of_packed == of_biases == none:
         return op(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
 
-    def part(t: Any, dim: int | None, i: int) -> Any:
+    def select_part(t: Any, dim: int | None, i: int) -> Any:
         return t if dim is None else t.select(dim, i)
 
-    def call(i: int) -> list[Tensor]:
-        own, added = (list(map(part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases)))
-        return op(part(x, of_x, i), own, nums, chunks, added)
+    def call_op(i: int) -> list[Tensor]:
+        own, added = (
+            list(map(select_part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases))
+        )
+        return op(select_part(x, of_x, i), own, nums, chunks, added)
 
-    each = zip(*map(call, range(info.batch_size)), strict=True)
+    each = zip(*map(call_op, range(info.batch_size)), strict=True)
     return [torch.stack(ys) for ys in each], [0] * len(nums)
 
 
@@ -191,7 +193,7 @@ define(
     _row_linears,
     lambda x, packed, nums, chunks, biases: [x.new_empty(*x.shape[:-1], num) for num in nums],
 )
-torch.library.register_vmap("shardfn_kernels::row_linears", _mapped, lib=LIBRARY)
+torch.library.register_vmap("shardfn_kernels::row_linears", _map_op, lib=LIBRARY)
 refuse_backward("row_linears", "call it on x.detach() or under torch.no_grad().")
 define_call("shardfn_kernels::row_linear.default", _native.call_one)
 define_call("shardfn_kernels::row_linears.default", _native.call)

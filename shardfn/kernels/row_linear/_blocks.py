@@ -49,7 +49,7 @@ def block_bytes(k: int, codes: Codes) -> int:
     return -(-k // GROUP) * BLOCK_BYTES[codes]
 
 
-def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     lead, groups = blocks.shape[:-1], -(-k // GROUP)
     by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
     if by_group.storage_offset() % 2:  # float16 lies at even bytes
@@ -69,7 +69,7 @@ def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
 
 define(
     "decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
-    _decode,
+    _decode_blocks,
     lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
 )
 refuse_backward("decode_blocks", "codes are not differentiated; train an adapter beside them.")

@@ -53,21 +53,21 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
     x = weight.float().reshape(n, k // GROUP, GROUP)
     if codes == "int8":
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
-        q = _rounded(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
-        return torch.cat([_spoiled(scale).view(torch.uint8), q], -1).view(n, -1)
+        q = _round_values(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
+        return torch.cat([_spoil_scale(scale).view(torch.uint8), q], -1).view(n, -1)
     least = x.amin(-1, keepdim=True).half()
     scale = ((x.amax(-1, keepdim=True) - least.float()) / 15).clamp_min(0).half()
-    q = _rounded(x - least.float(), scale, 0, 15).to(torch.uint8)
+    q = _round_values(x - least.float(), scale, 0, 15).to(torch.uint8)
     nibbles = q[..., : GROUP // 2] | q[..., GROUP // 2 :] << 4
-    return torch.cat([_spoiled(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
+    return torch.cat([_spoil_scale(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
 
 
-def _rounded(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+def _round_values(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     step = torch.where(scale > 0, scale.float(), torch.inf)
     return (x / step).round().clamp(low, high).nan_to_num(0)
 
 
-def _spoiled(scale: Tensor) -> Tensor:
+def _spoil_scale(scale: Tensor) -> Tensor:
     return torch.where(scale.abs() <= _LARGEST, scale, torch.nan)
 
 
@@ -158,7 +158,7 @@ class _Parts(NamedTuple):
     rows: Tensor
 
 
-def _parts(packed: Tensor) -> _Parts:
+def _split_parts(packed: Tensor) -> _Parts:
     if kind_of(packed) == "int8":
         numbers, rows = packed[..., : 2 * PANEL], packed[..., 2 * PANEL :]
         return _Parts(numbers.view(torch.float16), None, rows.view(torch.int8).unflatten(-1, (GROUP, PANEL)))
@@ -184,8 +184,8 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
     """
     if kind_of(packed) is None:
         return packed.transpose(1, 2).flatten(0, 1)[:num, :k].to(torch.promote_types(packed.dtype, torch.float32))
-    scale, least, rows = _parts(packed)
-    value = _decoded(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
+    scale, least, rows = _split_parts(packed)
+    value = _decode_rows(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
     return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
 
 
@@ -208,13 +208,13 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
     panel, lane = index // PANEL, index % PANEL
     if kind_of(packed) is None:
         return packed[panel, :, lane]
-    scale, least, rows = _parts(packed)
+    scale, least, rows = _split_parts(packed)
     own = [None if x is None else x[panel, :, lane][..., None] for x in (scale, least)]
     assert own[0] is not None
-    return _decoded(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
+    return _decode_rows(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
 
 
-def _decoded(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
+def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
     """Values of codes, whose inputs are along `dim`."""
     if least is None:
         return scale.float() * rows.float()

@@ -69,15 +69,15 @@ def fit_blocks(
         return code_blocks(weight, codes)
     w = weight.float()
     if moments is not None and moments.ndim == 2:
-        return _kept_by_rounding(_compensated(w, codes, moments.float()), w, codes)
+        return _stabilise_blocks(_compensate_errors(w, codes, moments.float()), w, codes)
     h_K = torch.ones(k, device=w.device) if moments is None else moments.float()
     h_GE = (h_K + _DAMPING * h_K.mean() + 1e-30).view(-1, GROUP)
     x_NGE = w.view(n, -1, GROUP)
-    grid = _searched(x_NGE, h_GE, codes)
-    return _kept_by_rounding(_blocks(grid, grid.rounded(x_NGE)), w, codes)
+    grid = _search_grid(x_NGE, h_GE, codes)
+    return _stabilise_blocks(_pack_blocks(grid, grid.rounded(x_NGE)), w, codes)
 
 
-def _kept_by_rounding(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
+def _stabilise_blocks(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
     """Returns the blocks, where those that rounding would change are made by `code_blocks` until they stay."""
     size, k = BLOCK_BYTES[codes], w.shape[1]
     for turn in range(_TURNS):
@@ -115,12 +115,12 @@ class _Grid(NamedTuple):
 _BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
 
 
-def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
+def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
     """Returns the best grid of each group, whose elements are along the last dim of x."""
     best, least_error = None, None
     for shrink in _SHRINKS:
-        start = _spanned(x, codes, shrink)
-        for grid in (start, _regressed(x, start.rounded(x), h, codes)):
+        start = _span_grid(x, codes, shrink)
+        for grid in (start, _regress_grid(x, start.rounded(x), h, codes)):
             q = grid.rounded(x)
             error = (h * (grid.values(q) - x).square()).sum(-1, keepdim=True)
             if best is None or least_error is None:
@@ -135,36 +135,36 @@ def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
     return best
 
 
-def _spanned(x: Tensor, codes: Codes, shrink: float) -> _Grid:
+def _span_grid(x: Tensor, codes: Codes, shrink: float) -> _Grid:
     """From bound to bound of each group, shrunk towards the middle; without shrinking, that of `code_blocks`."""
     if codes == "int8":
-        return _grid(x.abs().amax(-1, keepdim=True) * shrink / 127, torch.zeros_like(x[..., :1]), codes)
+        return _make_grid(x.abs().amax(-1, keepdim=True) * shrink / 127, torch.zeros_like(x[..., :1]), codes)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     least = (low + (high - low) * (1 - shrink) / 2).half().float()
-    return _grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
+    return _make_grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
 
 
-def _regressed(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
+def _regress_grid(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
     """Returns the weighted regression of the elements on their codes.
 
     Through the origin where there is no least value.
     """
     if codes == "int8":
         sums = (h * q.square()).sum(-1, keepdim=True)
-        return _grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
+        return _make_grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
     total = h.sum(-1, keepdim=True)
     q_mean, x_mean = ((h * y).sum(-1, keepdim=True) / total for y in (q, x))
     spread = (h * (q - q_mean).square()).sum(-1, keepdim=True)
     scale = (h * (q - q_mean) * (x - x_mean)).sum(-1, keepdim=True) / spread.clamp_min(1e-30)
     scale = scale.clamp_min(0).half().float()
-    return _grid(scale, x_mean - scale * q_mean, codes)
+    return _make_grid(scale, x_mean - scale * q_mean, codes)
 
 
-def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
+def _make_grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
     return _Grid(scale.clamp(0, 65504).half().float(), least.clamp(-65504, 65504).half().float(), codes)
 
 
-def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
+def _compensate_errors(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     """Columns in order. The error of each is taken up by the columns behind it (GPTQ, algorithm 1).
 
     A group's grid is searched when its first column is reached, for the weights that it has by then. Where its codes
@@ -179,7 +179,7 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     for start in range(0, k, GROUP):
         stop = start + GROUP
         own, errors = w[:, start:stop], torch.empty(w.shape[0], GROUP, device=w.device)
-        grid, q, first = _searched(own, damped.diagonal()[start:stop], codes), torch.empty_like(own), own.clone()
+        grid, q, first = _search_grid(own, damped.diagonal()[start:stop], codes), torch.empty_like(own), own.clone()
         for i in range(GROUP):
             row = upper[start + i, start + i : stop]
             q[:, i : i + 1] = grid.rounded(own[:, i : i + 1])
@@ -196,10 +196,10 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
         grids.append(grid)
         found.append(q)
     scale, least = torch.stack([x.scale for x in grids], 1), torch.stack([x.least for x in grids], 1)
-    return _blocks(_Grid(scale, least, codes), torch.stack(found, 1))
+    return _pack_blocks(_Grid(scale, least, codes), torch.stack(found, 1))
 
 
-def _blocks(grid: _Grid, q: Tensor) -> Tensor:
+def _pack_blocks(grid: _Grid, q: Tensor) -> Tensor:
     """Returns the bytes of GGUF's blocks."""
     scale, n = grid.scale.half().view(torch.uint8), q.shape[0]
     if grid.codes == "int8":

@@ -27,7 +27,7 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     tiles = ceil(m, ROWS)
     sizes = m, k, chunks, panels, tiles
     if (kind := kind_of(packed)) is None:
-        launch(_chain, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
+        launch(_chain_kernel, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
     else:
         views = packed, packed.view(torch.float16)
         code = {"BITS": 8 if kind == "int8" else 4, "GROUP": GROUP, "RECORD": packed.shape[2]}
@@ -41,7 +41,7 @@ row_linears = functools.partial(_reference.row_linears, one=row_linear)
 
 @triton.jit
 @no_type_check
-def _chain(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
+def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)

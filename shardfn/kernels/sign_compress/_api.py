@@ -49,7 +49,7 @@ def sign_compress(
         Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
         https://arxiv.org/abs/2102.02888
     """
-    _check(x, error)
+    _check_sizes(x, error)
     return torch.ops.shardfn_kernels.sign_compress(x, error, whole)
 
 
@@ -78,12 +78,12 @@ def sign_compress_(
         >>> error
         tensor([[-0.9605, -0.0395,  1.0395, -2.0395, -1.4605, -1.4605,  1.4605, -1.9605]])
     """
-    _check(x, error)
+    _check_sizes(x, error)
     check_written("error", error)
     return torch.ops.shardfn_kernels.sign_compress_(x, error, whole)
 
 
-def _check(x: Tensor, error: Tensor) -> None:
+def _check_sizes(x: Tensor, error: Tensor) -> None:
     check_float("x", x)
     check_dtype("error", error, torch.float32)
     check_bytes("error", error.shape[1])
@@ -100,7 +100,7 @@ def _sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tenso
     return *_sign_compress_(x, error, whole), error
 
 
-def _codes(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+def _empty_codes(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     r, c = error.shape
     return error.new_empty(r, c // 8, dtype=torch.uint8), error.new_empty(r)
 
@@ -108,6 +108,6 @@ def _codes(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
 define(
     "sign_compress(Tensor x, Tensor error, bool whole) -> (Tensor, Tensor, Tensor)",
     _sign_compress,
-    lambda x, error, whole: (*_codes(x, error, whole), error.new_empty(error.shape)),
+    lambda x, error, whole: (*_empty_codes(x, error, whole), error.new_empty(error.shape)),
 )
-define("sign_compress_(Tensor x, Tensor(a!) error, bool whole) -> (Tensor, Tensor)", _sign_compress_, _codes)
+define("sign_compress_(Tensor x, Tensor(a!) error, bool whole) -> (Tensor, Tensor)", _sign_compress_, _empty_codes)

@@ -40,7 +40,7 @@ def sign_mean(
         Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
         https://arxiv.org/abs/2102.02888
     """
-    _check(bits, scale, error)
+    _check_shapes(bits, scale, error)
     return torch.ops.shardfn_kernels.sign_mean(bits, scale, error)
 
 
@@ -67,12 +67,12 @@ def sign_mean_(
         >>> bits, scale, error
         (tensor([173], dtype=torch.uint8), tensor([2.]), tensor([0., 0., 0., 0., 0., 0., 0., 0.]))
     """
-    _check(bits, scale, error)
+    _check_shapes(bits, scale, error)
     check_written("error", error)
     return torch.ops.shardfn_kernels.sign_mean_(bits, scale, error)
 
 
-def _check(bits: Tensor, scale: Tensor, error: Tensor) -> None:
+def _check_shapes(bits: Tensor, scale: Tensor, error: Tensor) -> None:
     k, b = bits.shape
     check_dtype("bits", bits, torch.uint8)
     check_dtype("scale", scale, torch.float32)
@@ -92,13 +92,13 @@ def _sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tens
     return *_sign_mean_(bits, scale, error), error
 
 
-def _codes(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_codes(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     return bits.new_empty(bits.shape[1]), scale.new_empty(1)
 
 
 define(
     "sign_mean(Tensor bits, Tensor scale, Tensor error) -> (Tensor, Tensor, Tensor)",
     _sign_mean,
-    lambda bits, scale, error: (*_codes(bits, scale, error), error.new_empty(error.shape)),
+    lambda bits, scale, error: (*_empty_codes(bits, scale, error), error.new_empty(error.shape)),
 )
-define("sign_mean_(Tensor bits, Tensor scale, Tensor(a!) error) -> (Tensor, Tensor)", _sign_mean_, _codes)
+define("sign_mean_(Tensor bits, Tensor scale, Tensor(a!) error) -> (Tensor, Tensor)", _sign_mean_, _empty_codes)

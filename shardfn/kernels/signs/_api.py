@@ -90,12 +90,12 @@ def _unpack_signs_into(bits: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def _unpack_signs(bits: Tensor, scale: Tensor) -> Tensor:
-    out = _empty(bits, scale)
+    out = _empty_values(bits, scale)
     _unpack_signs_into(bits, scale, out)
     return out
 
 
-def _empty(bits: Tensor, scale: Tensor) -> Tensor:
+def _empty_values(bits: Tensor, scale: Tensor) -> Tensor:
     return scale.new_empty(bits.shape[0], 8 * bits.shape[1])
 
 
@@ -104,5 +104,5 @@ define(
     _pack_signs,
     lambda x: x.new_empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8),
 )
-define("unpack_signs(Tensor bits, Tensor scale) -> Tensor", _unpack_signs, _empty)
+define("unpack_signs(Tensor bits, Tensor scale) -> Tensor", _unpack_signs, _empty_values)
 define("unpack_signs_into(Tensor bits, Tensor scale, Tensor(a!) out) -> ()", _unpack_signs_into, lambda *_: None)

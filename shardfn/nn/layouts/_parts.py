@@ -57,7 +57,7 @@ def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) ->
     N = among.shape[0]
     if not 0 <= num <= N:
         raise ValueError(f"{name}: {num} random blocks of {N}; draw at most the number of blocks.")
-    known = _known(name, key)
+    known = _check_key(name, key)
     with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
         words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
     rank = np.where(among, words, np.iinfo(np.int64).max).argsort(-1, kind="stable").argsort(-1)
@@ -79,7 +79,7 @@ def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
         raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")
 
 
-def _known(name: str, key: Any) -> Tensor:
+def _check_key(name: str, key: Any) -> Tensor:
     wrapped = is_functorch_wrapped_tensor(key)
     if type(key) is not Tensor or wrapped or key.device.type == "meta":
         raise ValueError(

@@ -55,7 +55,7 @@ def bigbird(
     check_fewer("bigbird", asked | ({"random": random[0]} if random else {}), N)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
-        blocks[...] = _sliding(N, num_window_blocks)
+        blocks[...] = _sliding_window(N, num_window_blocks)
         blocks[:num_global_blocks] = blocks[:, :num_global_blocks] = True
         if random is not None:
             among = np.tril(np.ones((N, N), bool)) if causal else np.ones((N, N), bool)
@@ -92,7 +92,7 @@ def bslongformer(
     """
     N, causal = num_blocks(length, block, padded), is_causal("bslongformer", attention)
     check_fewer("bslongformer", {"num_window_blocks": num_window_blocks}, N)
-    blocks = _sliding(N, num_window_blocks)
+    blocks = _sliding_window(N, num_window_blocks)
     for start, stop in ranges("bslongformer", global_blocks):
         blocks[start:stop] = blocks[:, start:stop] = True
     return BlockLayout(np.tril(blocks) if causal else blocks, block, padded)
@@ -125,9 +125,9 @@ def local_window(
     """
     N, causal = num_blocks(length, block, padded), is_causal("local_window", attention)
     check_fewer("local_window", {"num_window_blocks": num_window_blocks}, N)
-    blocks = _sliding(N, num_window_blocks)
+    blocks = _sliding_window(N, num_window_blocks)
     return BlockLayout(np.tril(blocks) if causal else blocks, block, padded)
 
 
-def _sliding(N: int, num_window_blocks: int) -> Blocks:
+def _sliding_window(N: int, num_window_blocks: int) -> Blocks:
     return np.abs(np.arange(N)[:, None] - np.arange(N)) <= num_window_blocks // 2

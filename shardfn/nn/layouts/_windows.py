@@ -78,7 +78,7 @@ def fixed(
         raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads; pass num_heads.")
     causal = is_causal("fixed", attention, "horizontal")
     N = num_blocks(length, block, padded)
-    local = _own_windows(np.arange(N) // L)
+    local = _window_pairs(np.arange(N) // L)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
         blocks[...] = np.tril(local) if causal else local
@@ -131,7 +131,7 @@ def variable(
     causal = is_causal("variable", attention, "horizontal")
     N = num_blocks(length, block, padded)
     windows = np.repeat(np.arange(len(sizes) + N), [*sizes, *[sizes[-1]] * N])[:N]
-    local = _own_windows(windows)
+    local = _window_pairs(windows)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
         blocks[...] = np.tril(local) if causal else local
@@ -144,5 +144,5 @@ def variable(
     return as_layout(out, block, padded)
 
 
-def _own_windows(windows: np.ndarray) -> Blocks:
+def _window_pairs(windows: np.ndarray) -> Blocks:
     return windows[:, None] == windows

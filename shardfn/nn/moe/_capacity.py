@@ -112,8 +112,8 @@ def with_capacity(
     """
     if isinstance(capacity, int) and capacity < 1:
         raise ValueError(f"with_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn.")
-    priority, bits = _priority(routing, by, key, index)
-    stays = _stay(routing.experts, priority, bits, routing.num_experts, capacity, axes)
+    priority, bits = _compute_priority(routing, by, key, index)
+    stays = _find_staying(routing.experts, priority, bits, routing.num_experts, capacity, axes)
     experts = torch.where(stays, routing.experts, -1)
     weights = torch.where(stays, routing.weights, 0.0)
     if renormalise:
@@ -123,7 +123,7 @@ def with_capacity(
     return routing._replace(experts=experts, weights=weights)
 
 
-def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
+def _compute_priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
     """[S, K] of int64, larger ones first, and their number of bits."""
     experts = routing.experts
     if (by == "random") != (key is not None):
@@ -148,16 +148,18 @@ def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None
     raise ValueError(f'with_capacity(by="{by}"): take "position", "choice", "probs" or "random".')
 
 
-def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes) -> Tensor:
+def _find_staying(
+    experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes
+) -> Tensor:
     """[S, K]: the choices that stay: those above their expert's least priority, and the first ones that have it."""
     chosen, safe = experts >= 0, experts.clamp(min=0)
-    least, left = _least(experts, priority, bits, num_experts, capacity, axes)
+    least, left = _find_least(experts, priority, bits, num_experts, capacity, axes)
     above, ties = chosen & (priority > least[safe]), chosen & (priority == least[safe])
-    place = _places(torch.where(ties, experts, -1), num_experts, axes)
+    place = _count_earlier(torch.where(ties, experts, -1), num_experts, axes)
     return above | (ties & (place < left[safe]))
 
 
-def _least(
+def _find_least(
     experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """[E] and [E]: the least priority that stays, and how many choices of it do; found digit by digit from the top."""
@@ -175,7 +177,7 @@ def _least(
     return least, left
 
 
-def _places(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
+def _count_earlier(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
     """[S, K]: how many earlier choices in the batch have the same expert."""
     flat = experts.flatten()
     order = flat.sort(stable=True).indices

@@ -92,7 +92,7 @@ class Weights:
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         E = routing.num_experts
-        _check_leaves(name, params, _own_number(E, self.axis), E, self)
+        _check_leaves(name, params, _local_number(E, self.axis), E, self)
         whole = tree_map(lambda w: all_gather(w, self.axis, size=E), params)
         return Local().run(experts, whole, x_SD, routing, name=name)
 
@@ -131,7 +131,7 @@ class Sum:
             by_choice, _ = permutation(chosen_Sk.view(-1, 1), stop - start, rows=num)
             y = undispatch(experts(params, rows, counts_E), by_choice)
             # Each choice is computed by one rank, and zeros of the others change no number.
-            return combine(leave_parallel(y, self.axis), _unsorted(routing.experts), routing.weights)
+            return combine(leave_parallel(y, self.axis), _flatten_choices(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
 
@@ -182,7 +182,7 @@ class Tokens:
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         E = routing.num_experts
-        own = _own_number(E, self.axis)
+        own = _local_number(E, self.axis)
         if not self.uneven:
             _check_even(name, E, self.axis)
         _check_leaves(name, params, own, E, self)
@@ -194,38 +194,38 @@ class Tokens:
         known = values_are_known(x_SD, counts_E)
         most = axis_size(self.axis) * S if self.tokens is None else self.tokens
         rows = self.rows if self.rows is not None or known else most * min(k, own)
-        table_nE, room_n = _gathered(counts_E, 0 if rows is None else rows, self.axis)
+        table_nE, room_n = _gather_counts(counts_E, 0 if rows is None else rows, self.axis)
         if self.overflow == "drop" and rows is not None:
-            table_nE = _fitting(table_nE, room_n, ranges)
-            chosen_Sk = _kept(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
+            table_nE = _fit_rows(table_nE, room_n, ranges)
+            chosen_Sk = _drop_choices(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
             places, _ = permutation(chosen_Sk, E)
-        sizes_nn = _by_owner(table_nE, ranges)
+        sizes_nn = _sum_by_owner(table_nE, ranges)
         if rows is not None:
-            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._remedy())
+            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._suggest_tokens())
         come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
-        come = _arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
+        come = _mark_arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
         # Rows past those that have come have no expert, so that they are the last ones in both orders.
         sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
-        back = exchange_rows(_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
+        back = exchange_rows(_mark_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
-    def _remedy(self) -> str:
+    def _suggest_tokens(self) -> str:
         if self.rows is not None:
             return 'give it more by Tokens(rows=), or drop some by overflow="drop"'
         counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
         return f"{counted}give Tokens(tokens=) the most tokens that all ranks have together"
 
 
-def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
+def _mark_arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
     """`x`, marked: rows past those that have come are not used."""
     # A graph that is differentiated when it runs has derivatives of `nn`'s ops alone.
     return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
 
-def _unsorted(experts_Sk: Tensor) -> Permutation:
+def _flatten_choices(experts_Sk: Tensor) -> Permutation:
     """Returns a row for each choice that has an expert, as they come."""
     S, k = experts_Sk.shape
     at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
@@ -244,12 +244,12 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
     )
 
 
-def _own_number(num: int, axis: Axes) -> int:
+def _local_number(num: int, axis: Axes) -> int:
     start, stop = own_range(num, axis)
     return stop - start
 
 
-def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
+def _gather_counts(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """Returns the rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
     # With the name of the rows, which a recomputation needs no more where they are kept.
@@ -257,7 +257,7 @@ def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     return table[:, :-1], table[:, -1]
 
 
-def _by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _sum_by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Returns the rows from each rank to each."""
     ends_nE = F.pad(table_nE.cumsum(1), (1, 0))
     starts, stops = ([r[i] for r in ranges] for i in (0, 1))
@@ -272,15 +272,15 @@ def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor
     return torch.where(at < len(ends), at % max(own, 1), -1)
 
 
-def _fitting(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _fit_rows(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Returns the rows of each rank and expert that find room, if experts of a rank have one, largest capacity."""
     totals_E = table_nE.sum(0)
-    parts = [_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
+    parts = [_find_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
     before_nE = table_nE.cumsum(0) - table_nE
     return (torch.cat(parts) - before_nE).clamp(min=0).minimum(table_nE)
 
 
-def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
+def _find_capacity(totals_E: Tensor, room: Tensor) -> Tensor:
     """Returns the largest c for which the sum of `min(total, c)` is at most `room`."""
     E = len(totals_E)
     if E == 0:
@@ -292,7 +292,7 @@ def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
     return torch.where(totals_E.sum() <= room, totals_E.amax(), most)
 
 
-def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
+def _drop_choices(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
     """Returns the choices whose row is among the first `kept_E` of its expert, or -1 for others."""
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]

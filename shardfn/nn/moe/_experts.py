@@ -73,19 +73,19 @@ def gelu_experts(
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    up_MF = _affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
+    up_MF = _apply_affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
     h_MF = exact_gelu(up_MF) if exact else F.gelu(up_MF, approximate="tanh")
     b_ED = params.get("b_down")
     if b_ED is not None and axis_size(axis) > 1:
         b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
-    return _affine(h_MF, params["w_down"], b_ED, counts_E, exact)
+    return _apply_affine(h_MF, params["w_down"], b_ED, counts_E, exact)
 
 
-def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
+def _apply_affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
     y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True, exact=exact)
-    return y_MF if b_EF is None else y_MF + _by_row(b_EF, y_MF, counts_E, exact)
+    return y_MF if b_EF is None else y_MF + _expand_bias(b_EF, y_MF, counts_E, exact)
 
 
-def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
+def _expand_bias(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
     """Returns the bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
     return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)

@@ -63,22 +63,22 @@ def grouped(
 # t(x, w, y) = sum over rows of (x w[group]) . y, and its three derivatives.
 
 
-def _of_x(w: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+def _gradient_of_x(w: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
     return grouped_product(y, w, counts, transposed=not transposed)
 
 
-def _of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+def _gradient_of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
     return grouped_outer(y, x, counts) if transposed else grouped_outer(x, y, counts)
 
 
-def _of_y(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
+def _recompute_product(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
     return grouped_product(x, w, counts, transposed=transposed, exact=exact)
 
 
-def _form(transposed: bool, exact: bool) -> Trilinear:
-    of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_of_x, _of_w))
-    return of_x, of_w, functools.partial(_of_y, transposed=transposed, exact=exact)
+def _make_form(transposed: bool, exact: bool) -> Trilinear:
+    of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_gradient_of_x, _gradient_of_w))
+    return of_x, of_w, functools.partial(_recompute_product, transposed=transposed, exact=exact)
 
 
 # By `transposed` and `exact`.
-FORMS = {(transposed, exact): _form(transposed, exact) for transposed in (False, True) for exact in (False, True)}
+FORMS = {(transposed, exact): _make_form(transposed, exact) for transposed in (False, True) for exact in (False, True)}

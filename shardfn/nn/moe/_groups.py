@@ -64,11 +64,11 @@ def sigmoid_groups(
     wide = wide_logits(logits, mask, name)
     scores = exact_sigmoid(wide) if exact else wide.sigmoid()
     biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
-    experts = choice(_in_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
+    experts = choice(_keep_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
     return Routing(experts, scaled(taken(scores, experts), renormalise, scale, exact), scores, wide)
 
 
-def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
+def _keep_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     """Returns the scores, and -inf for experts outside of each token's best groups."""
     if kept == groups:
         return scores

@@ -47,10 +47,10 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
         return  # vmap has no branch on a value
     if isinstance(rows, FakeTensor):
         # In a graph, which each rank captures for itself, a message is a constant: it has no number of rows.
-        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name + _on_rank()))
+        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name + _describe_rank()))
         return
     if rows != 0:
-        raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _on_rank()))
+        raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _describe_rank()))
 
 
 def refuse(wrong: Tensor, text: str) -> None:
@@ -81,7 +81,7 @@ def _not_finite(noun: str, rows: str, where: str) -> str:
     )
 
 
-def _on_rank() -> str:
+def _describe_rank() -> str:
     mesh = current_mesh()
     at = ", ".join(f"{axis} {i}" for axis, i in mesh.coords.items()) if mesh.size > 1 else ""
     return f" (on the rank at {at})" if at else ""

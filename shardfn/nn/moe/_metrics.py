@@ -50,7 +50,7 @@ def load(
     found = {
         "max_load": (whole.max() * routing.num_experts / whole.sum().clamp(min=1), one),
         "dead": ((whole == 0).sum(), one),
-        "entropy": (torch.where(counted, _entropy(routing.probs.detach()), 0.0).sum(), tokens),
+        "entropy": (torch.where(counted, _score_entropy(routing.probs.detach()), 0.0).sum(), tokens),
         "dropped": (dropped, made),
     }
     dtype = routing.probs.dtype
@@ -93,7 +93,7 @@ def other_choices(
     return (made & ~kept).sum().to(dtype), made.sum().to(dtype)
 
 
-def _entropy(scores: Tensor) -> Tensor:
+def _score_entropy(scores: Tensor) -> Tensor:
     """[S]: of the scores as probabilities."""
     probs = as_shares(scores)
     return -torch.xlogy(probs, probs).sum(-1)

@@ -58,13 +58,13 @@ def jitter(
         raise ValueError(f"jitter(rate={rate}): the factors lie in [1 - rate, 1 + rate); choose a rate in [0, 1).")
     check_index("jitter", key, index, len(x))
     words = words_of(key, index, torch.arange(x.shape[1], device=x.device))
-    return x * (1 - rate + 2 * rate * _unit(words)).to(x.dtype)
+    return x * (1 - rate + 2 * rate * _unit_uniform(words)).to(x.dtype)
 
 
 def gumbel(key: Tensor, index: Tensor, num: int) -> Tensor:
     """[S, N] of float32: Gumbel noise, finite everywhere."""
     # Half a step from both ends, so that neither logarithm is infinite.
-    unit = _unit(words_of(key, index, torch.arange(num, device=index.device))) + 2.0**-24
+    unit = _unit_uniform(words_of(key, index, torch.arange(num, device=index.device))) + 2.0**-24
     return -(-unit.log()).log()
 
 
@@ -89,6 +89,6 @@ def check_index(who: str, key: Tensor | None, index: Tensor | None, size: int) -
         raise ValueError(f"{who}: index has shape {tuple(index.shape)} for {size} tokens; give each token its number.")
 
 
-def _unit(words: Tensor) -> Tensor:
+def _unit_uniform(words: Tensor) -> Tensor:
     """[0, 1) in float32, of 23 bits."""
     return (words >> 1).to(torch.float32) * 2.0**-23

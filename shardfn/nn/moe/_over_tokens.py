@@ -111,12 +111,12 @@ def sinkhorn(
     """
     check_k(k, logits.shape[-1], name)
     wide = wide_logits(logits, mask, name)
-    experts = choice(wide.detach() + _shifts(wide.detach(), iterations, axes, mask), k, mask, chosen, name)
+    experts = choice(wide.detach() + _compute_shifts(wide.detach(), iterations, axes, mask), k, mask, chosen, name)
     probs = wide.sigmoid() if k == 1 else wide.softmax(-1)
     return Routing(experts, taken(probs, experts), probs, wide)
 
 
-def _shifts(logits: Tensor, iterations: int, axes: Axes, mask: Tensor | None) -> Tensor:
+def _compute_shifts(logits: Tensor, iterations: int, axes: Axes, mask: Tensor | None) -> Tensor:
     """[E]: the logarithms of the experts' factors."""
     counted = torch.ones_like(logits[:, :1]) if mask is None else mask[:, None].to(logits)
     tokens, shifts = psum(counted.sum(), axes).clamp(min=1), torch.zeros_like(logits.sum(0))

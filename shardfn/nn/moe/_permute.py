@@ -157,14 +157,14 @@ class _Copies(torch.autograd.Function):
 # t(y, x, w) = sum over tokens s and choices j of w[s, j] (y[places[s, j]] . x[s]), and its three derivatives.
 
 
-def _to_tokens(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+def _token_gradient(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     del source
     return gather_rows(y, places, weights)
 
 
-def _to_weights(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+def _weight_gradient(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
     del source
     return row_dots(y, x, places)
 
 
-_WEIGHTED: Trilinear = (combined_to_rows, _to_tokens, _to_weights)
+_WEIGHTED: Trilinear = (combined_to_rows, _token_gradient, _weight_gradient)

@@ -117,7 +117,7 @@ def switch_top1(
     """
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
-    experts = choice(_noisy(wide, key, index), 1, mask, chosen, name)
+    experts = choice(_add_noise(wide, key, index), 1, mask, chosen, name)
     probs = softmax_of(wide, exact)
     return Routing(experts, taken(probs, experts), probs, wide)
 
@@ -164,13 +164,13 @@ def gshard_top2(
     wide = wide_logits(logits, mask, name)
     first = choice(wide, 1, None, None, name)
     # The first has the highest score of all, so that noise does not change it.
-    scores = _noisy(wide, key, index).scatter(-1, first, torch.inf)
+    scores = _add_noise(wide, key, index).scatter(-1, first, torch.inf)
     experts = choice(scores, 2, mask, chosen, name)
     probs = softmax_of(wide, exact)
     return Routing(experts, scaled(taken(probs, experts), True, 1.0, exact), probs, wide)
 
 
-def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
+def _add_noise(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
     if key is None:
         return logits
     assert index is not None  # checked

@@ -39,7 +39,7 @@ def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
     """
-    return _products(routing, routing.experts, axes, mask).mean()
+    return _balance_products(routing, routing.experts, axes, mask).mean()
 
 
 def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
@@ -59,7 +59,7 @@ def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
     """
-    return _products(routing, routing.experts[:, :1], axes, mask).mean()
+    return _balance_products(routing, routing.experts[:, :1], axes, mask).mean()
 
 
 def mixtral(
@@ -124,7 +124,7 @@ def sequence(
             f"sequence: {S} tokens are not those of num_sequences={num_sequences} sequences of one length. Pass the"
             " number of rows of the batch that was flattened to tokens."
         )
-    each = _products(routing, routing.experts, axes, mask, num_sequences)
+    each = _balance_products(routing, routing.experts, axes, mask, num_sequences)
     total, number = summed_over(torch.stack([each.sum(), each.new_tensor(num_sequences)]), batch_axes).unbind()
     return total / number.clamp(min=1)
 
@@ -146,19 +146,19 @@ def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = 
     References:
         Zoph et al., ST-MoE, 2022, https://arxiv.org/abs/2202.08906
     """
-    counted = _counted(routing, mask)
+    counted = _count_mask(routing, mask)
     squares = torch.where(counted, routing.logits.logsumexp(-1).square(), 0.0)
     total, tokens = summed_over(torch.stack([squares.sum(), counted.sum().to(squares.dtype)]), axes).unbind()
     return total / tokens.clamp(min=1)
 
 
-def _products(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
+def _balance_products(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
     """Returns [parts]: E sum_e f_e p_e of equal parts of the tokens, with the shares f of the given choices."""
-    f, p = _shares(routing, experts, _counted(routing, mask), axes, parts)
+    f, p = _expert_shares(routing, experts, _count_mask(routing, mask), axes, parts)
     return routing.num_experts * (f * p).sum(-1)
 
 
-def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
+def _expert_shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
     """Returns [parts, E] twice: each expert's share of the choices, and its mean score, over the tokens that count."""
     E, scores = routing.num_experts, as_shares(routing.probs)
     shape = parts, len(experts) // max(parts, 1)  # in numbers: torch finds no size of 0 rows
@@ -171,7 +171,7 @@ def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, part
     return counts / counts.sum(1, keepdim=True).clamp(min=1), sums / tokens.clamp(min=1)
 
 
-def _counted(routing: Routing, mask: Tensor | None) -> Tensor:
+def _count_mask(routing: Routing, mask: Tensor | None) -> Tensor:
     """[S]: the tokens that count."""
     if mask is not None and mask.shape != routing.experts.shape[:1]:
         raise ValueError(
