@@ -1,4 +1,4 @@
-"""Pools of files for activations on disk: files are never committed, and each is deleted with its value."""
+"""Pools of files for activations on disk. Files are never committed, and each file is deleted with the value."""
 
 import os
 import pathlib
@@ -9,14 +9,14 @@ from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
 
 from ._away import PoolOf
 
-# One pool a directory, which it owns until the process ends.
+# A pool for each directory. The pool owns the directory until the process ends.
 _POOLS: dict[pathlib.Path, Pool] = {}
 
 
 def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
-    """Returns the pool under a directory, or without one that of the step around.
+    """Returns the pool under a directory, or without a directory the pool of the surrounding step.
 
-    Made at the first value that goes there.
+    The pool is made when the first value goes to disk.
 
     Raises:
         ValueError: (when called) there is neither a directory nor a step with a disk.

@@ -1,7 +1,8 @@
 """`remat` with a policy: keeps or moves chosen results of the forward, and reuses them in the recomputation.
 
-The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs the
-same operations. Where a result was put aside, it is taken in place of running the operation.
+In activation checkpointing the forward numbers the operations with new tensors as results, and puts some of the results
+aside. The recomputation runs the same operations. A result that was put aside is taken in place of running the
+operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +22,13 @@ from .policies import Action, SavePolicy, check_action, describe, limit_of, name
 
 T = TypeVar("T")
 
-# Transfers that are operations of a function itself always run again: a policy may see other sizes on other ranks, and
-# all must take part. Those of this package's collectives are numbered as a whole (`Results.saw_transfer`).
+# Transfers among the operations of a function itself always run again: a policy may see other sizes on other ranks, and
+# all must take part. Transfers of the package's collectives are numbered as a whole (`Results.saw_transfer`).
 _SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
 
 
 class _Result:
-    """A tensor that an operation has returned: here, or away."""
+    """Tensor returned by an operation: here, or away."""
 
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x.detach()
@@ -42,7 +43,7 @@ class _Result:
         return self.away
 
     def take(self) -> Tensor | None:
-        """Returns the tensor, or None if it was written to since."""
+        """Returns the tensor, or None if the tensor was written to since."""
         if self.x is not None:
             return self.x.detach() if self.x._version == self.version else None
         assert self.away is not None
@@ -50,11 +51,12 @@ class _Result:
 
 
 class _RecordedOp:
-    """One operation of the forward, with all of its results if they were put aside, else with none.
+    """Operation of the forward, with all results if the results were put aside, else without results.
 
     Attributes:
-        transfers: whether ranks must all keep the results, or all run it again.
-        parts: the transfers of a collective of several, which has no results of its own; they share its action.
+        transfers: whether ranks must all keep the results, or all run the operation again.
+        parts: transfers of a collective of several transfers. Such a collective has no results, and its transfers share
+            an action.
     """
 
     def __init__(self, func: Any, *, transfers: bool = False, parts: "Sequence[_RecordedOp]" = ()) -> None:
@@ -69,22 +71,23 @@ class _RecordedOp:
 
 
 class Results:
-    """The results that one call of a function puts aside for its recomputation.
+    """Results that a call of a function puts aside for the recomputation.
 
     Args:
-        policy: decides.
-        window: bytes that may be on their way out, or back ahead of their use.
-        pool: gives the pool of files, for values that go to disk.
+        policy: policy that decides for each value.
+        window: bytes in flight at most, on the way out or back ahead of use.
+        pool: function that returns the pool of files, for values on disk.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self.ops: list[_RecordedOp] = []
-        # By memory, of the newest operation that made it. The weak reference keeps its address from being reused.
+        # By memory, the newest operation with the memory as a result. The weak reference keeps the address from being
+        # reused.
         self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
         self._last: _RecordedOp | None = None
         self._waiting: list[_RecordedOp] = []
-        # The transfers of the collective that runs, if it is one of several.
+        # The transfers of the running collective, if several.
         self._joining: list[_RecordedOp] | None = None
         self._leaving: list[Away] = []
 
@@ -96,7 +99,7 @@ class Results:
             self._forget_results(x)
         if not is_numbered(func):
             return
-        # A result is named after its operation and before the next one.
+        # A result is named after its operation and before the next operation.
         self.conclude()
         op = _RecordedOp(func)
         self.ops.append(op)
@@ -104,7 +107,7 @@ class Results:
         if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws_numbers(func, args, kwargs):
             return
         inputs = {_storage_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        # It returns an argument, against its schema.
+        # The operation returns an argument, against the operation's schema.
         if any(_storage_key(x) in inputs for x in outs):
             return
         op.makes = _single_value if isinstance(out, Tensor) else type(out)
@@ -115,7 +118,7 @@ class Results:
         self._last = op
 
     def saw_transfer(self, name: str, out: Tensor) -> Tensor:
-        """Notes a transfer. Its result is kept only by name, and by a policy that goes by names: alike on all ranks."""
+        """Notes a transfer. The result is kept only by name, and by a policy of names: equally on all ranks."""
         joined = self._joining
         if joined is None:
             self.conclude()
@@ -129,7 +132,7 @@ class Results:
         return out
 
     def join(self, run: Callable[[], T]) -> T:
-        """Runs a collective of several transfers, which belong to its result."""
+        """Runs a collective of several transfers. The transfers belong to the result."""
         if self._joining is not None:
             return run()
         self.conclude()
@@ -153,7 +156,7 @@ class Results:
         return check_action(self._policy(saved), saved)
 
     def name(self, x: Tensor, name: str) -> None:
-        """Applies the policy to `x` under its name."""
+        """Applies the policy to `x` under the name."""
         op = self._of.get(_storage_key(x), (None, None))[1]
         if op is None or (op.transfers and not names_of(self._policy)):
             return
@@ -206,7 +209,7 @@ class Results:
             self._leaving.pop(0).settle(wait=True)
 
     def end(self) -> None:
-        """The forward is over."""
+        """Ends the forward."""
         self.conclude()
         self._of.clear()
 
@@ -224,7 +227,7 @@ class Results:
     # The recomputation.
 
     def take(self, number: int, func: Any) -> Any:
-        """Returns the results of operation `number`, or None if it must run again.
+        """Returns the results of operation `number`, or None if the operation must run again.
 
         Raises:
             RuntimeError: the recomputation runs other operations than the forward did.
@@ -246,7 +249,7 @@ class Results:
                 f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards; write to"
                 " a clone()."
             )
-        # Each is taken once, so that memory is freed as the recomputation proceeds.
+        # Each result is taken once, so memory is freed as the recomputation proceeds.
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
 
@@ -303,7 +306,7 @@ class Forward(TorchDispatchMode):
 
 
 class Rerun(TorchDispatchMode):
-    """Takes results in place of running operations. Each can be taken once."""
+    """Takes results in place of running operations. Each result can be taken once."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
@@ -324,12 +327,12 @@ class Rerun(TorchDispatchMode):
         self._keeping.__exit__(*error)
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """Returns the result that was kept of a transfer, or else of another one."""
+        """Returns the kept result of a transfer, or else runs the transfer again."""
         found = None if in_plumbing() else self._take_results(name)
         return _run_transfer(self._around, name, run) if found is None else found
 
     def joined(self, run: Callable[[], T]) -> T:
-        """Runs a collective, some of whose transfers may have been kept."""
+        """Runs a collective. Results of some of the collective's transfers may have been kept."""
         return run() if self._around is None else self._around.joined(run)
 
     def _take_results(self, func: Any) -> Any:
@@ -343,7 +346,7 @@ class Rerun(TorchDispatchMode):
 
 
 def _run_transfer(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
-    """Returns the result of a transfer, whose operations are not numbered."""
+    """Returns the result of a transfer. The operations of a transfer are not numbered."""
     if around is not None:
         return around.transfer(name, run)
     with plumbing():
@@ -351,7 +354,7 @@ def _run_transfer(around: Keeper | None, name: str, run: Callable[[], Tensor]) -
 
 
 def is_numbered(func: Any) -> bool:
-    """Returns whether an operation makes new tensors, by itself on this rank.
+    """Returns whether an operation makes new tensors without other ranks.
 
     Example:
         >>> is_numbered(torch.ops.aten.mm.default), is_numbered(torch.ops.aten.add_.Tensor)
@@ -365,11 +368,11 @@ def is_numbered(func: Any) -> bool:
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operation writes to."""
+    """Returns the tensors to which an operation writes."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
-    if func.namespace in _SHARED and func.namespace != "shardfn":  # their schemas do not declare all writes
+    if func.namespace in _SHARED and func.namespace != "shardfn":  # the schemas do not declare all writes
         return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     wrote = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -377,7 +380,10 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _draws_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an operation draws from torch's generator, which must then advance in the recomputation too."""
+    """Returns whether an operation draws from torch's generator.
+
+    The generator must advance in the recomputation too.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

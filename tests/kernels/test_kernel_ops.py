@@ -170,7 +170,7 @@ def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> N
 @pytest.fixture
 def unbuilt() -> Iterator[None]:
     """The state before any build; builds in the test do not outlast it."""
-    caches = (_build.library, _dispatch._choose_kind)
+    caches = (_build._load_library, _dispatch._choose_kind)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -181,7 +181,7 @@ def unbuilt() -> Iterator[None]:
 @pytest.mark.usefixtures("unbuilt")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     want = kernels.pack_signs(X)
-    for cache in (_build.library, _dispatch._choose_kind):
+    for cache in (_build._load_library, _dispatch._choose_kind):
         cache.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert torch.equal(kernels.pack_signs(X), want)
