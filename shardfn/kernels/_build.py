@@ -1,9 +1,9 @@
-"""Loads the C++ of the package: the files that a wheel ships, or those that it builds when they are first used.
+"""Loads the C++ of the package: files that a wheel ships, or files built at the first use.
 
-The sources include only the headers of the language. A file is built for the generation of x86-64 of this processor,
-and kept in the user's cache, under a name made of sources and flags. Where processes start together, one of them builds
-a file, and the others wait, but no longer than a compiler may take. The system frees its lock when it ends. Files are
-renamed into their place, so that no process loads half a file.
+The sources include only the headers of the language. A file is built for the processor's generation of x86-64 (for
+example v3, with AVX2), and kept in the user's cache, under a name made of sources and flags. Where processes start
+together, a single process builds a file, and the rest wait, but no longer than a compiler may take. The system frees
+the lock when the process ends. Files are renamed into their place, so that no process loads half a file.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from . import _sources
 _PERIOD = 0.02
 _BUILDING = "building-"  # begins the names of temporary folders
 _SHARED, _POOL = "_native.cpp", "_pool.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+# The newest generation of x86-64 whose code may run, if the processor has the generation. Tests set older generations.
 NEWEST = 4
 
 
@@ -42,7 +42,7 @@ class NoCompilerError(Exception):
 
 
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
-    """Returns the functions of a C++ file of this room.
+    """Returns the functions of a C++ file of the room.
 
     None, with a warning, without a compiler, or if the compiler fails.
     """
@@ -50,7 +50,7 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
 
 
 def generation() -> int:
-    """Returns the generation of x86-64 whose code runs here; 0 on other processors."""
+    """Returns the newest generation of x86-64 that runs here, for example 3, or 0 on other processors."""
     return min(NEWEST, _sources.processor())
 
 
@@ -84,7 +84,7 @@ def load_library(source: str, generation: int | None = None) -> ctypes.CDLL:
 
     Args:
         source: path of the file, from the package on.
-        generation: generation of x86-64 that it is compiled for. Default: that of this processor.
+        generation: generation of x86-64 that the file is compiled for. Default: the processor's generation.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
@@ -104,7 +104,7 @@ def built_file(source: str, generation: int) -> pathlib.Path:
 
     Args:
         source: path of the file, from the package on.
-        generation: generation of x86-64 that it is compiled for.
+        generation: generation of x86-64 that the file is compiled for.
 
     Raises:
         NoCompilerError: as `load_library`.
@@ -125,7 +125,7 @@ def cache_file(source: str, generation: int) -> pathlib.Path:
 
 
 def _describe_compiler() -> tuple[str, ...]:
-    """Returns the compiler and the system, which determine machine code together with sources and flags."""
+    """Returns the compiler and the system: with sources and flags these determine the machine code."""
     compiler = cxx_compiler()
     if os.name != "posix" or sys.byteorder != "little":
         raise NoCompilerError("the C++ of shardfn is not written for this system")
@@ -136,9 +136,9 @@ def _describe_compiler() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
-    """A context that builds and loads the C++ of ops beside its body, several files at a time. It ends after them.
+    """Returns a context that builds and loads the C++ of ops during the body, several files at a time.
 
-    Calls of these ops in the body wait for their own files alone.
+    The context ends after the builds. Calls of the ops in the body wait only for the files of the called op.
 
     Args:
         device: device of the tensors. Nothing is built for other devices than CPUs.
@@ -162,8 +162,8 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
     Args:
         name: name of the file in the cache.
         source: the file to build.
-        included: files that it includes by paths that are not relative to it.
-        flags: flags for the compiler, added to those that all sources get.
+        included: files that the source includes by paths not relative to the source.
+        flags: flags for the compiler, added to the flags of all sources.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
@@ -176,7 +176,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
 
 
 def _share_pool(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Returns a library that works with the pool of this process, if it shares work."""
+    """Returns a library that works with the thread pool of the process, if the library shares work."""
     if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
         found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
     return found
@@ -195,15 +195,15 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
-    """Returns a function of a C++ file with the types of its arguments, which keeps short calls cheap.
+    """Returns a function of a C++ file with the types of the arguments, so that short calls are cheap.
 
     None without a compiler.
 
     Args:
         source: the file.
         name: name of the function.
-        kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
-        returns: whether it returns an int64, else nothing.
+        kinds: kinds of the arguments, a letter each: p is an address, i an int64, f a float. For example "pif".
+        returns: whether the function returns an int64, else nothing.
     """
     return _load_function(source, name, kinds, returns, generation())
 
@@ -224,7 +224,7 @@ _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes
 def total(lanes: Tensor) -> Tensor:
     """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
 
-    Overwrites its argument, and returns a view of it, [].
+    Overwrites the argument, and returns a view of the argument, [].
     """
     call("sum_lanes", lanes, lanes.shape[0])
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
@@ -255,9 +255,10 @@ def _compile_source(shown: str, name: str, source: pathlib.Path, flags: tuple[st
 
 @contextlib.contextmanager
 def _make_build_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary folder for a build; removes those of builders that are dead.
+    """Makes a temporary folder for a build, and removes the folders of dead builders.
 
-    A builder holds the lock of its folder's `lock` as long as it lives. The file has this name only once it is locked.
+    A builder holds the lock of the file `lock` in the folder as long as the builder lives. The file has the name only
+    once locked.
     """
     import fcntl  # only POSIX has it
 
@@ -276,7 +277,7 @@ def _make_build_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _wait_for_turn(path: pathlib.Path) -> Iterator[None]:
-    """Waits until a file exists, or is this process's to build, or for as long as another one's compiler may take."""
+    """Waits until a file exists, or the turn comes to build the file, or the time limit of a compiler has passed."""
     if path.exists():
         yield
         return
@@ -294,8 +295,8 @@ def _wait_for_turn(path: pathlib.Path) -> Iterator[None]:
                 break
         yield
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has the file, too
-    if path.exists():  # a process that locks another file of this name finds the result
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked in the meantime has the file, too
+    if path.exists():  # a process that locks another file of the name finds the result
         place.unlink(missing_ok=True)
 
 

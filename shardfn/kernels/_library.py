@@ -1,4 +1,4 @@
-"""The room's torch ops: every kernel is one node of a captured graph."""
+"""The room's torch ops: every kernel is a single node of a captured graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,9 +17,10 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 def define(
     schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, scratch: Callable[..., int] | None = None
 ) -> None:
-    """Registers `torch.ops.shardfn_kernels.<name>`, from a schema, a function, and one that gives the result's shapes.
+    """Registers `torch.ops.shardfn_kernels.<name>`, from a schema, a function, and a function for the result's shapes.
 
-    `scratch(*args)` returns the bytes that it allocates on a CPU and frees before it returns, or None if these are few.
+    `scratch(*args)` returns the bytes that the function allocates on a CPU and frees before the return, or None if the
+    bytes are few.
     """
     name = schema.partition("(")[0]
     if scratch is not None:
@@ -31,7 +32,7 @@ def define(
 
 
 def refuse_backward(name: str, remedy: str) -> None:
-    """Makes a backward through an op an error. Without it torch warns, and leaves the gradients out."""
+    """Makes a backward through an op an error. Otherwise torch would warn, and leave the gradients out."""
 
     def raise_no_derivative(context: Any, *cotangents: Any) -> Any:
         del context, cotangents
@@ -49,11 +50,12 @@ def refuse_backward(name: str, remedy: str) -> None:
 def map_rows(name: str, num: int) -> None:
     """Registers a rule for vmap: a mapped dim of an op's first `num` tensors joins their leading dims.
 
-    Where another argument is mapped, too, each of its parts gets a call of its own.
+    Where another argument is mapped, too, each part of the argument gets a separate call. For example 8 mapped weights
+    make 8 calls.
 
     Args:
-        name: of an op with one result, a row for each row of the first tensors.
-        num: tensors of one shape but for a last dim.
+        name: name of an op with a single result, a row for each row of the first tensors.
+        num: number of tensors of equal shape, up to a last dim.
     """
 
     def map_in_turn(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -72,11 +74,11 @@ def _move_to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def without_dispatch(op: Any) -> Callable[..., Any] | None:
-    """Returns the function of an op of this room, for calls by position without autograd and transforms.
+    """Returns the function of an op of the room, for calls by position without autograd and transforms.
 
     None for other ops.
 
-    Torch's dispatcher takes 10 us for an op in Python, twice as long as the function that it calls.
+    Torch's dispatcher takes 10 us for an op in Python, twice as long as the called function.
 
     Example:
         >>> without_dispatch(torch.ops.aten.add.Tensor) is None
@@ -86,11 +88,11 @@ def without_dispatch(op: Any) -> Callable[..., Any] | None:
 
 
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
-    """Returns the bytes that an op of this room allocates on a CPU while it runs, and frees again, or 0 for other ops.
+    """Returns the bytes that an op of the room allocates on a CPU for a run, and frees again, or 0 for other ops.
 
     Args:
         op: of torch.
-        args: tensors, whose shapes and dtypes alone are read, and numbers.
+        args: tensors and numbers. Of tensors only shapes and dtypes are read.
 
     Example:
         >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))

@@ -1,6 +1,6 @@
-"""The arithmetic of experts as torch ops that have a derivative, for graphs of a forward that are differentiated later.
+"""Arithmetic of experts as torch ops with a derivative, for graphs of a forward that are differentiated later.
 
-    copied_rows(x, index, back)                       gather_rows(x, index), whose transpose is gather_rows(g, back)
+    copied_rows(x, index, back)                       gather_rows(x, index), with the transpose gather_rows(g, back)
     combined_rows(y, weights, source, places)         gather_rows(y, places, weights)
     multiplied_rows(x, w, counts, transposed, exact)  grouped_product
 
@@ -23,12 +23,12 @@ _OPS = torch.ops.shardfn_kernels
 def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     """Returns the transpose of `combined_rows` in its rows.
 
-    Each is its token's row of `x` times the weight of its choice.
+    Each row is the token's row of `x` times the weight of the choice.
 
     Args:
         x: rows of tokens.
         weights: weights of the choices.
-        source: the token of each row; -1 in the tail.
+        source: token of each row, or -1 in the tail.
         places: the row of each choice, or -1 for a choice without a row.
 
     Example:
@@ -40,7 +40,7 @@ def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor)
     if not places.shape[0]:
         return gather_rows(x, source[:, None])
     own = places[token] == torch.arange(len(source), device=source.device)[:, None]
-    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most one choice of a token has this row
+    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most a single choice of a token has the row
     return gather_rows(x, source[:, None], factors)
 
 

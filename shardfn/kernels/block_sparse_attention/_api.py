@@ -21,13 +21,13 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
-    """The computed tiles, row by row: those of row i of layout l are starts[l, i] .. starts[l, i + 1].
+    """Computed tiles, row by row: row i of layout l has the tiles starts[l, i] .. starts[l, i + 1].
 
     Attributes:
         starts: [L, N + 1].
-        columns: of each tile, its block of keys, [tiles].
-        kinds: kinds of each tile, -1 if all its pairs count, else its pattern, [tiles].
-        patterns: the pairs that count, [patterns, block, block].
+        columns: column of each tile, the tile's block of keys, [tiles].
+        kinds: kind of each tile, -1 if all pairs of the tile count, else the pattern of the tile, [tiles].
+        patterns: counted pairs of each pattern, [patterns, block, block].
     """
 
     starts: Int32[Tensor, "l n1"]
@@ -37,11 +37,11 @@ class Tiles(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Dropout of probabilities after the softmax. Those that are kept are scaled by 2^16 / (2^16 - level).
+    """Dropout of probabilities after the softmax. Kept probabilities are scaled by 2^16 / (2^16 - level).
 
-    Each pair has a number of 16 bits, and is dropped where that is below `level`. With (k0, k1) = threefry2x32(key of
-    the sample, (0, head)) those of the keys 4 i .. 4 i + 3 of a query are the quarters of threefry2x32((k0, k1),
-    (query, i)), from the low half of its first word on.
+    Each pair has a number of 16 bits, and is dropped where the number is below `level`. For example level 6554 drops a
+    tenth of the pairs. With (k0, k1) = threefry2x32(key of the sample, (0, head)) the numbers of the keys 4 i .. 4 i +
+    3 of a query are the quarters of threefry2x32((k0, k1), (query, i)), from the low half of the first word on.
 
     Attributes:
         keys: keys of each sample, two words of 32 bits, [B, 2].
@@ -62,12 +62,12 @@ class Dropped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The parts of a pair's score beside q k. None for a field leaves it out.
+    """Parts of a pair's score in addition to q k. None for a field leaves the part out.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
         ids_k: [B, S].
-        added: to the scores, [B or 1, H or 1, T or 1, S or 1]; -inf leaves a pair out.
+        added: numbers added to the scores, [B or 1, H or 1, T or 1, S or 1]. -inf leaves a pair out.
         table: added by distance: at s - t + T - 1 for query t and key s, [H or 1, T + S - 1].
         dropped: the dropout of probabilities.
     """
@@ -89,7 +89,7 @@ def block_sparse_attention(
     block: int,
     scale: float,
 ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b h t"]]:
-    """Softmax(scale q k^T + added) c v over the pairs of some tiles; query head h reads key head h // (H / G).
+    """Returns softmax(scale q k^T + added) c v over the pairs of some tiles. Query head h reads key head h // (H / G).
 
         lse = log sum of e^s over the pairs of a row        -inf without pairs
         y = sum of c e^(s - lse) v                          0 without pairs
@@ -99,10 +99,10 @@ def block_sparse_attention(
     Computed in fp32, for fp64 in fp64. Time and memory are proportional to the tiles.
 
     Args:
-        q_BTHK: queries; fp64, fp32, bf16 or fp16.
-        k_BSGK: keys, of the same dtype; G divides H.
+        q_BTHK: queries in fp64, fp32, bf16 or fp16.
+        k_BSGK: keys of the same dtype. G divides H, for example 8 and 32.
         v_BSGK: values.
-        tiles: the computed tiles; of 1 layout for all heads, or of H.
+        tiles: computed tiles, of a single layout for all heads, or of H layouts.
         given: the other parts of scores.
         block: queries, and keys, of a tile.
         scale: of q k.
@@ -111,8 +111,8 @@ def block_sparse_attention(
         y, of the dtype of q, and lse, fp32 or fp64.
 
     Raises:
-        TypeError: for other dtypes, or dtypes that differ.
-        ValueError: shapes that do not fit, or G does not divide H.
+        TypeError: other dtypes, or unequal dtypes.
+        ValueError: shapes do not fit, or G does not divide H.
 
     Example:
         >>> diagonal = Tiles(*(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 2]], [0, 1], [-1, -1])),
@@ -159,8 +159,8 @@ def block_sparse_attention_backward(
         dq, dk and dv, of the shapes and dtype of q, k and v.
 
     Raises:
-        TypeError: for other dtypes, or dtypes that differ.
-        ValueError: shapes that do not fit.
+        TypeError: other dtypes, or unequal dtypes.
+        ValueError: shapes do not fit.
 
     Example:
         >>> one = Tiles(*(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1]], [0], [-1])),

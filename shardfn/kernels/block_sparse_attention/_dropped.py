@@ -1,6 +1,6 @@
-"""The factors of dropout, which multiply probabilities after the softmax: threefry2x32 of each pair, in plain torch.
+"""Factors of dropout on probabilities after the softmax: threefry2x32 of each pair, in plain torch.
 
-It is the definition. `core` draws the same numbers, but kernels import no other room.
+The file is the definition. `core` draws the same numbers, but kernels import no other room.
 """
 
 import torch

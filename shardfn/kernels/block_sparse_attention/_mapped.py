@@ -1,4 +1,4 @@
-"""Rules for vmap: a mapped dim joins the samples. Tables or tiles that are mapped get a call each."""
+"""Rules for vmap: a mapped dim joins the samples. Mapped tables or tiles get a call each."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 
 def register(name: str, num: int) -> None:
-    """Registers a rule for an op whose first `num` tensors have the samples in dim 0."""
+    """Registers a rule for an op where the first `num` tensors have the samples in dim 0."""
 
     def map_op(info: Any, in_dims: Any, *args: Any) -> Any:
         return _map_by_sample(getattr(torch.ops.shardfn_kernels, name), num, info.batch_size, in_dims, args)

@@ -17,7 +17,7 @@ SOURCE = "block_sparse_attention/_native.cpp"
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     if library(SOURCE) is None:
         return _reference.forward(qkv, tiles, given, block, scale)
     B, T, H, _ = qkv[0].shape
@@ -56,7 +56,7 @@ def _run_kernel(
     keys, *places = given.dropped or (None, 0, 0, 0, 0)
     sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, *places
     data = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k, keys))
-    # Held until the call returns, because it receives their addresses.
+    # Held until the call returns, because the call receives the addresses.
     tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
     tensors += (None,) * (19 - len(tensors))
     at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)

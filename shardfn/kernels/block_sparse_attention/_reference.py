@@ -1,4 +1,7 @@
-"""Attention over the tiles of a layout, in plain torch: a block of queries of a head at a time, over its keys."""
+"""Attention over the tiles of a layout, in plain torch.
+
+A block of queries of a head at a time, over the block's keys.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class QueryRow(NamedTuple):
-    """A block of queries of one head, of all samples: heads, positions of queries and keys, and which pairs count."""
+    """Block of queries of a head, of all samples: heads, positions of queries and keys, and counted pairs."""
 
     head: int
     key_head: int
@@ -25,7 +28,7 @@ class QueryRow(NamedTuple):
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     q, k, v = (x.to(wide(x.dtype)) for x in qkv)
     y, lse = torch.zeros_like(q), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for row in _iterate_rows(qkv, tiles, block):
@@ -79,7 +82,7 @@ def _load_pattern(tiles: Tiles, kind: int, m: int, n: int, device: torch.device)
 
 
 def _compute_scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
-    """Returns the scores [B, m, n]; -inf where a pair does not count."""
+    """Returns the scores [B, m, n], -inf where a pair does not count."""
     s = q[:, row.queries, row.head] @ k[:, row.keys, row.key_head].mT * scale
     (B, T, H), S = q.shape[:3], k.shape[1]
     pairs = row.pairs

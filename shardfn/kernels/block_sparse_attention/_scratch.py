@@ -1,4 +1,4 @@
-"""The bytes that the C++ allocates while it runs, computed from the shapes of an op's arguments."""
+"""Bytes that the C++ allocates during a run, computed from the shapes of an op's arguments."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardfn.kernels._num_threads import num_threads
 
-_WIDE = 512  # columns of scores that pass through the softmax together, where blocks are smaller
+_WIDE = 512  # columns of scores that pass through the softmax together, if blocks are smaller
 _PARTS = 16  # the least number of units of work in a backward
 
 

@@ -1,7 +1,7 @@
 """Attention over the tiles of a layout, in Triton: a program walks along the tiles of some queries, or of some keys.
 
-Products of 16-bit values are of those values, summed in fp32: probabilities and their gradients are rounded to 16 bits
-in between. fp64 is computed by the reference.
+Products of 16-bit values are summed in fp32: probabilities and gradients of probabilities are rounded to 16 bits in
+between. fp64 is computed by the reference.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -20,11 +20,11 @@ from ._dropped import LEVELS
 from ._dropped_triton import factors
 from ._reference import QKV
 
-MOST = 64  # rows that one program holds, where they are not too wide
+MOST = 64  # rows held by a program, unless the rows are too wide
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     if qkv[0].dtype == torch.float64:
         return _reference.forward(qkv, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
@@ -54,12 +54,12 @@ def backward(
 
 
 class Turned(NamedTuple):
-    """The tiles column by column: those of column j of layout l are order[starts[l, j] .. starts[l, j + 1]].
+    """Tiles column by column: column j of layout l has the tiles order[starts[l, j] .. starts[l, j + 1]].
 
     Attributes:
         starts: [L, M + 1].
         order: numbers of tiles.
-        rows: rows of each tile, by its number, its block of queries.
+        rows: row of each tile by number, the tile's block of queries.
     """
 
     starts: Tensor
@@ -79,7 +79,7 @@ def _sort_by_column(tiles: Tiles, num_columns: int) -> Turned:
 
 
 def _block_sides(q: Tensor, block: int) -> dict[str, Any]:
-    """Returns the sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
+    """Returns the sizes of a program's blocks: rows of a tile, and the width of a row, rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))
@@ -105,7 +105,7 @@ def _kernel_arguments(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: f
 @triton.jit
 @no_type_check
 def _rows_of(x, at, mask, d, stride, K: tl.constexpr, WIDENED: tl.constexpr):
-    """Loads rows [ROWS, WIDTH] of a head; zeros beyond its end."""
+    """Loads rows [ROWS, WIDTH] of a head, zeros beyond the end."""
     rows = tl.load(x + at[:, None] * stride + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
     return rows.to(tl.float32) if WIDENED else rows
 
@@ -116,7 +116,9 @@ def _compute_scores(
     q, k, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scores [ROWS, ROWS]; -inf where a pair does not count. r and c are rows and columns of tile (i, j)."""
+    """Returns the scores [ROWS, ROWS], -inf where a pair does not count. r and c are rows and columns of tile (i,
+    j).
+    """
     t, s = (i * BLOCK + r)[:, None], (j * BLOCK + c)[None, :]
     counts = ((r < BLOCK)[:, None] & (t < T)) & ((c < BLOCK)[None, :] & (s < S))
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -141,7 +143,7 @@ def _forward_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The forward of some queries of one head."""
+    """Computes the forward of some queries of a head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
     r, i = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % N
     h, b = program // PARTS // N % H, program // PARTS // N // H
@@ -186,7 +188,7 @@ def _backward_queries(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some queries of one head."""
+    """Computes the gradient of some queries of a head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
     r, i = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % N
     h, b = program // PARTS // N % H, program // PARTS // N // H
@@ -229,7 +231,10 @@ def _backward_keys(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and values of one key head: sums over the query heads that read it."""
+    """Computes the gradients of some keys and values of a key head.
+
+    Sums over the query heads that read the key head.
+    """
     program, M = tl.program_id(0).to(tl.int64), (S + BLOCK - 1) // BLOCK
     c, j = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % M
     g, b = program // PARTS // M % G, program // PARTS // M // G

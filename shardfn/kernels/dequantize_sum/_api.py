@@ -21,7 +21,7 @@ def dequantize_sum(
     """Returns the sum over k of dequantized codes of `quantize`, in fp32, added in the order of k.
 
     Args:
-        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
+        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits, with k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`.
@@ -52,19 +52,21 @@ def dequantize_sum_quantize(
     bits: int = 8,
     block: int = 256,
 ) -> tuple[Integer[Tensor, "r codes"], Float32[Tensor, "r blocks"]]:
-    """`quantize(dequantize_sum(...))` without the floats between: the middle of a reduction in two hops.
+    """Returns `quantize(dequantize_sum(...))` without the floats between.
 
-    It sums in fp32, and does not divide: for the mean divide once, at the end.
+    The middle of a reduce-scatter and all-gather.
+
+    The op sums in fp32, and does not divide: for the mean divide once, at the end.
 
     Args:
-        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
+        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits, with k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`, of the argument and of the result.
         block: see `quantize`.
 
     Returns:
-        Codes and scales of the sum, as `quantize` makes them.
+        Codes and scales of the sum, as from `quantize`.
 
     Raises:
         TypeError: for other dtypes.

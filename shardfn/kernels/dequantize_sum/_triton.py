@@ -12,7 +12,7 @@ from shardfn.kernels.quantize._triton import WIDTH, width_of
 
 
 def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes the sum over the first dim, in its order, into fp32 [r, c]."""
+    """Writes the sum over the first dim, in order, into fp32 [r, c]."""
     r, c = out.shape
     tiles = ceil(c, WIDTH)
     sizes = codes.shape[0], r, c, block, codes.shape[2], tiles
@@ -20,7 +20,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Te
 
 
 def dequantize_sum_quantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[k, r, ...], [k, r, blocks] -> [r, ...], [r, blocks]."""
+    """Maps [k, r, ...], [k, r, blocks] to [r, ...], [r, blocks]."""
     k, r, width = codes.shape
     into, factors = empty_codes(scales, c, bits, block)
     sizes, constants = (k, r, c, block, width), {"BITS": bits, "WIDTH": width_of(block, c)}

@@ -14,7 +14,7 @@ from . import _reference
 from ._values import check_values
 
 SOURCE = "draw/_native.cpp"
-# Logits below which a second thread costs more than it saves.
+# Logits up to which a second thread does not pay.
 FEW = 1 << 16
 
 
@@ -44,7 +44,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
     found = _load_functions(library(SOURCE))
     if found is None:
         return _reference.top_logprobs(logits, num)
@@ -68,7 +68,7 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def room(vocab: int) -> int:
-    """Returns the float64 numbers of memory that one thread needs.
+    """Returns the float64 numbers of memory that a thread needs.
 
     Example:
         >>> room(49152)
@@ -80,7 +80,7 @@ def room(vocab: int) -> int:
 
 @functools.cache
 def _load_functions(found: ctypes.CDLL | None) -> Any:
-    """Returns the library, with the types of its arguments, which keeps calls of few rows cheap.
+    """Returns the library, with the types of arguments, so that calls of few rows are cheap.
 
     None without a compiler.
     """

@@ -42,7 +42,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
     tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
     logprobs = torch.full((len(logits), num), math.nan, dtype=logits.dtype)
     for i, row in enumerate(logits.cpu()):
@@ -71,7 +71,7 @@ def _draw_row(
 ) -> tuple[int, float]:
     x = row.double()
     most = float(x.max())
-    if not math.isfinite(most):  # also a NaN, which is the maximum
+    if not math.isfinite(most):  # also a NaN as the maximum
         return -1, math.nan
     shifted = x - most
     sums = _sum_blocks(exponential(shifted))
@@ -87,7 +87,7 @@ def _draw_row(
 
 
 def _filter_weights(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Returns the weights, with zeros for those that the filters leave out."""
+    """Returns the weights, with zeros where the filters leave a token out."""
     order = row.sort(descending=True, stable=True).indices.tolist()
     order = order[:top_k] if top_k else order
     if top_p < 1:
@@ -106,7 +106,7 @@ def _filter_weights(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_
 def _find_token(weights: Tensor, u: float) -> int:
     """Returns the first token at which the sum of weights is above `u` times the total.
 
-    Else the last that has a weight.
+    Else returns the last token with a weight.
     """
     sums = _sum_blocks(weights)
     target = u * sums[-1]
@@ -123,7 +123,7 @@ def _find_token(weights: Tensor, u: float) -> int:
 
 
 def _sum_blocks(weights: Tensor) -> list[float]:
-    """For each block the sum of all before it; at the end the total."""
+    """Returns, for each block, the sum of all earlier blocks, and at the end the total."""
     x = torch.nn.functional.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK // LANES, LANES)
     lanes = x[:, 0]
     for i in range(1, x.shape[1]):

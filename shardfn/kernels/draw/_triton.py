@@ -1,6 +1,6 @@
 """Tokens drawn from logits, in Triton: weights, and sums in the order of the definition. Torch sorts and selects.
 
-Sums of blocks are added one after another, as the definition has it, in a program for each row.
+Sums of blocks are added in order, as in the definition, in a program for each row.
 """
 
 from typing import no_type_check
@@ -47,7 +47,7 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
     most = logits.amax(1).double()
     total = _sum_blocks(_compute_weights(logits, most, torch.ones_like(most)))[:, -1]
     tokens = logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
@@ -80,7 +80,7 @@ def _compute_weights(logits: Tensor, most: Tensor, temperature: Tensor) -> Tenso
 
 
 def _sum_blocks(weights: Tensor) -> Tensor:
-    """For each block of a row the sum of all before it; at the end the total."""
+    """Returns, for each block of a row, the sum of all earlier blocks, and at the end the total."""
     r, blocks = weights.shape[0], weights.shape[1] // BLOCK
     parts, sums = weights.new_empty(r, blocks), weights.new_zeros(r, blocks + 1)
     launch(_block_sums_kernel, ceil(r * blocks, WIDTH), weights.device, weights, parts, r * blocks, WIDTH=WIDTH)
@@ -89,7 +89,7 @@ def _sum_blocks(weights: Tensor) -> Tensor:
 
 
 def _filter_weights(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Returns the weights, with zeros for those that the filters leave out."""
+    """Returns the weights, with zeros where the filters leave a token out."""
     v, place = logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
     order = logits.sort(dim=1, descending=True, stable=True).indices
     limit = torch.where(top_k > 0, top_k, v)

@@ -1,4 +1,4 @@
-"""Weighted sums of rows by their numbers, on a CPU, in C++."""
+"""Weighted sums of rows by number, on a CPU, in C++."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from . import _reference
 from ._values import refuse_index, wide
 
 SOURCE = "gather_rows/_native.cpp"
-# Elements read below which a second thread costs more than it saves.
+# Elements read up to which a second thread does not pay.
 FEW = 1 << 17
 
 
 def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """From x [n, d], index [m, j], and weights [m, j] of the dtype of sums, to [m, d]."""
+    """Maps x [n, d], index [m, j], and weights [m, j] of the dtype of sums to [m, d]."""
     kind = wide(x.dtype)
     run = _load_function("gather_rows", kind)
     if run is None:
@@ -32,7 +32,7 @@ def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """From x [n, d], y [m, d] and index [m, j] to [m, j]."""
+    """Maps x [n, d], y [m, d] and index [m, j] to [m, j]."""
     kind = wide(x.dtype)
     run = _load_function("row_dots", kind)
     if run is None:

@@ -1,4 +1,4 @@
-"""Weighted sums of rows by their numbers, in Triton: a program for each block of each row of the result."""
+"""Weighted sums of rows by number, in Triton: a program for each block of each row of the result."""
 
 from typing import no_type_check
 
@@ -14,7 +14,7 @@ WIDTH = 1024
 
 
 def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """From x [n, d], index [m, j], and weights [m, j] of the dtype of sums, to [m, d]."""
+    """Maps x [n, d], index [m, j], and weights [m, j] of the dtype of sums to [m, d]."""
     (n, d), (m, j) = x.shape, index.shape
     out, blocks = x.new_empty(m, d), ceil(d, WIDTH)
     factors = out if weights is None else weights
@@ -25,7 +25,7 @@ def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """From x [n, d], y [m, d] and index [m, j] to [m, j]."""
+    """Maps x [n, d], y [m, d] and index [m, j] to [m, j]."""
     (n, d), (m, j) = x.shape, index.shape
     out = x.new_empty(m, j, dtype=wide(x.dtype))
     constants = {"DOUBLE": out.dtype.itemsize == 8, "WIDTH": WIDTH}

@@ -23,19 +23,21 @@ def grouped_product(
 
         torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), w)])
 
-    Rows past the sum of the counts are exact zeros. Such rows of `x` are not read, so that they may be uninitialised.
-    Tensors of 16 bits are multiplied in float32. With C++, results of float32 and wider have the same bits on any
-    number of threads, and those of a row do not depend on the other rows. `nn.moe.grouped` is it with derivatives.
+    For example counts [2, 0, 3] of 7 rows leave a tail of 2 rows. Rows past the sum of the counts are exact zeros. Such
+    rows of `x` are not read, and may be uninitialised. Tensors of 16 bits are multiplied in float32. With C++, results
+    of float32 and wider have the same bits on any number of threads, and the bits of a row do not depend on the other
+    rows. `nn.moe.grouped` is `grouped_product` with derivatives.
 
     Args:
         x: rows, of any floating-point dtype.
         w: a matrix [k, n] for each group, in the dtype of `x`.
-        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
-        transposed: `w` has matrices [n, k], as `torch.nn.functional.linear` takes them.
-        exact: every implementation has the bits of `row_linear` for each row; float32, or float64, which is slow.
+        counts: number of rows of each group, not negative, on the device of `x`. The host of a GPU does not read the
+            counts.
+        transposed: whether `w` has matrices [n, k], as for `torch.nn.functional.linear`.
+        exact: whether every implementation has the bits of `row_linear` for each row. For float32, or float64 (slow).
 
     Raises:
-        TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32 and float64.
+        TypeError: dtypes differ, are not floating point, or `exact` is asked of another dtype than float32 and float64.
         ValueError: shapes do not fit. On a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
@@ -60,17 +62,18 @@ def grouped_product(
 def grouped_outer(
     x: Float[Tensor, "m k"], y: Float[Tensor, "rows n"], counts: Int[Tensor, " e"]
 ) -> Float[Tensor, "e k n"]:
-    """For each group of rows the product of the transpose of its rows of `x` and its rows of `y`; zeros for no rows.
+    """Returns, for each group, the product of the transpose of rows of `x` and rows of `y`, or zeros for no rows.
 
         torch.stack([a.T @ b for a, b in zip(x.split(counts), y.split(counts))])
 
-    It is the derivative of `grouped_product` with regard to its matrices. Rows past the sum of the counts are not read.
-    Tensors of 16 bits are multiplied in float32.
+    The op is the derivative of `grouped_product` with regard to the matrices. Rows past the sum of the counts are not
+    read. Tensors of 16 bits are multiplied in float32.
 
     Args:
         x: rows, of any floating-point dtype.
         y: a row for each row of `x`, of the same dtype.
-        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
+        counts: number of rows of each group, not negative, on the device of `x`. The host of a GPU does not read the
+            counts.
 
     Raises:
         TypeError: dtypes differ, or are not floating point.
@@ -107,7 +110,7 @@ def _grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 
 
 def _cast_bytes(*operands: Tensor) -> int:
-    """Of copies in float32 of tensors of 16 bits."""
+    """Returns the bytes of float32 copies of 16-bit tensors."""
     return sum(4 * x.numel() for x in operands if x.element_size() < 4)
 
 

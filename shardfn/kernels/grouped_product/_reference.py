@@ -12,7 +12,7 @@ CHUNKS = 8
 
 
 def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
-    """From x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
+    """Maps x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
     check_counts(counts, x.shape[0])
     matrices = w.mT if transposed else w
     out, start = x.new_zeros(x.shape[0], matrices.shape[2]), 0
@@ -24,7 +24,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
 
 
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-    """From x [m, k] and y [m, n] to [e, k, n]."""
+    """Maps x [m, k] and y [m, n] to [e, k, n]."""
     check_counts(counts, x.shape[0])
     sizes = [*counts.tolist(), x.shape[0] - int(counts.sum())]
     parts = [a.mT @ b for a, b in zip(x.split(sizes), y.split(sizes), strict=True)][:-1]

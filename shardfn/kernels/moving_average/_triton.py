@@ -12,7 +12,7 @@ WIDTH = 1024
 
 
 def moving_average(m: Tensor, x: Tensor, b: float) -> None:
-    """Flat fp32 [n] each. Overwrites m."""
+    """Overwrites m. All tensors are flat fp32 [n]."""
     launch(_average_kernel, ceil(m.numel(), WIDTH), m.device, m, x, b, 1 - b, m.numel(), WIDTH=WIDTH)
 
 

@@ -17,7 +17,7 @@ WIDTH = 1024
 def penalise(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """From logits [r, v] and history [r, w] to logits [r, v]."""
+    """Maps logits [r, v] and history [r, w] to logits [r, v]."""
     arguments = history, prompts, repetition, presence, frequency
     (r, v), out = logits.shape, torch.empty_like(logits)
     check_values(v, *arguments)

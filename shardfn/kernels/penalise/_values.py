@@ -1,4 +1,4 @@
-"""The ranges of the arguments of penalties. Each implementation checks them when it runs."""
+"""Ranges of the arguments of penalties. Each implementation checks the ranges at the run."""
 
 from torch import Tensor
 

@@ -15,10 +15,10 @@ from . import _native
 
 
 def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
-    """`gate / (1 + e^-gate) * up`, each element by one fixed expression.
+    """Returns `gate / (1 + e^-gate) * up`, each element by the same fixed expression.
 
-    Torch's silu rounds the last elements of a thread's range otherwise than the rest, so that its bits depend on the
-    number of rows. For a derivative take `nn.swiglu` with weights that are `nn.ExactWeight`s.
+    Torch's silu rounds the last elements of a thread's range otherwise than the rest, so torch's bits depend on the
+    number of rows. For a derivative take `nn.swiglu` with `nn.ExactWeight`s.
 
     Args:
         gate: the argument of silu, float32 or float64.
@@ -40,10 +40,10 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
 
 
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
+    """Returns GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
-    Each element is one fixed expression, which equals x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
-    weights that are `nn.ExactWeight`s.
+    Each element is the same fixed expression, equal to x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
+    `nn.ExactWeight`s.
 
     Args:
         x: float32 or float64, any shape.
@@ -61,12 +61,12 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float[Tensor, "t h k"]:
-    """`x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in one pass, with the same bits.
+    """Returns `x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in a single pass, with the same bits.
 
     Args:
-        x: queries or keys of tokens, float32 or float64; K is even.
+        x: queries or keys of tokens, float32 or float64. K is even.
         cos: cosines of each token, in the dtype of x.
-        sin: likewise.
+        sin: sines of the angles, in the shape of `cos`.
 
     Raises:
         TypeError: for other dtypes.
@@ -88,12 +88,13 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
 
 
 def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"]) -> Float[Tensor, "*rows i"]:
-    """Returns the gradient of `silu(gate) * up` for `x`, whose halves are gate and up, with the bits of torch's ops.
+    """Returns the gradient of `silu(gate) * up` for `x = (gate, up)`, with the bits of torch's ops.
 
         gate, up = x.chunk(2, -1)
         torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
 
-    It needs no memory beside the result. A captured step writes that over `x` where `x` is not used again.
+    The op needs no memory in addition to the result. A captured step writes the result over `x` where `x` is not used
+    again.
 
     Args:
         x: of any floating-point dtype, I = 2 F.
@@ -140,9 +141,9 @@ def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
 
 
 def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Returns the rows of `x` in parts, which have the same rows for both ops above.
+    """Returns the rows of `x` in parts, the same parts for both ops above.
 
-    So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
+    So both ops have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
     """
     width = max((x if like is None else like).shape[-1], 1)
     most = _PART * torch.get_num_threads() if x.device.type == "cpu" else _LARGE_PART
@@ -161,7 +162,7 @@ def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "rotate", x)(*(t.contiguous() for t in (x, cos, sin)))
 
 
-# Elements of a part: on a CPU those of a thread, which stay in its cache.
+# Elements of a part: on a CPU a thread's elements, which fit in the cache.
 _PART, _LARGE_PART = 1 << 15, 1 << 24
 
 

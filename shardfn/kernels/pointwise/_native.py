@@ -13,12 +13,12 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "pointwise/_native.cpp"
-# Elements below which a second thread costs more than it saves.
+# Elements up to which a second thread does not pay.
 FEW = 1 << 17
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """From fp32 of one shape to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     run = function(SOURCE, "gated_silu", "pppii")
     if run is None:
         return _reference.gated_silu(gate, up)
@@ -28,7 +28,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """From fp32 to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     run = function(SOURCE, "gelu", "ppii")
     if run is None:
         return _reference.gelu(x)
@@ -38,7 +38,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    """Maps fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
     run = function(SOURCE, "rotate", "ppppiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
@@ -58,11 +58,11 @@ def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape)) if are_dense(x, cos, sin) else None
 
 
-# Operations of torch whose numbers IEEE 754 determines, so that these have the same bits.
+# Operations of torch with results determined by IEEE 754, so that both have the same bits.
 
 
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
+    """Returns the call of torch's `add` and `add_`: of two tensors of equal shape, or of a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         n = x.numel()
@@ -71,7 +71,7 @@ def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
+    """Returns the call of torch's `mul` and `mul_`: of two tensors of equal shape, or of rows and row factors."""
     x, by = arguments
     if not isinstance(by, Tensor) or not are_dense(x, by, y):
         return None

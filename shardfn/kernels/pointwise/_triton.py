@@ -13,21 +13,21 @@ WIDTH = 1024
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """From fp32 of one shape to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     y = torch.empty_like(gate)
     launch(_gated_silu, ceil(y.numel(), WIDTH), y.device, gate, up, y, y.numel(), WIDTH=WIDTH)
     return y
 
 
 def gelu(x: Tensor) -> Tensor:
-    """From fp32 to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     y = torch.empty_like(x)
     launch(_gelu_kernel, ceil(y.numel(), WIDTH), y.device, x, y, y.numel(), WIDTH=WIDTH)
     return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    """Maps fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
     y = torch.empty_like(x)
     _, heads, dim = x.shape
     launch(_rotate_kernel, ceil(y.numel(), WIDTH), y.device, x, cos, sin, y, y.numel(), heads, dim, WIDTH=WIDTH)
@@ -49,7 +49,7 @@ def _rotate_kernel(x, cos, sin, y, n, heads, dim, WIDTH: tl.constexpr):
 @triton.jit
 @no_type_check
 def _sum_of_products(a, b, c, d):
-    """A b + c d. The compiler must not fuse them: products of 24 bits are exact in float64."""
+    """Returns a b + c d. The compiler must not fuse the operations: products of 24 bits are exact in float64."""
     return (a.to(tl.float64) * b).to(tl.float32) + (c.to(tl.float64) * d).to(tl.float32)
 
 
@@ -74,6 +74,6 @@ def _gelu_kernel(x, y, n, WIDTH: tl.constexpr):
 @triton.jit
 @no_type_check
 def _multiply_sigmoid(x, a):
-    """X / (1 + e^-a), by e^-|a| alone."""
+    """Returns x / (1 + e^-a), by only e^-|a|."""
     e = exponential(-tl.abs(a))
     return tl.math.div_rn(x * tl.where(a < 0, e, 1.0), 1.0 + e)

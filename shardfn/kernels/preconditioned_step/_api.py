@@ -1,4 +1,4 @@
-"""Adam's step: along the mean of gradients, divided by the root of the mean of their squares."""
+"""Adam's step: along the mean of gradients, divided by the root of the mean of squared gradients."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ def preconditioned_step(
     eps: float,
     weight_decay: float = 0.0,
 ) -> Float32[Tensor, "*shape"]:
-    """Adam's step, computed from its two moments in one pass over memory.
+    """Returns Adam's step, computed from the two moments in a single pass over memory.
 
         d = sqrt(nu / c2) + eps                    infinite where nu <= 0: such an element has no scale to step by
         u = -lr (m / c1 / d + weight_decay p)
 
-    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay the term is left
-    out.
+    Computed in fp32 in the given order, each operation, the root too, rounded once. Without weight decay the term is
+    left out.
 
     Args:
         p: parameters.
         m: the mean of gradients.
-        nu: the mean of their squares.
+        nu: mean of the squared gradients.
         lr: learning rate.
         c1: the bias correction of m, `1 - b1^t`. None: 1.
         c2: the bias correction of nu, `1 - b2^t`. None: 1.
@@ -41,7 +41,7 @@ def preconditioned_step(
         weight_decay: factor of the decoupled decay.
 
     Returns:
-        u, which is to be added to p.
+        The update u, to be added to p.
 
     Raises:
         TypeError: for other dtypes.
@@ -69,7 +69,7 @@ def preconditioned_step_(
     eps: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """Adds `preconditioned_step` to p, which must be contiguous, with the bits of `p + u`.
+    """Adds `preconditioned_step` to a contiguous p, with the bits of `p + u`.
 
     Args:
         p: parameters, overwritten.

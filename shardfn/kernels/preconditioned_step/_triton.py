@@ -16,7 +16,7 @@ WIDTH = 1024
 def preconditioned_step(
     p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
 ) -> None:
-    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
+    """Computes flat fp32 [n], with lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without `out`."""
     n = p.numel()
     lr, c1, c2 = (p.new_ones(()) if x is None else x.to(p.device) for x in numbers)
     options = {"DECAYS": weight_decay != 0, "ADDS": out is None, "WIDTH": WIDTH}

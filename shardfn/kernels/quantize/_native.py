@@ -11,7 +11,7 @@ from ._slabs import slabs
 
 
 def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    """Maps [r, c] to int8 [r, c] or uint8 [r, ceil(c / 2)], and fp32 [r, ceil(c / block)]."""
     codes, scales = empty_codes(x, x.shape[1], bits, block)
     for part, some, factors in slabs(x, codes, scales, bits, block, _scratch_size(x)):
         call("quantize", part.float(), *part.shape, bits, block, some, factors)

@@ -13,7 +13,7 @@ WIDTH = 1024
 
 
 def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    """Maps [r, c] to int8 [r, c] or uint8 [r, ceil(c / 2)], and fp32 [r, ceil(c / block)]."""
     c = x.shape[1]
     codes, scales = empty_codes(x, c, bits, block)
     num, width = scales.numel(), width_of(block, c)

@@ -16,7 +16,7 @@ from ._check import check_plan
 SOURCE = "ragged_attention/_native.cpp"
 # The kinds of a cache, as in _rows.h.
 KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-# Multiply-adds of scores below which a second thread costs more than it saves.
+# Multiply-adds of scores up to which a second thread does not pay.
 FEW = 1 << 19
 
 
@@ -25,7 +25,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     run = function(SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "ii", returns=True)
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree

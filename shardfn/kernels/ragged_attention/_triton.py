@@ -1,7 +1,7 @@
 """Attention of ragged tokens over a paged cache, in Triton: a program for each row of a token.
 
-One tile shape serves all plans. Products and sums are Triton's, so that bits are those of a row on its device, not
-those of a CPU.
+A single tile shape serves all plans. Products and sums are Triton's, so a row's bits are fixed on a device, but differ
+from a CPU.
 """
 
 from typing import no_type_check
@@ -23,7 +23,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -56,7 +56,7 @@ def ragged_attention(
 @triton.jit
 @no_type_check
 def _decode_values(x, CODES: tl.constexpr):
-    """Floats, or the numbers of codes: bytes of int8, and then of float8_e4m3fn."""
+    """Returns floats, or the numbers of codes: bytes of int8, and then of float8_e4m3fn."""
     if CODES == 1:
         return x.to(tl.int8, bitcast=True).to(tl.float32)
     elif CODES == 2:
@@ -75,7 +75,7 @@ def _row_kernel(
     q, cache, scales, places, positions, slopes, sinks, y, lse, scale, cap, end, H, G, block,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """Computes a head of a token."""
     program = tl.program_id(0).to(tl.int64)
     i, h = program // H, program % H
     n, d, g = tl.arange(0, N), tl.arange(0, WIDTH), h // (H // G)

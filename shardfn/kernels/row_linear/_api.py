@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another's number."""
+"""Batch-invariant linear layers: a row's bits do not depend on the number of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,21 +15,22 @@ from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 from . import _native
 from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
-# The most levels of the tree that adds up chunks.
+# Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
-    """Returns a weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
+    """Returns a weight of `torch.nn.functional.linear` in the order in which `row_linear` reads weights.
 
     Args:
         weight: float32, bfloat16 or float64.
-        codes: "int8" or "int4" rounds to these, by `code_blocks`. None keeps the weight's dtype. A float64 weight is
+        codes: codes "int8" or "int4", to which `code_blocks` rounds. None keeps the weight's dtype. A float64 weight is
             not rounded.
 
     Returns:
-        Panels of 64 outputs, padded with zeros; in the weight's dtype, or those of `pack_blocks`.
+        Panels of 64 outputs, padded with zeros, in the weight's dtype, or the panels of `pack_blocks`. For example 100
+        outputs make 2 panels.
 
     Raises:
         TypeError: for other dtypes, and float64 with codes.
@@ -61,22 +62,22 @@ def row_linear(
     chunks: int = 8,
     bias: Float[Tensor, " outputs"] | None = None,
 ) -> Float[Tensor, "*rows num"]:
-    """`x @ weight.T + bias`, each element by one fixed expression.
+    """Returns `x @ weight.T + bias`, each element by the same fixed expression.
 
     K is cut in `chunks`. An element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
-    are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
-    number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
-    chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain. In
-    float64, products are rounded before they are added, and it is slow: for tests and small models. There is no
-    derivative yet.
+    are added by a binary tree. So an element's bits depend only on the row of `x` and the row of the weight: neither on
+    the number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank with the neighbouring
+    chunks of a node of the tree computes the node, for example 4 of 8 chunks on each of 2 ranks. Errors are about half
+    as large as with a single chain. In float64, products are rounded before the addition, and the op is slow: for tests
+    and small models. There is no derivative yet.
 
     Args:
         x: float32, or float64 with a weight in float64.
-        packed: the weight [num, k] from `pack_rows` or `pack_blocks`; bfloat16 is widened, which is exact, and codes
-            are decoded in registers, so that bits are those of the float32 weight of `unpack_rows`.
+        packed: weight [num, k] from `pack_rows` or `pack_blocks`. bfloat16 is widened exactly, and codes are decoded in
+            registers, so bits equal the bits with the float32 weight of `unpack_rows`.
         num: outputs.
-        chunks: chunks of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
-        bias: added last; in the dtype of x.
+        chunks: number of chunks of k. Chunk i has the elements from i k / chunks to (i + 1) k / chunks.
+        bias: bias in the dtype of x, added last.
 
     Raises:
         TypeError: for other dtypes.
@@ -101,9 +102,10 @@ def row_linears(
     chunks: int = 8,
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """Several layers of one input, in one call: `[row_linear(x, w, n, bias=b) for w, n, b in ...]`, with its bits.
+    """Returns several layers of the same input: `[row_linear(x, w, n, bias=b) for w, n, b in ...]`, with equal bits.
 
-    So one layer's weights are fetched while another's are multiplied. Weights may be in different dtypes and codes.
+    In a single call a layer's weights are fetched while another layer's weights are multiplied. Weights may be in
+    different dtypes and codes.
 
     Args:
         x: as of `row_linear`.
@@ -156,9 +158,9 @@ def _row_linears(
 
 
 def _map_op(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
-    """Returns the rule for vmap.
+    """Applies the rule for vmap.
 
-    A mapped dim of x joins its rows. With a weight that is mapped, each part has its own call.
+    A mapped dim of x joins the rows. With a mapped weight, each part has a separate call.
     """
     op, (of_x, of_packed, _, _, of_biases) = torch.ops.shardfn_kernels.row_linears, in_dims
     none = [None] * len(nums)

@@ -6,8 +6,8 @@
 Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
 
 A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
-int4 their least values, then rows of 64 codes. A row has one input, in int4 an even input in its low nibbles and the
-next one in its high nibbles.
+int4 also the least values, then rows of 64 codes. A row has a single input, in int4 an even input in the low nibbles
+and the next input in the high nibbles.
 """
 
 from typing import Literal, NamedTuple
@@ -26,16 +26,17 @@ _LARGEST = torch.finfo(torch.float16).max
 def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
     """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
 
-    For each element |w - decoded| is at most half of the scale, which is max|w| / 127, or (max w - min w) / 15,
-    and the rounding of float16 besides: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, which count where a scale is
-    below 2^-14. A group with a value that is not finite, or whose scale is not, is decoded as NaN.
+    For each element |w - decoded| is at most half of the scale, max|w| / 127 or (max w - min w) / 15, plus the rounding
+    of float16: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, important where a scale is below 2^-14. A group with
+    an infinite or NaN value or scale is decoded as NaN.
 
     Args:
-        weight: floats; k is a multiple of 32.
+        weight: weight of floats, where k is a multiple of 32.
         codes: "int8" or "int4".
 
     Returns:
-        The blocks of each row, one after another: 34 or 20 bytes for 32 elements.
+        The blocks of each row in order: 34 or 20 bytes for 32 elements. For example an int8 row of 128 elements has 136
+        bytes.
 
     Raises:
         ValueError: for other codes, or another k.
@@ -72,7 +73,7 @@ def _spoil_scale(scale: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
-    """Blocks of codes in the order in which `row_linear` reads them. Values do not change.
+    """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
 
     Args:
         blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
@@ -83,7 +84,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
 
     Raises:
         TypeError: blocks are not uint8.
-        ValueError: rows are not of blocks of one kind.
+        ValueError: rows are not made of blocks of a single kind.
 
     Example:
         >>> pack_blocks(code_blocks(torch.ones(3, 64), "int8"), 64).shape
@@ -105,7 +106,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     )
     by_group = rows.permute(0, 2, 3, 1)  # [panel, group, byte of a block, output]
     head = 2 if kinds[0] == "int8" else 4
-    # Numbers of two bytes: their bytes side by side, output by output.
+    # Numbers of two bytes: the bytes side by side, output by output.
     numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
     q = by_group[:, :, head:]
     if kinds[0] == "int4":
@@ -115,10 +116,10 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
 
 
 def kind_of(packed: Tensor) -> Codes | None:
-    """Returns the codes of a packed weight. None: floats.
+    """Returns the codes of a packed weight, or None for floats.
 
     Raises:
-        ValueError: it is of bytes, but not from `pack_blocks`.
+        ValueError: the weight has bytes, but not from `pack_blocks`.
     """
     if packed.dtype != torch.uint8:
         return None
@@ -129,7 +130,7 @@ def kind_of(packed: Tensor) -> Codes | None:
 
 
 def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
-    """Returns the shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
+    """Returns the shape of a packed weight [num, k], in floats or in the codes of `packed`.
 
     Example:
         >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
@@ -144,7 +145,7 @@ def check_codes(codes: str) -> None:
     """Refuses unknown codes.
 
     Raises:
-        ValueError: names those that there are.
+        ValueError: unknown codes. The message names the known codes.
     """
     if codes not in BLOCK_BYTES:
         raise ValueError(f"codes is {codes!r}; must be 'int8' or 'int4'")
@@ -167,9 +168,9 @@ def _split_parts(packed: Tensor) -> _Parts:
 
 
 def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
-    """Returns the weight of a packed one, in float32, or float64 of that.
+    """Returns the weight of a packed weight, in float32, or float64 for a float64 weight.
 
-    Of codes, the values that `row_linear` multiplies by.
+    For codes, the values are the factors of `row_linear`.
 
     Args:
         packed: packed from `pack_rows` or `pack_blocks`.
@@ -190,7 +191,7 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
 
 
 def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
-    """Some rows of a packed weight, as of a table of embeddings; indices are from 0 to num - 1.
+    """Returns some rows of a packed weight, as of a table of embeddings. Indices are from 0 to num - 1.
 
     Args:
         packed: packed from `pack_rows` or `pack_blocks`.
@@ -198,7 +199,7 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
         k: inputs.
 
     Returns:
-        In the dtype of a weight of floats; float32 of codes.
+        Rows in the dtype of a weight of floats, or float32 for codes.
 
     Example:
         >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
@@ -215,7 +216,7 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
 
 
 def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
-    """Values of codes, whose inputs are along `dim`."""
+    """Returns the values of codes, with inputs along `dim`."""
     if least is None:
         return scale.float() * rows.float()
     dim %= rows.ndim

@@ -1,6 +1,7 @@
-"""Linear layers whose rows do not depend on one another's number, in Triton: a program for each chunk of each tile.
+"""Batch-invariant linear layers, in Triton: a program for each chunk of each tile.
 
-One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
+A single tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits equal the bits of a
+CPU.
 """
 
 import functools
@@ -21,7 +22,7 @@ ROWS = 16
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
+    """Maps x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
     (m, k), panels = x.shape, packed.shape[0]
     parts = x.new_empty(chunks, m, panels * PANEL)
     tiles = ceil(m, ROWS)

@@ -13,12 +13,12 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "row_norm/_native.cpp"
-# Elements below which a second thread costs more than it saves.
+# Elements up to which a second thread does not pay.
 FEW = 1 << 18
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """From fp32 [r, d] to fp32 [r, d]."""
+    """Maps fp32 [r, d] to fp32 [r, d]."""
     run = function(SOURCE, "row_norm", "ppppfiiii")
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)

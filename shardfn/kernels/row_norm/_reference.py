@@ -11,13 +11,13 @@ LANES = 64
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """From [r, d] to [r, d]."""
+    """Maps [r, d] to [r, d]."""
     d = x.shape[1]
     c = x
     if centered:
         c = x - (halved(_sum_lanes(x)) / d)[:, None]
     square = halved(_sum_squares(c)) / d + x.new_tensor(eps)
-    # Numpy's roots are the numbers next to the true ones; torch's not always.
+    # Numpy's roots are the numbers next to the true roots, but torch's not always.
     root = torch.from_numpy(np.sqrt(square.double().cpu().numpy())).to(square)
     y = c * (1 / root)[:, None]
     return y * weight if bias is None else fused(y, weight.expand_as(y), bias.expand_as(y))

@@ -13,7 +13,7 @@ LANES = 64
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """From fp32 [r, d] to fp32 [r, d]."""
+    """Maps fp32 [r, d] to fp32 [r, d]."""
     y = torch.empty_like(x)
     shift = weight if bias is None else bias
     how = {"CENTERED": centered, "BIASED": bias is not None, "LANES": LANES}
@@ -47,7 +47,7 @@ def _norm_kernel(x, w, b, y, d, eps, CENTERED: tl.constexpr, BIASED: tl.constexp
 @triton.jit
 @no_type_check
 def _sum_halves(x, LANES: tl.constexpr):
-    """The lanes' sum: the first half of them plus the second, until one is left."""
+    """Returns the sum of lanes: the first half plus the second, until a single lane is left."""
     for i in tl.static_range(6):
         x = tl.reduce(tl.reshape(x, (2, LANES >> (i + 1))), 0, added)
     return x

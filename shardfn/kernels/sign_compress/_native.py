@@ -9,7 +9,7 @@ from shardfn.kernels._sums import LANES, SPAN, root_mean
 
 
 def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Flat [n], fp32 [r, c] with n <= r c -> uint8 [r, c / 8], fp32 [r]; overwrites the error."""
+    """Maps flat [n], fp32 [r, c] with n <= r c to uint8 [r, c / 8], fp32 [r]. Overwrites the error."""
     r, c = error.shape
     y = error.view(1, r * c) if whole else error
     scales = [_add_input(x, row, i * row.numel()) for i, row in enumerate(y)]

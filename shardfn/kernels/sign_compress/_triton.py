@@ -14,7 +14,7 @@ BYTES = 128
 
 
 def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Flat [n], fp32 [r, c] with n <= r c -> uint8 [r, c / 8], fp32 [r]; overwrites the error."""
+    """Maps flat [n], fp32 [r, c] with n <= r c to uint8 [r, c / 8], fp32 [r]. Overwrites the error."""
     r, c = error.shape
     y = error.view(1, r * c) if whole else error
     lanes = y.new_empty(y.shape[0], ceil(y.shape[1], SPAN), LANES, dtype=torch.float64)
@@ -25,7 +25,7 @@ def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor
 
 
 def subtract_signs(y: Tensor, scale: Tensor) -> Tensor:
-    """Takes +-scale of its row from y [r, c], and returns the bits of y >= 0, uint8 [r, c / 8]."""
+    """Subtracts the row's +-scale from y [r, c], and returns the bits of y >= 0, uint8 [r, c / 8]."""
     bits = torch.empty(y.shape[0], y.shape[1] // 8, dtype=torch.uint8, device=y.device)
     num = bits.numel()
     launch(_subtract_kernel, ceil(num, BYTES), y.device, y, scale, bits, num, bits.shape[1], BYTES=BYTES)

@@ -20,7 +20,7 @@ def sign_mean(
     Computed in fp32, as in `sign_compress`. No [k, 8 b] of floats is made.
 
     Args:
-        bits: uint8 [k, b], a row of each worker, as `pack_signs` makes them; k >= 1.
+        bits: bits from `pack_signs`, uint8 [k, b], a row of each worker, with k >= 1.
         scale: fp32 [k].
         error: fp32 [8 b], the server's.
 
@@ -47,7 +47,7 @@ def sign_mean(
 def sign_mean_(
     bits: UInt8[Tensor, "k b"], scale: Float32[Tensor, " k"], error: Float32[Tensor, " 8*b"]
 ) -> tuple[UInt8[Tensor, " b"], Float32[Tensor, "1"]]:
-    """`sign_mean` that writes the new error over the old one, which must be contiguous.
+    """Averages as `sign_mean`, and writes the new error over the old, contiguous error.
 
     Args:
         bits: see `sign_mean`.

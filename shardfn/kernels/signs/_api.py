@@ -45,7 +45,7 @@ def pack_signs(x: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c//8"]:
 def unpack_signs(
     bits: UInt8[Tensor, "r b"], scale: Float32[Tensor, "r"], *, out: Float32[Tensor, "r 8*b"] | None = None
 ) -> Float32[Tensor, "r 8*b"]:
-    """Signs times the scale of their row: +scale where the bit is 1, -scale elsewhere.
+    """Returns signs times the scale of the row: +scale where the bit is 1, -scale elsewhere.
 
     Equivalent:
 
@@ -53,12 +53,12 @@ def unpack_signs(
         torch.where(ones.bool().reshape(r, 8 * b), scale[:, None], -scale[:, None])
 
     Args:
-        bits: uint8 [r, b], as `pack_signs` makes them.
+        bits: bits from `pack_signs`, uint8 [r, b].
         scale: fp32 [r].
         out: fp32 [r, 8 b], contiguous, to be filled: fresh memory must first be faulted in. None for a new tensor.
 
     Returns:
-        fp32 [r, 8 b]; `out` if given.
+        fp32 [r, 8 b], or `out` if given.
 
     Raises:
         TypeError: for other dtypes.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """[r, c] -> uint8 [r, c / 8]."""
+    """Maps [r, c] to uint8 [r, c / 8]."""
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=x.device)
     return ((x >= 0).reshape(x.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8) if x.numel() else _empty_bits(x)
 

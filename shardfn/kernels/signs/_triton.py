@@ -14,7 +14,7 @@ WIDTH = 1024
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """[r, c] -> uint8 [r, c / 8]."""
+    """Maps [r, c] to uint8 [r, c / 8]."""
     bits = x.new_empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8)
     launch(_pack_kernel, ceil(bits.numel(), BYTES), x.device, x, bits, bits.numel(), BYTES=BYTES)
     return bits
@@ -40,5 +40,5 @@ def _pack_kernel(x, bits, num, BYTES: tl.constexpr):
 @no_type_check
 def _unpack_kernel(bits, scale, out, num, c, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = tl.where(at < num, at, 0)  # an index within the tensor, which is not empty
+    inside = tl.where(at < num, at, 0)  # an index within the tensor, never an empty tensor
     tl.store(out + at, signs_of(bits, inside, tl.load(scale + inside // c)), mask=at < num)
