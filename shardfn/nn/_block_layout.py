@@ -1,4 +1,4 @@
-"""Layouts of blocks as masks: the blocks of keys that each block of queries attends to.
+"""Layouts of blocks as masks: each block of queries attends to some blocks of keys.
 
 H query heads, N blocks.
 """
@@ -16,16 +16,16 @@ from ._masks import ALL, SOME, Array, Cover, Mask, Span, alike, size_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLayout(Mask):
-    """Blocks of `block` queries and `block` keys that attend to each other, one layout for all heads or one a head.
+    """Blocks of `block` queries and `block` keys with attention, a layout for all heads or a layout for each head.
 
-    Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
+    Inside a counted block every pair counts: for a causal model, `Causal() & BlockLayout(...)`.
 
     Attributes:
-        blocks: bool, [N, N], or [H, N, N] with 1 head for all. Rows are blocks of queries. Kept as a NumPy array that
-            cannot be written.
+        blocks: counted blocks, bool, [N, N], or [H, N, N] with 1 head for all. Rows are blocks of queries. Kept as a
+            read-only NumPy array.
         block: tokens of a block.
         padded: the last block may be shorter.
-        allow_empty: rows may have no block. Their queries attend to nothing and give 0.
+        allow_empty: whether rows may have no block. Queries of such rows attend to nothing and give 0.
 
     Raises:
         ValueError: another shape, or a row without a block.

@@ -1,4 +1,4 @@
-"""Pieces of a rank's tokens <-> spans of its heads: the `all_to_all` of one span of a sequence, and its transpose.
+"""Pieces of a rank's tokens <-> spans of the rank's heads: the `all_to_all` of a span of a sequence, and the transpose.
 
 P ranks, H query heads, G key heads.
 """
@@ -14,10 +14,10 @@ from ._parallel import own_range
 
 
 class Dealer:
-    """Deals one span at a time.
+    """Dealer of a span at a time.
 
     Args:
-        axis: mesh axes. None is one rank.
+        axis: mesh axes. None means a single rank.
         sizes: tokens of each rank's piece of each span, [spans][P].
         heads: (H, G) of all ranks.
     """
@@ -38,21 +38,21 @@ class Dealer:
         return self._G if self._sent is None else len(self._sent)
 
     def deal(self, x_BTHK: Tensor, i: int) -> Tensor:
-        """This rank's piece of span i of all heads -> the span, of its query heads."""
+        """Maps the rank's piece of span i, of all heads, to the whole span, of the rank's query heads."""
         return self._gather_span(x_BTHK[:, self._pieces[i]], i)
 
     def undeal(self, x_BSHK: Tensor, i: int) -> Tensor:
-        """Returns the inverse of `deal`, which is its transpose."""
+        """Returns the inverse of `deal`, equal to the transpose."""
         return self._scatter_span(x_BSHK, i, self._H)
 
     def deal_keys(self, x_BTGK: Tensor, i: int) -> Tensor:
-        """This rank's piece of span i -> the span, of the key heads that its query heads read."""
+        """Maps the rank's piece of span i to the whole span, of the key heads read by the rank's query heads."""
         piece = x_BTGK[:, self._pieces[i]]
         found = self._gather_span(piece if self._sent is None else piece[:, :, self._sent], i)
         return found if evenly(self._read, found.shape[2]) else found[:, :, self._read]
 
     def undeal_keys(self, x_BSGK: Tensor, i: int) -> Tensor:
-        """Returns the transpose of `deal_keys`: gradients of key heads that were sent to several ranks are added up."""
+        """Returns the transpose of `deal_keys`: gradients of key heads on several ranks are added up."""
         if not evenly(self._read, self._own):
             x_BSGK = _scatter_heads(x_BSGK, self._read, self._own)
         back = self._scatter_span(x_BSGK, i, self._num_sent)

@@ -1,7 +1,8 @@
-"""Linear layers whose rows have the same bits beside any other rows: a weight in place of a tensor.
+"""Batch-invariant linear layers: rows have the same bits next to any other rows. A weight takes the place of a tensor.
 
-The law of exact layers: a token's row of a result is one fixed expression of its inputs. Its bits depend neither on the
-number of tokens beside it, nor on threads and the processor, nor on the ranks of tensor parallelism.
+The law of exact layers: a token's row of a result is a fixed expression of the row's inputs. The bits depend neither on
+the number of other tokens (for example 1 or 7), nor on threads and the processor, nor on the ranks of tensor
+parallelism.
 
 N outputs, K inputs, P panels.
 """
@@ -23,27 +24,28 @@ from shardfn.core import Axes
 from ._exact_gradients import exact_gradients
 from ._products import Product, Weight
 
-# From the input of a layer and its result to the result in its place.
+# From the input and the result of a layer to the final result.
 Then = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExactWeight(Weight):
-    """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
+    """Weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives of
-    any order. Made of panels, which are packed once for many calls, it has no derivative.
+    The layers of `nn` take an `ExactWeight` in place of a weight. Made of a weight, by `ExactWeight.of`, an
+    `ExactWeight` has derivatives of any order. Made of panels, packed once for many calls, an `ExactWeight` has no
+    derivative.
 
     Args:
         panels: panels from `kernels.pack_rows` of the weight as [N, K], in codes, too.
-        shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
-        chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
+        shape: shape of the weight: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
+        chunks: number of chunks of K, with sums added by a tree. The number is a part of the result, like a dtype.
         then: function from the layer's input and its result, with the bias, to the result in its place. On several
-            ranks the input and the result are a rank's own features where the layer cuts them.
+            ranks the input and the result are the rank's features where the layer cuts features.
 
     Attributes:
-        shape: the weight's.
-        chunks: see above.
-        then: see above.
+        shape: shape of the weight.
+        chunks: number of chunks of K.
+        then: function `then` from above.
 
     Raises:
         ValueError: panels of another shape.
@@ -94,7 +96,7 @@ class ExactWeight(Weight):
 
     @property
     def source(self) -> Tensor | None:
-        """Returns the weight that it is made of, or None if it is made of panels."""
+        """Returns the original weight, or None for an `ExactWeight` made of panels."""
         return self._source
 
     @property
@@ -104,13 +106,13 @@ class ExactWeight(Weight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight, float32 of one in codes; results are float32, or float64 of a weight in it."""
+        """Returns the dtype of the weight, float32 for codes. Results are float32, or float64 for a float64 weight."""
         stored = self._stored_tensor.dtype
         return stored if stored.is_floating_point else torch.float32
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """Returns the device of the weight."""
         return self._stored_tensor.device
 
     @property
@@ -120,7 +122,7 @@ class ExactWeight(Weight):
 
     @property
     def panels(self) -> Shaped[Tensor, "p k c"]:
-        """Returns the packed weight. That of a weight of more than two dims must have been flattened."""
+        """Returns the packed weight. A weight of more than two dims must have been flattened."""
         return kernels.pack_rows(self._stored_tensor) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
@@ -130,7 +132,7 @@ class ExactWeight(Weight):
         return made
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ExactWeight":
-        """The same weight with some neighbouring dims as one."""
+        """Returns the same weight with some neighbouring dims as a single dim."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         shape = torch.Size((*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :]))
         return self._copy_with(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
@@ -153,7 +155,10 @@ class ExactWeight(Weight):
         return y if bias is None else y + bias
 
     def rows(self, index: Tensor) -> Float[Tensor, "*batch k"]:
-        """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
+        """Returns rows of the weight [N, K], as of a table of embeddings.
+
+        With panels, indices must be from 0 to N - 1.
+        """
         if self.source is not None:
             return F.embedding(index, self.source)
         return kernels.packed_rows(self.panels, index, self.shape[1])
@@ -193,12 +198,15 @@ AnyWeight = Tensor | ExactWeight
 
 
 def linear_of(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
-    """`linear` of a weight of either kind. Modes of torch's functions see the weight itself."""
+    """Applies `linear` with a weight of either kind. Modes of torch's functions see the weight itself."""
     return w.linear(x, b) if isinstance(w, ExactWeight) else F.linear(x, w, b)
 
 
 def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`linear_of` of several weights of one input: in one call where all are packed, with the same bits."""
+    """Applies `linear_of` with several weights to the same input.
+
+    In a single call if all are packed, with equal bits.
+    """
     packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
     chunks = {w.chunks for w in packed}
     if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in kernels.EXACT:
@@ -209,12 +217,12 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
 
 
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
-    """`embedding` of a table of either kind."""
+    """Applies `embedding` with a table of either kind."""
     return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
 
 
 def not_exact(begin: str) -> TypeError:
-    """Returns the error of an exact layer in another dtype, whose message begins so."""
+    """Returns the error of an exact layer in another dtype. The message begins with `begin`."""
     return TypeError(
         f"{begin} exact layers compute float32, or float64 where all is float64; leave out mixed precision, or take"
         " Policy(compute=torch.float32)."
@@ -222,7 +230,7 @@ def not_exact(begin: str) -> TypeError:
 
 
 def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
-    """This rank's block of a weight whose inputs are cut, with the chunks of the whole weight that it has.
+    """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
 
     Args:
         w: the block, [N, K_axis].
@@ -249,11 +257,11 @@ def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
 
 
 def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
-    """`leave_parallel` whose sum has the order of the tree: the ranks' summands as if they were chunks.
+    """Applies `leave_parallel` with a sum in the order of the tree: the ranks' summands take the place of chunks.
 
         [A] [B]  =>  [A + B] [A + B]
 
-    Transpose: as that of `leave_parallel`: each summand gets the result's cotangent.
+    Transpose, as for `leave_parallel`: each summand gets the result's cotangent.
     """
     n = axis_size(axis)
     if sequence is None:
@@ -274,7 +282,7 @@ def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor
     if not isinstance(weight, ExactWeight):
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
-    if weight.source is not None and not alone:  # the function mode that follows values has seen no weight
+    if weight.source is not None and not alone:  # the function mode for following values has seen no weight
         raise TypeError(
             "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
         )

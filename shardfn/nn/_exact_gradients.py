@@ -1,7 +1,8 @@
 """The gradients of exact linear layers.
 
-On a CPU they are computed by kernels, which use its widest vectors, as not every BLAS does; on other devices by torch.
-A row of the gradient of the input has the same bits beside any other rows. That of the weight is a sum over rows.
+On a CPU kernels compute the gradients, with the widest vectors, unlike some BLAS libraries. On other devices torch
+computes the gradients. A row of the gradient of the input has the same bits next to any other rows. The gradient of the
+weight is a sum over rows.
 """
 
 import functools
@@ -17,7 +18,7 @@ from ._trilinear import Trilinear, derivative
 
 @functools.cache
 def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
-    """Returns the gradients of the input and of the weight of an exact linear layer. They can be differentiated again.
+    """Returns the gradients of the input and of the weight of an exact linear layer, both differentiable again.
 
     Args:
         chunks: chunks of the layer's inputs.

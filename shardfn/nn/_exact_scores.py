@@ -1,7 +1,7 @@
-"""Scores of routers whose rows have the same bits beside any other rows, with derivatives. See `_exact.py` for the law.
+"""Batch-invariant scores of routers: rows have the same bits next to any other rows. See `_exact.py` for the law.
 
 Torch's sums, exponentials and sigmoids depend on the width of a processor's vectors, some on the number of rows. Here
-e^x and the sigmoid are made of `kernels.gated_silu`, whose expression is fixed, and sums are added by halving.
+e^x and the sigmoid are made of `kernels.gated_silu`, with a fixed expression, and sums are added by halving.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from shardfn import kernels
 from ._exact import not_exact
 from ._exact_functions import pointwise
 
-_LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
+_LEAST = -87.0  # below the bound e^x is 0, so nothing is subnormal
 _NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
 
 
 def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
-    """Softmax over the last dim, whose rows have the same bits beside any other rows.
+    """Returns the softmax over the last dim. Rows have the same bits next to any other rows.
 
     Args:
-        x_E: float32 or float64, finite; e is 1 or more.
+        x_E: finite scores in float32 or float64, where e is 1 or more.
 
     Raises:
         TypeError: for other dtypes.
@@ -38,7 +38,7 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
 
 
 def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns the sigmoid of each element, by one expression wherever it lies.
+    """Returns the sigmoid of each element, by the same expression.
 
     Args:
         x: float32 or float64, finite.
@@ -55,7 +55,7 @@ def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
-    """Sums over the last dim by halving: the first half of the elements plus the second, until one is left.
+    """Sums over the last dim by halving: the first half of the elements plus the second, until a single sum is left.
 
     Example:
         >>> exact_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -86,7 +86,7 @@ def _sigmoid_partials(x: Tensor) -> tuple[Tensor]:
 
 
 def _compute_exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0: with s the sigmoid of x, at most 1/2, it is s / (1 - s)."""
+    """Returns e^x of x <= 0, as s / (1 - s) with the sigmoid s of x, at most 1/2."""
     s = _compute_sigmoid(x.clamp(min=_LEAST))
     return torch.where(x < _LEAST, 0.0, s / (1 - s))
 
@@ -117,6 +117,6 @@ class _Softmax(torch.autograd.Function):
 
 
 def _project_direction(x: Tensor, g: Tensor) -> Tensor:
-    """Returns the derivative in the direction g, which is symmetric."""
+    """Returns the derivative in the direction g, a symmetric map."""
     p = x.softmax(-1)
     return p * (g - (g * p).sum(-1, keepdim=True))

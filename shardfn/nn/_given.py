@@ -1,10 +1,11 @@
-"""Masks that are data of a batch or a model: keys that count, and numbers added to scores.
+"""Masks as data of a batch or a model: counted keys, and numbers added to scores.
 
     Keys(keep_BS)          only some keys: padding
-    Added(numbers)         a number for each pair, -inf where it does not count
+    Added(numbers)         a number for each pair, -inf where a pair does not count
     Relative(table_HD)     a number for each distance
 
-They compose by `&` as the others do. Only `Dense()` gives their gradients: the other bodies compute their own.
+Such masks compose by `&` like all masks. Only `Dense()` gives gradients of the data: the other bodies compute gradients
+by separate formulas.
 
 B samples, T queries, S keys, H query heads.
 """
@@ -25,10 +26,10 @@ from ._masks import Cover, Mask, Span
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Keys(Mask):
-    """Only some keys count: those of a batch's rows that are not padding. A boolean key padding mask.
+    """Boolean key padding mask: only some keys count, such as the keys outside of padding.
 
     Attributes:
-        keep_BS: True for the keys that count, of the whole sequence.
+        keep_BS: True for the counted keys of the whole sequence.
 
     Example:
         >>> Keys(torch.tensor([[True, True, False]])).pairs((0, 2), (0, 3)).int().tolist()
@@ -66,7 +67,7 @@ class Keys(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added(Mask):
-    """Numbers that are added to the scores; -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
+    """Numbers added to the scores, where -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
 
     Attributes:
         numbers: [T, S], [H, T, S] or [B, H, T, S], of the whole sequence. Each may be 1 for all.
@@ -122,10 +123,10 @@ class Added(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relative(Mask):
-    """Numbers that are added to the scores by the distance s - t of a key from a query: relative position bias.
+    """Numbers added to the scores by the distance s - t of a key from a query: relative position bias.
 
     Attributes:
-        table_HD: [H or 1, 2 R + 1], of distances -R .. R; greater distances have the number of R, or -R.
+        table_HD: table [H or 1, 2 R + 1], of distances -R .. R. Greater distances have the number of R, or -R.
 
     Example:
         >>> Relative(torch.tensor([[-1.0, 0, 1]])).bias((0, 2), (0, 3)).tolist()
@@ -176,7 +177,7 @@ class Relative(Mask):
 
 
 def together(found: Iterable[Given]) -> Given:
-    """Joins several `Given` to one: sums of added numbers, and ids that are equal where all of theirs are.
+    """Joins several `Given`: sums of added numbers, and ids with equality where all given ids are equal.
 
     Example:
         >>> a, b = (Given(torch.tensor([ids]), torch.tensor([ids])) for ids in ([7, 7, 9], [1, 2, 1]))
@@ -205,7 +206,7 @@ def _join_given(a: Given, b: Given) -> Given:
 
 
 def _renumber_ids(ids_BN: Tensor) -> Tensor:
-    """Returns the numbers as 0 .. N - 1, equal where they are."""
+    """Returns the numbers as 0 .. N - 1, equal where the given numbers are equal."""
     ordered, index = ids_BN.sort(-1)
     new = torch.cat([torch.zeros_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], -1)
     return torch.zeros_like(ids_BN).scatter(-1, index, new.cumsum(-1))

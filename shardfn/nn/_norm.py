@@ -19,11 +19,11 @@ def layer_norm(
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*batch d"]:
-    """Layer norm: w (x - mean(x)) / sqrt(var(x) + eps) + b.
+    """Returns layer norm: w (x - mean(x)) / sqrt(var(x) + eps) + b.
 
     Args:
         x_D: any leading dims.
-        w_D: scale. Where it is wider than x, the norm is computed in its dtype.
+        w_D: scale. A scale with a wider dtype than x determines the dtype of the computation.
         b_D: shift, or None.
         eps: added to the variance.
 
@@ -38,11 +38,11 @@ def layer_norm(
 def rms_norm(
     x_D: Float[Tensor, "*batch d"], w_D: Float[Tensor, " d"], *, eps: float = 1e-5
 ) -> Float[Tensor, "*batch d"]:
-    """Root mean square norm: w x / sqrt(mean(x^2) + eps).
+    """Returns the root mean square norm: w x / sqrt(mean(x^2) + eps).
 
     Args:
         x_D: any leading dims.
-        w_D: scale. Where it is wider than x, the norm is computed in its dtype.
+        w_D: scale. A scale with a wider dtype than x determines the dtype of the computation.
         eps: added to the mean square.
 
     Example:
@@ -54,10 +54,10 @@ def rms_norm(
 
 
 def _apply_to_rows(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
-    """`norm(x)`; without a row the norm of a row of zeros that is cut off.
+    """Returns `norm(x)`. Without a row, returns no row of the norm of a row of zeros.
 
-    A rank without rows of a sequence runs the operations of the others, and its backward needs the leaves that theirs
-    needs, in their order: torch's norms of nothing may leave out the weights.
+    A rank without rows of a sequence runs the operations of the other ranks, and the rank's backward needs the same
+    leaves in the same order: torch's norms of nothing may leave out the weights.
     """
     if x_D.numel():
         return _apply_in_dtype(w_D, norm, x_D)
@@ -66,7 +66,7 @@ def _apply_to_rows(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -
 
 
 def _apply_in_dtype(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
-    """`norm(x)` in the dtype of the weights, given back in that of x; autocast has rules of its own."""
+    """Returns `norm(x)` in the dtype of x, computed in the dtype of the weights. Autocast has separate rules."""
     if x_D.dtype == w_D.dtype or torch.is_autocast_enabled(x_D.device.type):
         return norm(x_D)
     return norm(x_D.to(w_D.dtype)).to(x_D.dtype)

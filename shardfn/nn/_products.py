@@ -13,20 +13,21 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardfn._torch import grouped_mm
 from shardfn.kernels import grouped_outer, grouped_product
 
-# (dy, the other operand, own shape) -> the gradient of an operand.
+# (dy, the other operand, shape of the operand) -> the gradient of an operand.
 OperandGrad = Callable[[Tensor, Tensor, torch.Size], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A function of two tensors that is linear in each, as `matmul` is, with the gradient of each by itself.
+    """Function of two tensors, linear in each, such as `matmul`, with a separate gradient of each tensor.
 
-    For a kernel of one's own: called on a weight and an activation, its two gradients come apart where a pipeline's
-    schedule splits backwards, as those of torch's own products do. It can be differentiated again if its gradients can.
+    Use a `Product` for a custom kernel: called on a weight and an activation, the two gradients are computed separately
+    where a pipeline's schedule splits backwards, as for torch's products. The product can be differentiated again if
+    the gradients can.
 
     Attributes:
         forward: `forward(a, b) -> Tensor`.
-        grads: gradients of a and of b: `grad(dy, the other operand, own shape) -> Tensor`.
+        grads: gradients of a and of b: `grad(dy, the other operand, shape of the operand) -> Tensor`.
 
     Example:
         >>> gram = Product(lambda a, b: a @ b.t(), (lambda dy, b, _: dy @ b, lambda dy, a, _: dy.t() @ a))
@@ -47,17 +48,17 @@ class Product:
 
 
 class Weight(abc.ABC):
-    """An object in place of a weight [out, in], with a product of its own for `linear`."""
+    """Object in place of a weight [out, in], with a custom product for `linear`."""
 
     @property
     @abc.abstractmethod
     def source(self) -> Tensor | None:
-        """Returns the weight itself, or None where it has no derivative."""
+        """Returns the weight itself, or None without a derivative."""
 
     @property
     @abc.abstractmethod
     def product(self) -> Product:
-        """Of an input and the weight."""
+        """Returns the product of an input and the weight."""
 
 
 class _TwoOperands(torch.autograd.Function):
@@ -93,7 +94,7 @@ class _TwoOperands(torch.autograd.Function):
 
 
 def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Product | None, tuple[Any, ...]]:
-    """Returns the product that a call of torch computes, and its operands, or None if it is not a known product.
+    """Returns the product computed by a call of torch, and the operands, or None for an unknown product.
 
     Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, `einsum` of two
     operands, `grouped_mm` of rows in groups, and the aten ops `mm`, `bmm` and `_grouped_mm`; with floating-point
@@ -121,7 +122,7 @@ def _match_linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any
 
 
 def _match_matmul(input: Tensor, other: Any, **named: Any) -> Any:
-    """`matmul`, `mm`, `bmm`. The second operand has other names in some."""
+    """Matches `matmul`, `mm` and `bmm`. Some name the second operand differently."""
     if named or not isinstance(other, Tensor) or min(input.ndim, other.ndim) < 2:
         return None
     return _MATMUL, input, other
@@ -144,7 +145,7 @@ def _match_addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) ->
 def _grouped_mm(
     self: Tensor, mat2: Any = None, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None, **named: Any
 ) -> Any:
-    """Groups of rows, each times a matrix of its own. `mat_a` and `mat_b` are other names of the operands."""
+    """Matches groups of rows, each times a separate matrix. `mat_a` and `mat_b` are other names of the operands."""
     other = named.pop("mat_b", mat2)
     if named or bias is not None or not isinstance(other, Tensor) or offs is None:
         return None
@@ -181,7 +182,7 @@ def _einsum_product(equation: str) -> Product | None:
     if not arrow or not comma or "," in b or "." in equation:
         return None
     plain = all(len(set(term)) == len(term) for term in (a, b, out))
-    # A dim in one term alone was summed, or is missing from the inputs of its gradient.
+    # A dim in only a single term was summed, or is missing from the inputs of the gradient.
     if not plain or set(a) - set(b + out) or set(b) - set(a + out):
         return None
 
@@ -244,7 +245,7 @@ _READERS: dict[Any, Callable[..., Any]] = {
         torch.Tensor.mm,
         torch.bmm,
         torch.Tensor.bmm,
-        torch.ops.aten.mm.default,  # those of a graph that is run op by op
+        torch.ops.aten.mm.default,  # calls of a graph run op by op
         torch.ops.aten.bmm.default,
     ),
     _matmul_named,

@@ -1,14 +1,15 @@
-"""Attention whose keys and values go round a ring of ranks, while each rank keeps its own queries.
+"""Ring attention: keys and values go round a ring of ranks, while each rank keeps its queries.
 
-At hop h rank r has the keys and values of rank r - h. They are sent on as long as a rank ahead has a query that attends
-to them. Masks decide this by positions alone, so that all ranks know the transfers. The next keys and values are on
-their way while the present ones are used. Only this rank's own tensors are kept for the backward, in which keys and
-values go round once more, with their gradients one hop behind; from the last rank that adds to them, those go home.
+At hop h rank r has the keys and values of rank r - h. For example at hop 1 of 3 ranks, rank 0 has the keys of rank 2.
+Keys and values are sent on as long as a rank ahead has a query with attention to the keys. Masks decide only by
+positions, so all ranks know the transfers. The next keys and values are on the way while the present keys and values
+are used. Only the rank's tensors are kept for the backward. There keys and values go round once more, with the
+gradients a hop behind. From the last rank with a summand the gradients go home.
 
     sent by a rank, of b samples, N tokens, h features of keys: forward 2 b N h (P - 1) / P, backward twice that
 
-With one rank this is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop. The products of
-torch, a tile at a time, compute unsupported masks, derivatives of the gradients, and forward mode.
+With a single rank the result is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop. The
+products of torch, a tile at a time, compute unsupported masks, derivatives of the gradients, and forward mode.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks. Liu et al., Ring Attention
 with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
@@ -36,15 +37,15 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def online(
     axis: Axes, rows: tuple[Rows, ...], qkv: QKV, how: OnlineScores, block: int, kernel: int | None = None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, [B, T, H, K].
+    """Returns the attention of the rank's queries to the keys of all ranks, [B, T, H, K].
 
     Args:
-        axis: mesh axes of the ring. None is one rank.
+        axis: mesh axes of the ring. None means a single rank.
         rows: the positions of each rank's tokens.
-        qkv: this rank's, [B, T, H or G, K].
+        qkv: queries, keys and values of the rank, [B, T, H or G, K].
         how: the scores.
         block: block of a tile.
-        kernel: kernel of a tile of the kernel; default by `kernel_tile`.
+        kernel: size of a tile of the kernel. Default: `kernel_tile`.
 
     Raises:
         ValueError: data of a mask require a gradient.
@@ -87,19 +88,19 @@ class _Online(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        saved, sinks_H, slopes_H, data = _load_saved(ctx, 5)  # once: remat makes them again at each look
-        with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
+        saved, sinks_H, slopes_H, data = _load_saved(ctx, 5)  # once: remat makes the tensors again at each look
+        with ctx.on_mesh():  # a backward may run when the mesh of the forward is no longer bound
             grads = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along, *data)
         return (*grads, *([None] if sinks_H is None else []), None, None, *(None for _ in data))
 
 
 def _compute_values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     return _add_sink(*_attend_hops(along, how, qkv), sinks_H)
 
 
 def tangent(along: RingCourse, how: OnlineScores, saved: Saved, sinks_H: Tensor | None, given: Any) -> Tensor:
-    """Returns the tangent of y, of those of q, k, v and sinks. None is 0."""
+    """Returns the tangent of y, from the tangents of q, k, v and sinks. None stands for 0."""
     tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], given[:3], strict=True))
     dy = _push_tangents(along, how, saved, tuple(tangents))
     if sinks_H is None or given[3] is None:
@@ -109,9 +110,9 @@ def tangent(along: RingCourse, how: OnlineScores, saved: Saved, sinks_H: Tensor 
 
 
 class OnlineBackward(torch.autograd.Function):
-    """(dy, q, k, v, y, lse, sinks, slopes, course, data of the mask) -> (dq, dk, dv), and dsinks if there are sinks.
+    """Maps (dy, q, k, v, y, lse, sinks, slopes, course, data of the mask) to (dq, dk, dv), and dsinks with sinks.
 
-    A function of dy, q, k, v and sinks: its derivatives are those of the formula in tiles, y and lse computed again.
+    A function of dy, q, k, v and sinks: derivatives come from the formula in tiles, with y and lse computed again.
     """
 
     generate_vmap_rule = True
@@ -149,7 +150,7 @@ class OnlineBackward(torch.autograd.Function):
 
 
 def _rerun_gradients(ctx: Any) -> Any:
-    """dy, q, k, v and sinks; their gradients as differentiable operations of torch, and the number of mask data."""
+    """Returns (dy, q, k, v, sinks), a differentiable function to their gradients, and the number of mask data."""
     saved, sinks_H, slopes_H, data = _load_saved(ctx, 4)
     how = _bind_data(ctx.along, slopes_H, data)
 
@@ -163,7 +164,7 @@ def _rerun_gradients(ctx: Any) -> Any:
 
 
 def _add_sink(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and lse with one more key of the score `sinks_H`, whose value is 0; with them the gradients' formulas hold."""
+    """Returns y and lse with an additional key of score `sinks_H` and value 0. The gradients' formulas still hold."""
     if sinks_H is None:
         return y_BTHK, lse_BHT
     both_BHT = torch.logaddexp(lse_BHT, sinks_H.to(lse_BHT.dtype)[:, None])
@@ -172,7 +173,7 @@ def _add_sink(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[
 
 
 def _sink_gradient(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Returns the gradient of the scores of sinks: -p delta, as of a key whose value is 0."""
+    """Returns the gradient of the scores of sinks: -p delta, as of a key with the value 0."""
     delta_BHT = (dy_BTHK.to(lse_BHT.dtype) * y_BTHK.to(lse_BHT.dtype)).sum(-1).transpose(1, 2)
     return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
@@ -187,7 +188,7 @@ def _save_tensors(
 
 
 def _load_saved(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, list[Tensor]]:
-    """Returns the tensors that `_save_tensors` was given: `num` of them, sinks, slopes, and the data of the mask."""
+    """Returns the tensors of `_save_tensors`: `num` tensors, sinks, slopes, and the data of the mask."""
     saved = list(ctx.saved_tensors)
     tensors, rest = tuple(saved[:num]), saved[num:]
     sinks_H, slopes_H = (rest.pop(0) if there else None for there in ctx.there)
@@ -199,7 +200,7 @@ def _bind_data(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineS
 
 
 def _attend_hops(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T], by the kernel where it computes this."""
+    """Returns y [B, T, H, K] and lse [B, H, T], by the kernel where possible."""
     if along.kernel is None:
         return _attend_in_tiles(along, how, qkv)
     q = qkv[0]
@@ -251,14 +252,14 @@ def _backward_by_kernel(along: RingCourse, how: OnlineScores, saved: Saved, dy: 
 
 
 def _add_at(x: Tensor, part: Tensor, at: tuple[int, int]) -> Tensor:
-    """X [B, S, G, K] with the rows `at` more by `part`."""
+    """Returns x [B, S, G, K] with `part` added to the rows `at`."""
     if part.shape == x.shape:
         return x + part
     return torch.cat([x[:, : at[0]], x[:, slice(*at)] + part, x[:, at[1] :]], 1)
 
 
 def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
-    """Returns the same, a tile of torch's products at a time; differentiable."""
+    """Returns the same, a tile of torch's products at a time, differentiable."""
     q, k, v = by_key_head(qkv)
     states: list[Any] = [None] * len(tiles(along.queries, along.block))
     for kv, keys, _ in _iterate_hops(along, 2, k, v):
@@ -268,7 +269,7 @@ def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Te
 
 
 def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
-    """Returns the gradients of q, k and v, a tile of torch's products at a time; differentiable."""
+    """Returns the gradients of q, k and v, a tile of torch's products at a time, differentiable."""
     q, k, v = by_key_head(saved[:3])
     y, dy = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (saved[3], dy))
     lse = saved[4].unflatten(1, q.shape[1:3])
@@ -296,9 +297,9 @@ def _push_tangents(along: RingCourse, how: OnlineScores, saved: Saved, tangents:
 
 
 def _iterate_hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
-    """Keys and values (and tensors with the same rows) of each hop, with their positions and the hop.
+    """Yields keys and values (and tensors with the same rows) of each hop, with positions and the hop.
 
-    Each bundle is sent on before it is yielded, and the next is waited for only when it is requested.
+    Each bundle is sent on before the yield, and the next bundle is waited for only at the next request.
     """
     n, own = along.size, num_rows(along.rows[along.index])
     if n == 1 or not along.onward(1):
@@ -323,10 +324,10 @@ def _iterate_hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tu
 def _round_and_home(
     along: RingCourse, dim: int, kv: tuple[Tensor, Tensor], hop_of: Callable[[Any, Rows], Tensor]
 ) -> Tensor:
-    """Returns the gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
+    """Returns the gradients of the rank's keys and values, along the last dim, from all ranks that read the keys.
 
-    A rank's sums travel while it computes with the next keys, and home while it computes with the later part of its own
-    keys, which is left until then.
+    A rank's sums travel during the computation with the next keys, and travel home during the computation with the
+    later part of the rank's keys, left until then.
     """
     coming: list[Callable[[], Tensor]] = []
     passing: Callable[[], Tensor] | None = None
@@ -355,7 +356,7 @@ def _round_and_home(
 
 
 def _start_send(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:
-    """Sends `x`, and returns a function that waits for the received tensor."""
+    """Sends `x`, and returns a function to wait for the received tensor."""
     if torch.is_grad_enabled() or transforming():
         here = ppermute(x, along.axis, perm)
         return lambda: here

@@ -1,8 +1,8 @@
-"""Linear maps whose weight is a grid of tiles, each a leaf of its own: memory-centric tiling.
+"""Linear maps with a grid of tiles as the weight, each tile a separate leaf: memory-centric tiling.
 
-Where leaves are fetched when they are used (ZeRO's stage 3, host, disk), no more of the weight is in memory than the
-tile at work and those that are read ahead, in the forward and in the backward, so is the weight's gradient. Rajbhandari
-et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+Where leaves are fetched at use (ZeRO's stage 3, host, disk), only the tile at work and tiles read ahead are in memory,
+in the forward and in the backward, and the same holds for the weight's gradient. Rajbhandari et al., ZeRO-Infinity,
+2021, https://arxiv.org/abs/2104.07857
 
 D features in, F features out. A grid is a list of rows of tiles: rows along F, and the tiles of a row along D.
 """
@@ -23,21 +23,21 @@ Grid = Sequence[Sequence[Float[Tensor, "_ _"]]]
 def tiled_linear(
     x_D: Float[Tensor, "*batch d"], w_FD: Grid, b_F: Float[Tensor, " f"] | None = None
 ) -> Float[Tensor, "*batch f"]:
-    """Y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
+    """Returns y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
 
-    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added. With one column of tiles
-    also bit for bit, where a matrix product's bits do not depend on its number of outputs F.
+    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added. With a single column of
+    tiles also bit for bit, where a matrix product's bits do not depend on the number of outputs F.
 
     Args:
         x_D: any leading dims.
-        w_FD: the tiles w_ij of [F_i, D_j]; sizes need not be equal. From `tiles` or `init_tiles`.
-        b_F: bias, or None; added once.
+        w_FD: grid of tiles w_ij of [F_i, D_j], from `tiles` or `init_tiles`. Sizes need not be equal.
+        b_F: bias, added once, or None.
 
     Returns:
         The leading dims of `x_D` and F.
 
     Raises:
-        ValueError: the tiles are not a grid, or their columns do not add up to D, or their rows to the bias's F.
+        ValueError: the tiles are not a grid, or the columns do not add up to D, or the rows to F of the bias.
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ def tiles(
         tile_bytes: tile bytes in place of both: the largest tile.
 
     Returns:
-        Tiles of their own memory; together they are as large as the weight.
+        Tiles in new memory, together as large as the weight.
 
     Raises:
         ValueError: as `tile_shapes`.
@@ -108,10 +108,10 @@ def init_tiles(
     stddev: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[Tensor]]:
-    """Draws the tiles of a weight, normal(0, stddev), each with a key of its own; deferred inside `core.deferred()`.
+    """Draws the tiles of a weight, normal(0, stddev), each with a separate key. Deferred inside of `core.deferred()`.
 
     Args:
-        key: the key; tile k, counted row by row, is drawn with `fold_in(key, k)`.
+        key: random key. Tile k, counted row by row, is drawn with `fold_in(key, k)`.
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
@@ -120,7 +120,7 @@ def init_tiles(
         dtype: a floating dtype.
 
     Returns:
-        The grid. Specs for it need no grid of their own: `P()` for all tiles is a prefix of it.
+        The grid. Specs need no grid: `P()` for all tiles is a prefix of the grid.
 
     Raises:
         ValueError: as `tile_shapes`.
@@ -146,13 +146,14 @@ def tile_shapes(
     tile_bytes: int | None = None,
     itemsize: int = 4,
 ) -> list[list[tuple[int, int]]]:
-    """Returns the shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
+    """Returns the shapes of the tiles of a weight. Sizes along a dim differ by at most 1, such as 3, 2, 2 for 7 rows.
 
     Args:
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: tile bytes in place of both: the fewest tiles of at most this size. Whole rows where a row fits.
+        tile_bytes: size of a tile in bytes, in place of both numbers: the fewest tiles of at most the size. Whole rows
+            where a row fits.
         itemsize: bytes of an element.
 
     Raises:
@@ -176,7 +177,7 @@ def tile_shapes(
 
 
 def _multiply_row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One row of tiles: the products along D, added one by one."""
+    """Multiplies a row of tiles: the products along D, added in order."""
     out = F.linear(parts[0], row[0], bias)
     for part, tile in zip(parts[1:], row[1:], strict=True):
         out = out + F.linear(part, tile)

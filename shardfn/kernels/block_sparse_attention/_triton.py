@@ -116,9 +116,7 @@ def _compute_scores(
     q, k, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scores [ROWS, ROWS], -inf where a pair does not count. r and c are rows and columns of tile (i,
-    j).
-    """
+    """Returns the scores [ROWS, ROWS], -inf where a pair does not count. r and c lie in tile (i, j)."""
     t, s = (i * BLOCK + r)[:, None], (j * BLOCK + c)[None, :]
     counts = ((r < BLOCK)[:, None] & (t < T)) & ((c < BLOCK)[None, :] & (s < S))
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

@@ -54,7 +54,7 @@ def dequantize_sum_quantize(
 ) -> tuple[Integer[Tensor, "r codes"], Float32[Tensor, "r blocks"]]:
     """Returns `quantize(dequantize_sum(...))` without the floats between.
 
-    The middle of a reduce-scatter and all-gather.
+    The middle of a reduction in two hops.
 
     The op sums in fp32, and does not divide: for the mean divide once, at the end.
 

@@ -26,9 +26,7 @@ def panel_bytes(work: int, depth: int, itemsize: int) -> int:
 
 
 def outer_depth(rows: int) -> int:
-    """Returns the rows of PANEL numbers that each thread of `grouped_outer` needs, for groups of at most `rows`
-    rows.
-    """
+    """Returns the rows of PANEL numbers for each thread of `grouped_outer`, with at most `rows` rows a group."""
     return rows if rows <= _DEPTH else _DEPTH + _COLUMNS
 
 

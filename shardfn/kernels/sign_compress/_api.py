@@ -15,8 +15,9 @@ from shardfn.kernels._library import define
 def sign_compress(
     x: Float[Tensor, "*shape"], error: Float32[Tensor, "r c"], *, whole: bool = False
 ) -> tuple[UInt8[Tensor, "r c//8"], Float32[Tensor, " r"], Float32[Tensor, "r c"]]:
-    """Compresses x plus the error of the previous call to 1 bit per element, and returns the new error (error
-    feedback).
+    """Compresses x plus the error of the previous call to 1 bit per element, and returns the new error.
+
+    The error makes the compression a compression with error feedback:
 
         y = x + error
         scale = sqrt(mean(y^2))            of each row, or with whole=True of all rows together, the same in each

@@ -1,15 +1,15 @@
-"""Where tokens meet their experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same; bytes and memory are not.
+"""Exchanges of tokens and experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same, bytes and memory are not.
 
-S tokens of this rank, k choices of each, E experts, D model, n ranks of the axis.
+S tokens of the rank, k choices of each, E experts, D model, n ranks of the axis.
 
     exchange       leaves of experts   tokens                      travels
-    Local()        whole               this rank's own             nothing
-    Weights(axis)  cut: P(axis)        this rank's own             experts: gathered, and their gradients summed
+    Local()        whole               local                       nothing
+    Weights(axis)  cut: P(axis)        local                       experts: gathered, and gradients summed
     Sum(axis)      cut: P(axis)        the same on all ranks       the result: summed
-    Tokens(axis)   cut: P(axis)        this rank's own             rows to the ranks of their experts, and back
+    Tokens(axis)   cut: P(axis)        local                       all-to-all: rows to the experts' ranks, and back
 
-The exchanges of `Tokens` are each other's transposes: a layer is `D^T W E(D x)` with D the permutation by expert and
-the exchange. Blocks of experts are those of `torch.chunk`, so that E need not be a multiple of n.
+The exchanges of `Tokens` are transposes of each other: a layer is `D^T W E(D x)` with D the permutation by expert and
+the exchange. Experts are cut as by `torch.chunk`, so E need not be a multiple of n, for example 7 experts on 3 ranks.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from ._routing import Routing
 
 @runtime_checkable
 class Exchange(Protocol):
-    """A way in which tokens meet their experts."""
+    """Way in which tokens and experts come together."""
 
     @property
     def spec(self) -> P:
@@ -51,15 +51,15 @@ class Exchange(Protocol):
         ...
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """Returns the sum over each token's choices of weight times expert; `apply` describes the arguments."""
+        """Returns the sum over each token's choices of weight times expert. `apply` describes the arguments."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Every rank has all experts, and applies them to its own tokens.
+    """Exchange where every rank has all experts, and applies the experts to local tokens.
 
-    Under ZeRO's stage 3 the experts are gathered layer by layer, ahead of use, and tokens stay where they are.
+    Under ZeRO's stage 3 the experts are gathered layer by layer, ahead of use, and tokens stay in place.
     """
 
     @property
@@ -68,7 +68,7 @@ class Local:
         return P()
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         _check_leaves(name, params, routing.num_experts, routing.num_experts, self)
         places, counts_E = permutation(routing.experts, routing.num_experts)
         return combine(experts(params, dispatch(x_SD, places), counts_E), places, routing.weights)
@@ -76,10 +76,10 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Experts are cut along an axis. Each rank gathers all of them, and applies them to its own tokens.
+    """Exchange with experts cut along an axis. Each rank gathers all experts, and applies the experts to local tokens.
 
     Attributes:
-        axis: the mesh axes that cut the experts. None is one device.
+        axis: mesh axes along which experts are cut. None means a single device.
     """
 
     axis: Axes
@@ -90,7 +90,7 @@ class Weights:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         E = routing.num_experts
         _check_leaves(name, params, _local_number(E, self.axis), E, self)
         whole = tree_map(lambda w: all_gather(w, self.axis, size=E), params)
@@ -99,12 +99,14 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """All ranks of an axis have the same tokens. Each applies its own experts, and the results are summed.
+    """Exchange where all ranks of an axis have the same tokens.
+
+    Each rank applies local experts, and results are summed.
 
     Attributes:
-        axis: the mesh axes that cut the experts, and no rows of the batch. None is one device.
-        in_order: the results of all choices travel, k times the bytes, and each rank adds them in their order: values
-            are those of one device, exactly, where those of single experts are.
+        axis: mesh axes along which experts, and no rows of the batch, are cut. None means a single device.
+        in_order: whether the results of all choices travel, k times the bytes, and each rank adds the results in order.
+            Values then equal a single device exactly, if the values of single experts do.
     """
 
     axis: Axes
@@ -116,7 +118,7 @@ class Sum:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
             _check_distinct(name, routing.experts)
         start, stop = own_range(routing.num_experts, self.axis)
@@ -130,7 +132,7 @@ class Sum:
         if self.in_order:
             by_choice, _ = permutation(chosen_Sk.view(-1, 1), stop - start, rows=num)
             y = undispatch(experts(params, rows, counts_E), by_choice)
-            # Each choice is computed by one rank, and zeros of the others change no number.
+            # Each choice is computed by a single rank, and zeros of the other ranks change no number.
             return combine(leave_parallel(y, self.axis), _flatten_choices(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
@@ -138,21 +140,25 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
+    """Exchange by all-to-all.
 
-    In eager code the rows that arrive have exactly their number. A captured step has one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. It
-    still holds exactly the rows that arrive, if every operation of the experts goes by rows.
+    Experts are cut along an axis of ranks with different tokens, and rows go to experts and back.
+
+    In eager code memory has exactly the size of the arriving rows. A captured step has the same size for all routings:
+    by default the largest number that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E /
+    n)`. For example 2 ranks of 7 tokens with k = 2 of 8 experts have room for 28 rows. Memory still holds exactly the
+    arriving rows, if every operation of the experts goes by rows.
 
     Attributes:
-        axis: the mesh axes that cut the experts. None is one device.
-        rows: the most rows that a rank takes. None is any number.
-        overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers. Nothing is sent,
-            and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity whose
-            rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
-        uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
-        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers. None
-            is n times this rank's. `models.gpt` sets it for sequences that ranks cut.
+        axis: mesh axes along which experts are cut. None means a single device.
+        rows: number of rows that a rank takes at most. None means any number.
+        overflow: action where rows find no room. "error" ends the step on all ranks, and names the layer, the ranks and
+            both numbers. Nothing is sent, and the state stays. "drop" leaves out choices of the rank's experts past the
+            largest capacity with room: of each expert the first choices stay, in the order of tokens over all ranks.
+        uneven: whether the ranks may have unequal numbers of experts. False raises for a number of experts not divided
+            by the ranks.
+        tokens: number of tokens of all ranks together at most, for captured steps of ranks with unequal numbers. None
+            means n times the rank's number. `models.gpt` sets `tokens` for sequences cut over ranks.
 
     Raises:
         ValueError: fewer than 0 rows or tokens, or another rule.
@@ -180,7 +186,7 @@ class Tokens:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         E = routing.num_experts
         own = _local_number(E, self.axis)
         if not self.uneven:
@@ -206,7 +212,7 @@ class Tokens:
         come = _mark_arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
-        # Rows past those that have come have no expert, so that they are the last ones in both orders.
+        # Rows past the arrived rows have no expert, and so are the last rows in both orders.
         sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(_mark_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
@@ -220,13 +226,13 @@ class Tokens:
 
 
 def _mark_arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
-    """`x`, marked: rows past those that have come are not used."""
-    # A graph that is differentiated when it runs has derivatives of `nn`'s ops alone.
+    """Returns `x`, marked: rows past the arrived rows are not used."""
+    # A graph differentiated at the run has derivatives only of `nn`'s ops.
     return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
 
 def _flatten_choices(experts_Sk: Tensor) -> Permutation:
-    """Returns a row for each choice that has an expert, as they come."""
+    """Returns a row for each choice with an expert, in the order of choices."""
     S, k = experts_Sk.shape
     at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
     places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
@@ -234,7 +240,7 @@ def _flatten_choices(experts_Sk: Tensor) -> Permutation:
 
 
 def _check_distinct(name: str, experts_Sk: Tensor) -> None:
-    """Refuses an expert that a token has chosen twice: a rank with fewer experts than choices has no room for both."""
+    """Raises for an expert chosen twice by a token: a rank with fewer experts than choices has no room for both."""
     ordered_Sk = experts_Sk.sort(1).values
     twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
     refuse(
@@ -252,7 +258,7 @@ def _local_number(num: int, axis: Axes) -> int:
 def _gather_counts(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """Returns the rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    # With the name of the rows, which a recomputation needs no more where they are kept.
+    # With the name of the rows: a recomputation needs no counts where the rows are kept.
     table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
     return table[:, :-1], table[:, -1]
 
@@ -265,7 +271,7 @@ def _sum_by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor
 
 
 def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor:
-    """Returns the own expert of each row that has come, in the order of ranks and then of experts; -1 past the last."""
+    """Returns the local expert of each arrived row, in the order of ranks and then of experts, or -1 past the last."""
     own = stop - start
     ends = table_nE[:, start:stop].reshape(-1).cumsum(0)
     at = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
@@ -273,7 +279,7 @@ def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor
 
 
 def _fit_rows(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns the rows of each rank and expert that find room, if experts of a rank have one, largest capacity."""
+    """Returns the rows of each rank and expert with room, if experts of a rank share the same, largest capacity."""
     totals_E = table_nE.sum(0)
     parts = [_find_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
     before_nE = table_nE.cumsum(0) - table_nE
@@ -281,19 +287,20 @@ def _fit_rows(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]
 
 
 def _find_capacity(totals_E: Tensor, room: Tensor) -> Tensor:
-    """Returns the largest c for which the sum of `min(total, c)` is at most `room`."""
+    """Returns the largest c such that the sum of `min(total, c)` is at most `room`."""
     E = len(totals_E)
     if E == 0:
         return room
     totals_E = totals_E.sort().values
-    # The sum is the least of (those under c) + (number of others) * c, over all places to divide the sorted totals.
+    # The sum is the least of (totals under c) + (number of other totals) * c, over all places to divide the sorted
+    # totals.
     under_E = totals_E.cumsum(0) - totals_E
     most = ((room - under_E) // torch.arange(E, 0, -1, device=room.device)).amax()
     return torch.where(totals_E.sum() <= room, totals_E.amax(), most)
 
 
 def _drop_choices(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
-    """Returns the choices whose row is among the first `kept_E` of its expert, or -1 for others."""
+    """Returns the choices with a row among the first `kept_E` of the expert, or -1 for other choices."""
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
     return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)

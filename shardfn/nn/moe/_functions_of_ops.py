@@ -1,4 +1,4 @@
-"""The functions that captures write down as ops, for graphs that run: these have derivatives of any order."""
+"""Functions that captures write down as ops, for graphs that run, with derivatives of any order."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

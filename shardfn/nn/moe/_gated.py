@@ -1,4 +1,4 @@
-"""The second half of SwiGLU's experts: it keeps gate and up for the backward, and not silu(gate) * up beside them.
+"""Second half of SwiGLU's experts: only gate and up are kept for the backward, not silu(gate) * up in addition.
 
 M rows, E experts, D model, F ffn, I = 2 F.
 """
@@ -23,13 +23,15 @@ from ._grouped import FORMS, grouped
 def gated_product(
     x_MI: Float[Tensor, "m i"], w_EDF: Float[Tensor, "e d f"], counts_E: Int64[Tensor, " e"], *, exact: bool = False
 ) -> Float[Tensor, "m d"]:
-    """`(silu(gate) * up) w^T` with the matrix of each row's expert; gate and up are the halves of a row of `x_MI`.
+    """Returns `(silu(gate) * up) w^T` with the matrix of each row's expert.
 
-    Its bits and derivatives are those of `gated_silu` and `grouped`. It takes a third less memory until the backward,
-    which computes silu(gate) * up again. Where a pipeline's schedule splits backwards, it is the two functions.
+    The halves of a row of `x_MI` are gate and up.
+
+    Bits and derivatives equal `gated_silu` and `grouped`. Memory until the backward is a third less, and the backward
+    computes silu(gate) * up again. Where a pipeline's schedule splits backwards, the two functions run.
 
     Args:
-        x_MI: rows in the order of their experts.
+        x_MI: rows in the order of experts.
         w_EDF: a matrix for each expert, in the dtype of `x_MI`.
         counts_E: the rows of each expert.
         exact: as of `grouped`.
@@ -74,7 +76,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (x, w, counts), dy, form = ctx.saved_tensors, grad_outputs[0], FORMS[True, ctx.exact]
-        # One after the other: the value that is computed again is freed before the gradient of its size is made.
+        # In order: the recomputed value is freed before the gradient of the same size is made.
         dw = derivative(form, 1, _gate_halves(x, ctx.exact), dy, counts) if ctx.needs_input_grad[1] else None
         dx = _halves_gradient(derivative(form, 0, w, dy, counts), x, ctx.exact) if ctx.needs_input_grad[0] else None
         return dx, dw, None, None
