@@ -34,7 +34,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
             pools = list((POOLS.get(mesh) or {}).values())
             if not pools:
                 raise ValueError(
-                    "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
+                    "a policy sends activations to disk, but there is no directory. Pass directory= to offload or"
                     " remat, or let the step have a disk: Zero(disk=Disk(...)) with leaves on it."
                 )
             return TracedPool() if capturing() else pools[0]

@@ -30,7 +30,7 @@ def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Ite
         if name not in heard:
             there = f"it has {', '.join(map(repr, heard))}" if heard else "it names none"
             warnings.warn(
-                f"{who}: the policy goes by {name!r}, which no value of the function is called; {there}."
+                f"{who}: the policy goes by {name!r}, but no value of the function has the name ({there})."
                 f"{did_you_mean(name, heard)} Name values where they are made, sf.checkpoint_name(x, {name!r}).",
                 stacklevel=3,
             )

@@ -113,7 +113,7 @@ class SavedValue:
             packed = self._outer[0](x)
             if isinstance(packed, CheckpointHolder):
                 raise ValueError(
-                    "offload inside remat has no effect, as every tensor saved in there is dropped; use"
+                    "offload inside remat has no effect, as every tensor saved in there is dropped. Use"
                     " offload(remat(f), policy), or remat(f, policy=policy)."
                 )
             if packed is not x:
@@ -152,8 +152,8 @@ class SavedValue:
         action = self._ask_policy(describe(name, x))
         if action != entry.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy gave"
-                f" {entry.action!r} then; for the name it gives {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): x was saved before by an operation, and the policy gave"
+                f" {entry.action!r} then, but for the name gives {action!r}. Name a value where the value is made."
             )
 
     def _decide_entries(self, turn: int | None) -> None:
@@ -175,7 +175,7 @@ class SavedValue:
         action = check_action(self._policy(saved), saved)
         if action == "recompute":
             raise ValueError(
-                f"the policy gives 'recompute' for {saved}; offload keeps or moves tensors that autograd has saved. Use"
+                f"the policy gives 'recompute' for {saved}. Offload keeps or moves tensors that autograd has saved. Use"
                 " remat(f, policy=policy)."
             )
         return action
@@ -269,6 +269,6 @@ def _check_version(x: Tensor, version: int) -> None:
 
 def _written_to() -> RuntimeError:
     return RuntimeError(
-        "a tensor that the backward needs was modified in place after an operation had saved it; autograd cannot"
+        "a tensor that the backward needs was modified in place after an operation had saved it. Autograd cannot"
         " differentiate that, with or without offload. Write to a clone()."
     )

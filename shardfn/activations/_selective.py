@@ -163,8 +163,8 @@ class Results:
         action = self._ask_policy(name, op, x)
         if op is not self._last and action != op.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy gave {op.action!r} of"
-                f" it then, and for the name it gives {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): other operations ran since x was made. The policy gave {op.action!r} of"
+                f" it then, and for the name it gives {action!r}. Name a value where the value is made."
             )
         op.action = action
 
@@ -219,7 +219,7 @@ class Results:
             return
         if op.transfers and op.action != "recompute":
             raise ValueError(
-                f"remat: the result of {op.name} is kept by its name, and is written to in place; write to a clone()."
+                f"remat: the result of {op.name} is kept by its name, and is written to in place. Write to a clone()."
             )
         # The operation's result has been overwritten.
         op.results = []
@@ -235,7 +235,7 @@ class Results:
         name = self.ops[number].name if number < len(self.ops) else "nothing"
         if name != str(func):
             raise RuntimeError(
-                f"remat: the recomputation runs {func} where the forward ran {name} (operation {number}); a function"
+                f"remat: the recomputation runs {func} where the forward ran {name} (operation {number}). A function"
                 " must do the same each time that it is called with the same arguments."
             )
         op = self.ops[number]
@@ -246,7 +246,7 @@ class Results:
         values = [r.take() for r in op.results]
         if op.transfers and any(v is None for v in values):
             raise RuntimeError(
-                f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards; write to"
+                f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards. Write to"
                 " a clone()."
             )
         # Each result is taken once, so memory is freed as the recomputation proceeds.

@@ -54,7 +54,9 @@ def check_action(action: object, saved: SavedTensor) -> Action:
         'host'
     """
     if action not in get_args(Action):
-        raise ValueError(f"a policy gave {action!r} of {saved}; it may give {', '.join(map(repr, get_args(Action)))}.")
+        raise ValueError(
+            f"a policy must give one of {', '.join(map(repr, get_args(Action)))}, got {action!r} for {saved}."
+        )
     return action  # pyright: ignore[reportReturnType]
 
 
@@ -173,7 +175,7 @@ def save_and_offload_only_these_names(
     """
     both = set(names_which_can_be_saved) & set(names_which_can_be_offloaded)
     if both:
-        raise ValueError(f"{sorted(both)} can be saved and can be offloaded; leave each name in one of the lists.")
+        raise ValueError(f"{sorted(both)} can be saved and can be offloaded. Each name must be in a single list.")
 
     def choose_action(saved: SavedTensor) -> Action:
         if saved.name in names_which_can_be_saved:

@@ -11,7 +11,7 @@ EXACT = (torch.float32, torch.float64)
 def check_float(name: str, x: Tensor) -> None:
     """Raises TypeError unless the dtype is fp32, bf16 or fp16. All three are computed in fp32."""
     if x.dtype not in FLOATS:
-        raise TypeError(f"{name} is {x.dtype}; kernels compute in fp32 from fp32, bf16 or fp16: convert it")
+        raise TypeError(f"{name} must be fp32, bf16 or fp16, got {x.dtype}. Convert {name}")
 
 
 def check_exact(name: str, x: Tensor) -> None:
@@ -47,6 +47,6 @@ def check_bytes(name: str, c: int) -> None:
 def check_block(bits: int, block: int) -> None:
     """Raises ValueError for numbers of bits, or block sizes, without support by the quantizers."""
     if bits not in (4, 8):
-        raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
     if block < 1 or (bits == 4 and block % 2):
-        raise ValueError(f"block is {block}; blocks have at least 1 element, with 4 bits an even number")
+        raise ValueError(f"block must be at least 1, with 4 bits an even number, got {block}")

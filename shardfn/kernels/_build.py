@@ -72,7 +72,7 @@ def _load_library(source: str, generation: int) -> ctypes.CDLL | None:
 def _warn_once(reason: str) -> None:
     if is_first():
         warnings.warn(
-            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly; install a"
+            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly. Install a"
             " compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install"
             " cxx-compiler), or a wheel of shardfn that has the kernels built.",
             stacklevel=5,

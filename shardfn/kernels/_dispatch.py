@@ -44,7 +44,7 @@ def implemented_by(kind: str) -> Iterator[None]:
     if kind not in _KINDS:
         raise ValueError(f"kernels are implemented by {', '.join(map(repr, _KINDS))}, not by {kind!r}")
     if kind == "native" and library() is None:
-        raise ValueError("there is no C++ compiler for 'native' kernels; ask for 'cpu'")
+        raise ValueError("there is no C++ compiler for 'native' kernels. Ask for 'cpu'")
     # For all threads: a backward may run on another thread.
     _ASKED.append(kind)
     try:

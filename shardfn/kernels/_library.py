@@ -36,7 +36,7 @@ def refuse_backward(name: str, remedy: str) -> None:
 
     def raise_no_derivative(context: Any, *cotangents: Any) -> Any:
         del context, cotangents
-        raise NotImplementedError(f"kernels.{name} has no derivative; {remedy}")
+        raise NotImplementedError(f"kernels.{name} has no derivative: {remedy}")
 
     op = getattr(torch.ops.shardfn_kernels, name).default
     if op._schema.is_mutable:  # to register a derivative of such an op is an error in torch, even this one

@@ -65,20 +65,21 @@ def attention(
     """
     (T, H), (S, G) = q_BTHK.shape[1:3], k_BSGK.shape[1:3]
     if H % max(G, 1):
-        raise ValueError(f"attention: {H} query heads over {G} key heads; the latter must divide the former.")
+        raise ValueError(f"attention: {H} query heads over {G} key heads: the latter must divide the former.")
     if mask is not None and causal is not None:
         raise ValueError(
-            f"attention: both causal={causal} and mask={mask}; write both in the mask, as Causal() & mask."
+            f"attention: expected causal or mask, got both causal={causal} and mask={mask}."
+            " Write both in the mask, as Causal() & mask."
         )
     if mask is None:
         mask = Full() if causal is False else Causal()
     if slopes_H is not None and not mask.looks_back:
-        raise ValueError("attention with slopes_H looks back only, since a distance has no sign; use causal.")
+        raise ValueError("attention with slopes_H must look back only, since a distance has no sign. Use causal.")
     length = whole_length(impl, T)
     own_rows(impl, T)
     if S != T and length != T:
         raise ValueError(
-            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass the same number of both."
+            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}: both numbers must be equal."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])
@@ -110,8 +111,8 @@ def _check_samples(mask: Mask, num: int) -> None:
     wrong = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
     if wrong:
         raise ValueError(
-            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}; give index_B the global"
-            " number of each sample of this rank."
+            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}. index_B must have"
+            " the global number of each sample of this rank."
         )
 
 

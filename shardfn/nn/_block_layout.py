@@ -54,7 +54,7 @@ class BlockLayout(Mask):
         empty = np.argwhere(~blocks.any(-1))
         if len(empty) and not self.allow_empty:
             raise ValueError(
-                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
+                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}. The queries"
                 " would attend to nothing. Give each at least its own block, or pass allow_empty=True."
             )
 

@@ -254,7 +254,7 @@ def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> I
     if body.dealt_axes and len(ranks) != len(body.dealt_axes):
         raise ValueError(
             f"sequence_order: num_ranks={num_ranks} is for {len(ranks)} axes, and {body} deals tokens over"
-            f" {body.dealt_axes}; give the ranks along each of them, major to minor."
+            f" {body.dealt_axes}. num_ranks must have the ranks along each axis, major to minor."
         )
     return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, ranks), (0, 0))])
 
@@ -278,7 +278,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
     if num_rows(rows) != num_tokens:
         raise ValueError(
             f"attention: this rank has {num_tokens} tokens, but of {length} over {_axes_text(body)} its part is"
-            f" {num_rows(rows)}; cut the batch along {body.axes}, or correct length."
+            f" {num_rows(rows)}. Cut the batch along {body.axes}, or correct length."
         )
     return rows
 
@@ -331,7 +331,9 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
-        raise ValueError(f"attention: {body} has two lengths; leave out that of the inner one.")
+        raise ValueError(
+            f"attention: {body} has two lengths, and must have a single length. Leave out the length of the inner body."
+        )
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
         raise ValueError(
             f"attention: {type(body).__name__} over {_axes_text(body)} needs length=, the tokens of the whole sequence:"

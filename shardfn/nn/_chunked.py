@@ -103,13 +103,13 @@ class Chunked:
         if q_BTHK.shape[1] != k_BSGK.shape[1]:
             raise ValueError(
                 f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has the same"
-                " number of both; take Blockwise()."
+                " number of both. Take Blockwise()."
             )
         if how.sinks_H is not None:
-            raise ValueError("Chunked attention has no sinks; take Ulysses(), Ring() or Blockwise().")
+            raise ValueError("Chunked attention has no sinks. Take Ulysses(), Ring() or Blockwise().")
         if is_disk(self.to) and capturing():
             raise ValueError(
-                "Chunked(to='disk') is not captured; run the step without jit, or let chunks wait on 'host'."
+                "Chunked(to='disk') is not captured. Run the step without jit, or let chunks wait on 'host'."
             )
         q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
         H, G = q.shape[2], k.shape[2]
@@ -254,7 +254,7 @@ class _ChunkedBackward(_Backwards):
 
 
 def _refuse_transform(what: str) -> NoReturn:
-    raise NotImplementedError(f"Chunked() has no {what}; Blockwise() and Ulysses() compute the same and have.")
+    raise NotImplementedError(f"Chunked() has no {what}. Blockwise() and Ulysses() compute the same and have.")
 
 
 def _empty_result(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ _VIEWS = frozenset(
 
 _ITSELF = (
     "a function that differentiates something itself cannot have its backward split, since it would get no gradients of"
-    " weights; use a schedule that does not split, such as '1f1b'."
+    " weights. Use a schedule that does not split, such as '1f1b'."
 )
 
 

@@ -52,7 +52,7 @@ def dropout(
         True
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"dropout(rate={rate}): the rate lies in [0, 1); at 1 nothing would be left to scale.")
+        raise ValueError(f"dropout: the rate must be in [0, 1), got rate={rate}. At 1 nothing would be left to scale.")
     drop = dropped_levels(rate)
     if drop == 0 or x.numel() == 0:
         return x

@@ -145,7 +145,9 @@ class ExactWeight(Weight):
             ValueError: the weight has more than two dims.
         """
         if self.ndim != 2:
-            raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
+            raise ValueError(
+                f"linear: an ExactWeight must have two dims, got shape {tuple(self.shape)}. Flatten the dims to two."
+            )
         if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
             raise not_exact(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
@@ -178,7 +180,7 @@ class ExactWeight(Weight):
         call = _FUNCTIONS.get(func)
         if call is None:
             name = getattr(func, "__name__", func)
-            raise TypeError(f"torch's {name} does not take an ExactWeight; of its functions linear and embedding do.")
+            raise TypeError(f"torch's {name} does not take an ExactWeight: only linear and embedding do.")
         return call(*args, **(kwargs or {}))
 
     @property
@@ -224,7 +226,7 @@ def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
 def not_exact(begin: str) -> TypeError:
     """Returns the error of an exact layer in another dtype. The message begins with `begin`."""
     return TypeError(
-        f"{begin} exact layers compute float32, or float64 where all is float64; leave out mixed precision, or take"
+        f"{begin} exact layers compute float32, or float64 where all is float64. Leave out mixed precision, or take"
         " Policy(compute=torch.float32)."
     )
 
@@ -246,12 +248,12 @@ def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
     if rest or num & (num - 1):
         raise ValueError(
             f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
-            f" a power of two; take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
+            f" a power of two. Take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
         )
     if inputs % n or w.shape[1] != inputs // n:
         raise ValueError(
             f"row_linear: {inputs} inputs in {w.chunks} chunks over the {n} ranks of {axis!r}: a rank would have a part"
-            f" of a chunk; take ranks that divide the inputs (and the heads)."
+            f" of a chunk. Take ranks that divide the inputs (and the heads)."
         )
     return w.with_chunks(num)
 

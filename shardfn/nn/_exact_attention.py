@@ -44,7 +44,7 @@ class Exact(Local):
 
 def exact_problems(mask: Mask) -> list[str]:
     """Returns the parts of a mask unknown to `Exact`."""
-    told = "it knows Causal() and Window(left) alone; take another mask, or another body, such as Dense()"
+    told = "the mask must be Causal() or Window(left). Take another mask, or another body, such as Dense()"
     return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
 
 

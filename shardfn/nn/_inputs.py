@@ -21,7 +21,7 @@ def refuse_gradients(how: OnlineScores) -> None:
         ValueError: slopes or a mask's data require a gradient.
     """
     if how.slopes_H is not None and how.slopes_H.requires_grad:
-        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")
+        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes. Pass slopes_H.detach().")
     wrong = [type(m).__name__ for m in how.mask.parts if any(t.requires_grad for t in m.tensors)]
     if wrong:
         raise ValueError(

@@ -110,7 +110,7 @@ class Mask(abc.ABC):
             ValueError: the kernels do not support the mask.
         """
         del queries, keys
-        problem = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
+        problem = f"BlockSparse() does not know the data of {type(self).__name__}. Give that mask a method given(), or"
         raise ValueError(f"attention: {problem} take Blockwise().")
 
     def of_heads(self, start: int, stop: int) -> "Mask":

@@ -59,7 +59,9 @@ class PairDropout(Mask):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
-            raise ValueError(f"PairDropout(rate={self.rate}): the rate lies in [0, 1); at 1 nothing would be left.")
+            raise ValueError(
+                f"PairDropout: the rate must be in [0, 1), got rate={self.rate}. At 1 nothing would be left."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

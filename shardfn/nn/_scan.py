@@ -119,7 +119,7 @@ class ScanBody:
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
-                f"scan's f must return (carry, y), got {_shape_text(out)}; with nothing to stack return (carry, None)."
+                f"scan's f must return (carry, y), got {_shape_text(out)}. With nothing to stack return (carry, None)."
             )
         if _structure_key(out[0]) != self._init_looks:
             _check_tensors("carry", out[0])
@@ -152,7 +152,9 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
     sizes = [tuple(x.shape[:1]) for x in leaves]
     if () in sizes:
         flat = [path for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True) if not size]
-        what = [f"{path} is 0-d; give it a leading dim, or close over it" for path in flat]
+        what = [
+            f"{path} must have a leading dim, got a 0-d tensor. Add a dim, or close over the tensor" for path in flat
+        ]
         raise_all(ValueError, "scan goes along dim 0 of each leaf of xs:", what)
     lengths = {size[0] for size in sizes} | ({length} if length is not None else set())
     if not lengths:
@@ -163,7 +165,9 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
         raise_all(ValueError, "the lengths of a scan differ:", differing)
     (num,) = lengths
     if num < 1:
-        raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")
+        raise ValueError(
+            "a scan must have at least one layer for a y to stack, got none. Leave the y out, or give a layer."
+        )
     return num
 
 
@@ -171,14 +175,14 @@ def _check_tensors(name: str, tree: PyTree) -> None:
     if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
         return
     named = named_leaves(tree, name)
-    wrong = [f"{path} is {_shape_text(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
+    wrong = [f"{path} must be a tensor, got {_shape_text(x)}" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
 
 
 def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
     if tree_structure(got) != tree_structure(want):
         raise TypeError(
-            f"scan's f returns a {name} of structure {tree_structure(got)}; {like} has {tree_structure(want)}."
+            f"scan's f returns a {name} of structure {tree_structure(got)}, but {like} has {tree_structure(want)}."
             " Return the same tree from every call."
         )
     pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
@@ -186,11 +190,11 @@ def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
         return
     rows = [(path, *pair) for path, pair in zip(tree_paths(got, name), pairs, strict=True)]
     changed = [
-        f"{path} is {_shape_text(a)}; in {like} it is {_shape_text(b)}"
+        f"{path} must be {_shape_text(b)}, as in {like}, got {_shape_text(a)}"
         for path, a, b in rows
         if a.shape != b.shape or a.dtype != b.dtype
     ]
-    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay; cast or reshape:", changed)
+    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay. Cast or reshape:", changed)
 
 
 def _check_axes(got: PyTree, given: PyTree) -> None:
@@ -207,7 +211,7 @@ def _check_axes(got: PyTree, given: PyTree) -> None:
     if not any(more):
         return
     wrong = [
-        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}; in init all ranks hold the same there:"
+        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}, but in init all ranks hold the same there:"
         f" pass sf.pvary({path.replace('carry', 'init', 1)}, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
         for path, x, axes in zip(tree_paths(got, "carry"), tree_leaves(got), more, strict=True)
         if axes

@@ -159,7 +159,7 @@ def fused_self_attention(
     if R < 3 or w_DHK.shape[1] != G * (R - 2):
         raise ValueError(
             f"fused_self_attention: {G} groups of {R} heads, keys and values among them, and {w_DHK.shape[1]}"
-            " heads on the way back; it takes groups of 3 or more, and an axis that cuts both weights alike."
+            " heads on the way back. Groups must have 3 or more, and the axis must cut both weights equally."
         )
     y_BTGRK = affine(enter_parallel(x_BTD, axis, sequence), w_GRKD, b_GRK)
     q_BTHK, k_BTGK, v_BTGK = y_BTGRK[..., :-2, :].flatten(2, 3), y_BTGRK[..., -2, :], y_BTGRK[..., -1, :]
@@ -180,7 +180,7 @@ def _local_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
     if wq.ndim == 2 and by_row != [(a * heads.dim, b * heads.dim) for a, b in by_head]:
         raise ValueError(
-            f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head; keep the weights"
+            f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head. Keep the weights"
             " by heads, [H, K, D] (of models.gpt: Config(per_head=True)), or take an axis that divides them."
         )
     _check_rows("wq", wq, heads.queries, heads, axis)

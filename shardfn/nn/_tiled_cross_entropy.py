@@ -74,8 +74,8 @@ def tiled_cross_entropy(
     x_BTD = enter_parallel(x_BTD, axis, sequence)
     if tile < 1 or x_BTD.shape[:-1] != targets_BT.shape:
         raise ValueError(
-            f"tiled_cross_entropy: tile={tile}, tokens {tuple(x_BTD.shape[:-1])}, targets {tuple(targets_BT.shape)};"
-            " give one target a token, and a tile of 1 or more."
+            f"tiled_cross_entropy: tile={tile}, tokens {tuple(x_BTD.shape[:-1])}, targets {tuple(targets_BT.shape)}."
+            " Each token must have a target, and tile must be 1 or more."
         )
     how = _How(tile, ignore_index, classes, axis, torch.is_grad_enabled())
     total: Any = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)

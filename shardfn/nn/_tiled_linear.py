@@ -171,7 +171,7 @@ def tile_shapes(
         in_splits, out_splits = _choose_splits(shape, tile_bytes // itemsize)
     for name, n, size in (("in_splits", in_splits, shape[1]), ("out_splits", out_splits, shape[0])):
         if not 1 <= n <= max(size, 1):
-            raise ValueError(f"tiles: {name}={n} of {size} features; it must be between 1 and their number.")
+            raise ValueError(f"tiles: {name} must be between 1 and {size}, the number of features, got {n}.")
     columns = _split_evenly(shape[1], in_splits)
     return [[(f, d) for d in columns] for f in _split_evenly(shape[0], out_splits)]
 

@@ -505,15 +505,15 @@ def test_sequences_that_a_body_cannot_cut_are_refused(impl: Any) -> None:
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)
     with bind_mesh(mesh):
-        with pytest.raises(ValueError, match="5 query heads over 2 key heads; the latter must divide the former"):
+        with pytest.raises(ValueError, match="5 query heads over 2 key heads: the latter must divide the former"):
             nn.attention(q, k, k, impl=impl)
         with pytest.raises(
-            ValueError, match="3 queries and 4 keys on a rank of a sequence of 6; pass the same number of both"
+            ValueError, match="3 queries and 4 keys on a rank of a sequence of 6: both numbers must be equal"
         ):
             nn.attention(q, other, other, mask=nn.Full(), impl=impl)
         with pytest.raises(ValueError, match="this rank has 4 tokens, but of 6 over 2 ranks of 'sp' its part is 3"):
             nn.attention(other, other, other, impl=impl)
         with pytest.raises(ValueError, match=r"axis 'seq' is not in the mesh, which has \('sp',\)"):
             nn.attention(q, q, q, impl=dataclasses.replace(impl, axis="seq"))
-    with pytest.raises(ValueError, match=r"4 queries over 9 keys.*take Blockwise\(\)"):
+    with pytest.raises(ValueError, match=r"4 queries over 9 keys.*Take Blockwise\(\)"):
         nn.attention(other, *[torch.ones(1, 9, 5, 2)] * 2, mask=nn.Full(), impl=nn.Chunked(2))

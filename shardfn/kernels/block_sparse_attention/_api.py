@@ -186,16 +186,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: int) -> None:
     if q.dtype not in _FLOATS:
-        raise TypeError(f"q is {q.dtype}; attention is computed of fp64, fp32, bf16 or fp16: convert it")
+        raise TypeError(f"q must be fp64, fp32, bf16 or fp16, got {q.dtype}. Convert q")
     (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
     for name, x in (("k", k), ("v", v)):
         check_dtype(name, x, q.dtype)
         check_shape(name, x, (B, S, G, K), "samples and head dim of q, keys and key heads of k")
     if H % max(G, 1):
-        raise ValueError(f"{H} query heads over {G} key heads; the latter must divide the former")
+        raise ValueError(f"{H} query heads over {G} key heads: the latter must divide the former")
     L = tiles.starts.shape[0]
     if L not in (1, H):
-        raise ValueError(f"tiles of {L} layouts for {H} query heads; give 1 for all, or one a head")
+        raise ValueError(f"tiles must have 1 layout for all heads, or {H} layouts for {H} query heads, got {L}")
     check_shape("tiles.starts", tiles.starts, (L, -(-T // block) + 1), f"{T} queries in blocks of {block}")
     check_shape("tiles.kinds", tiles.kinds, tuple(tiles.columns.shape), "one a tile")
     check_shape("tiles.patterns", tiles.patterns, (tiles.patterns.shape[0], block, block), f"blocks of {block}")

@@ -106,7 +106,7 @@ def top_logprobs(
     """
     check_exact("logits", logits)
     if not 1 <= num <= logits.shape[1]:
-        raise ValueError(f"num is {num}; must be from 1 to {logits.shape[1]}, the number of logits")
+        raise ValueError(f"num must be from 1 to {logits.shape[1]}, the number of logits, got {num}")
     return torch.ops.shardfn_kernels.top_logprobs(logits, num)
 
 

@@ -42,4 +42,4 @@ def check_values(
         if torch.any(wrong):
             row = int(wrong.nonzero()[0])
             below = " and below" if name == "uniform" else " to"
-            raise ValueError(f"{name} is {x[row].item()} in row {row}; must be from {low}{below} {high}")
+            raise ValueError(f"{name} must be from {low}{below} {high}, got {x[row].item()} in row {row}")

@@ -86,7 +86,7 @@ def row_dots(
 
 def _check_float(name: str, x: Tensor) -> None:
     if not x.is_floating_point():
-        raise TypeError(f"{name} is {x.dtype}; sums of rows are of floating-point numbers: convert it")
+        raise TypeError(f"{name} must be of floating-point numbers, got {x.dtype}. Convert {name}")
 
 
 def _gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:

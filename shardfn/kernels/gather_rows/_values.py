@@ -10,4 +10,4 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def refuse_index(num: int) -> None:
     """Raises IndexError for an index without a row."""
-    raise IndexError(f"an index is not from -1 to {num - 1}, the last row of x; -1 adds nothing")
+    raise IndexError(f"an index must be from -1 to {num - 1}, the last row of x. -1 adds nothing")

@@ -48,12 +48,12 @@ def grouped_product(
     """
     _check_operands("w", x, w, counts)
     if exact and x.dtype not in EXACT:
-        raise TypeError(f"x is {x.dtype}; exact products are float32 or float64: leave out exact=True")
+        raise TypeError(f"x must be float32 or float64 for exact products, got {x.dtype}. Leave out exact=True")
     at = 2 if transposed else 1
     if w.ndim != 3 or w.shape[at] != x.shape[1]:
         raise ValueError(
-            f"w is of shape {tuple(w.shape)}, must be (e, {'n, k' if transposed else 'k, n'}) with k = {x.shape[1]}, "
-            f"the last dim of x; transposed={not transposed} takes the other layout"
+            f"w must be of shape (e, {'n, k' if transposed else 'k, n'}) with k = {x.shape[1]}, "
+            f"the last dim of x, got {tuple(w.shape)}. Pass transposed={not transposed} for the other layout"
         )
     check_shape("counts", counts, (w.shape[0],), "one for each matrix")
     return torch.ops.shardfn_kernels.grouped_product(x, w, counts, transposed, exact)
@@ -91,7 +91,7 @@ def grouped_outer(
 
 def _check_operands(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
     if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; grouped products are of floating-point numbers: convert it")
+        raise TypeError(f"x must be of floating-point numbers, got {x.dtype}. Convert x")
     check_dtype(name, other, x.dtype)
     check_dtype("counts", counts, torch.int64)
 

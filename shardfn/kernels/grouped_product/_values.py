@@ -47,5 +47,5 @@ def check_counts(counts: Tensor, rows: int) -> int:
     """
     sizes = counts.tolist()
     if any(size < 0 for size in sizes) or sum(sizes) > rows:
-        raise ValueError(f"counts is {sizes}, of sum {sum(sizes)}; sizes of groups of x's {rows} rows are expected")
+        raise ValueError(f"counts must be sizes of groups of x's {rows} rows, got {sizes}, of sum {sum(sizes)}")
     return max(sizes, default=0)

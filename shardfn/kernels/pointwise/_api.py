@@ -83,7 +83,7 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
         check_dtype(name, table, x.dtype)
         check_shape(name, table, (T, K), "a row for each token")
     if K % 2:
-        raise ValueError(f"x is of shape {tuple(x.shape)}; rotation pairs the two halves of a row: K must be even")
+        raise ValueError(f"K must be even, as rotation pairs the two halves of a row, got x of shape {tuple(x.shape)}")
     return torch.ops.shardfn_kernels.rotate(x, cos, sin)
 
 
@@ -112,7 +112,7 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
     check_dtype("dy", dy, x.dtype)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // 2), "half a row of x")
     if x.shape[-1] % 2:
-        raise ValueError(f"x is of shape {tuple(x.shape)}; its rows have two halves: their length must be even")
+        raise ValueError(f"rows of x have two halves: the length must be even, got x of shape {tuple(x.shape)}")
     return torch.ops.shardfn_kernels.gated_silu_gradient(x, dy)
 
 

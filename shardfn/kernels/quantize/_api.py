@@ -90,7 +90,7 @@ def dequantize(
     check_codes(codes, scales, (codes.shape[0],), c, bits, block)
     if out is None:
         if dtype not in FLOATS:
-            raise TypeError(f"dtype is {dtype}; codes become fp32, bf16 or fp16")
+            raise TypeError(f"dtype must be fp32, bf16 or fp16, got {dtype}")
         return torch.ops.shardfn_kernels.dequantize(codes, scales, c, bits, block, dtype)
     check_float("out", out)
     check_shape("out", out, (codes.shape[0], c), "rows of codes and c")

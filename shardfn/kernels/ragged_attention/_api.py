@@ -111,9 +111,9 @@ def ragged_attention(
             check_dtype(name, x, q.dtype)
             check_shape(name, x, (H,), "one for each head")
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}; a token sees at least its own position: 1 or more, or None")
+        raise ValueError(f"window must be 1 or more (a token sees at least itself), or None, got {window}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; scores are bounded by a number above 0, or by None")
+        raise ValueError(f"softcap must be a number above 0, or None, got {softcap}")
     if tree is not None:
         if tree.dtype not in (torch.bool, torch.uint8):
             raise TypeError(f"tree is {tree.dtype}, must be {torch.bool} or {torch.uint8}")
@@ -131,16 +131,18 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[
         check_dtype(name, x, q.dtype)
     if cache.dtype not in _CACHES[q.dtype]:
         known = ", ".join(map(str, _CACHES[q.dtype]))
-        raise TypeError(f"cache is {cache.dtype}; must be one of {known}, as q is {q.dtype}")
+        raise TypeError(f"cache must be one of {known} for q of {q.dtype}, got {cache.dtype}")
     T, H, K = q.shape
     if not 1 <= K <= WIDEST:
-        raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
+        raise ValueError(f"heads of q must have from 1 to {WIDEST} elements, got q of shape {tuple(q.shape)}")
     G = cache.shape[2] if cache.ndim == 5 else 0
     like = "blocks, key and value, key heads, places of a block, cache_row(K, dtype)"
     check_shape("cache", cache, (cache.shape[0], 2, G, cache.shape[3], cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
-        raise ValueError(f"q has {H} heads and cache {G} key heads; their number must divide that of heads")
+        raise ValueError(
+            f"the number of key heads must divide the number of heads, got {G} key heads of cache and {H} heads of q"
+        )
     for name, x in (("k", k), ("v", v)):
         check_shape(name, x, (T, G, K), "a row of the cache's heads for each token")
     for name, x in plan.items():

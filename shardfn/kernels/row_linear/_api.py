@@ -43,7 +43,7 @@ def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shape
         1280
     """
     if weight.dtype not in _WEIGHTS:
-        raise TypeError(f"weight is {weight.dtype}; packed weights are {', '.join(map(str, _WEIGHTS))}: convert it")
+        raise TypeError(f"weight must be {', '.join(map(str, _WEIGHTS))}, got {weight.dtype}. Convert the weight")
     if codes is not None and weight.dtype == torch.float64:
         raise TypeError(f"weight is {weight.dtype}, with codes={codes!r}, which hold float32: pass weight.float()")
     n, k = weight.shape
@@ -126,7 +126,9 @@ def row_linears(
     """
     given = [None] * len(packed) if biases is None else list(biases)
     if not len(packed) == len(nums) == len(given):
-        raise ValueError(f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases; give one of each a layer")
+        raise ValueError(
+            f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases. Each layer must have one of each"
+        )
     for w, num, bias in zip(packed, nums, given, strict=True):
         _check_operands(x, w, num, chunks, bias)
     return torch.ops.shardfn_kernels.row_linears(x, list(packed), list(nums), chunks, given)
@@ -137,11 +139,13 @@ def _check_operands(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tens
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
     if torch.float64 in (x.dtype, packed.dtype) and x.dtype != packed.dtype:
-        raise TypeError(f"x is {x.dtype} and packed is {packed.dtype}; float64 is multiplied by float64 alone: convert")
+        raise TypeError(
+            f"float64 must be multiplied by float64, got x of {x.dtype} and packed of {packed.dtype}. Convert either"
+        )
     want = packed_shape(packed, num, x.shape[-1])
     check_shape("packed", packed, want, f"panels of {num} outputs, of x's last dim")
     if not 1 <= chunks < 1 << LEVELS:
-        raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
+        raise ValueError(f"chunks must be from 1 to {(1 << LEVELS) - 1}, got {chunks}")
     if bias is not None:
         check_dtype("bias", bias, x.dtype)
         check_shape("bias", bias, (num,), "one for each output")

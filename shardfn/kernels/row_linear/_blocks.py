@@ -72,4 +72,4 @@ define(
     _decode_blocks,
     lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
 )
-refuse_backward("decode_blocks", "codes are not differentiated; train an adapter beside them.")
+refuse_backward("decode_blocks", "codes are not differentiated. Train an adapter next to the codes.")

@@ -48,7 +48,7 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
     check_codes(codes)
     n, k = weight.shape
     if k % GROUP:
-        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+        raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if weight.is_meta or not weight.numel():
         return weight.new_empty(n, k // GROUP * BLOCK_BYTES[codes], dtype=torch.uint8)
     x = weight.float().reshape(n, k // GROUP, GROUP)
@@ -97,7 +97,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     if not kinds:
         raise ValueError(
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
-            f" (Q4_1), with k a multiple of {GROUP}; pass another k, or blocks of one of these kinds."
+            f" (Q4_1), with k a multiple of {GROUP}. Pass another k, or blocks of one of these kinds."
         )
     if blocks.is_meta:
         return blocks.new_empty(-(-n // PANEL), groups, PANEL * BLOCK_BYTES[kinds[0]])
@@ -125,7 +125,7 @@ def kind_of(packed: Tensor) -> Codes | None:
         return None
     kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
     if not kinds or packed.ndim != 3:
-        raise ValueError(f"packed is of bytes, of shape {tuple(packed.shape)}; must be from pack_rows or pack_blocks")
+        raise ValueError(f"packed must be from pack_rows or pack_blocks, got bytes of shape {tuple(packed.shape)}")
     return kinds[0]
 
 
@@ -148,7 +148,7 @@ def check_codes(codes: str) -> None:
         ValueError: unknown codes. The message names the known codes.
     """
     if codes not in BLOCK_BYTES:
-        raise ValueError(f"codes is {codes!r}; must be 'int8' or 'int4'")
+        raise ValueError(f"codes must be 'int8' or 'int4', got {codes!r}")
 
 
 class _Parts(NamedTuple):

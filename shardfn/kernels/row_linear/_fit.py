@@ -62,7 +62,7 @@ def fit_blocks(
     check_codes(codes)
     n, k = weight.shape
     if k % GROUP:
-        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+        raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if moments is not None and tuple(moments.shape) not in ((k,), (k, k)):
         raise ValueError(
             f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})"

@@ -56,7 +56,7 @@ def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) ->
     """Returns `num` random blocks of each row, or all if fewer are available. All choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
-        raise ValueError(f"{name}: {num} random blocks of {N}; draw at most the number of blocks.")
+        raise ValueError(f"{name}: random blocks must be at most {N}, the number of blocks, got {num}.")
     known = _check_key(name, key)
     with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in the program
         words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
@@ -76,14 +76,16 @@ def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
     """Raises for numbers of blocks that are negative or above N."""
     wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
     if wrong:
-        raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")
+        raise ValueError(
+            f"{name} of {N} blocks cannot have {', '.join(wrong)}. Take smaller blocks or lower the number."
+        )
 
 
 def _check_key(name: str, key: Any) -> Tensor:
     wrapped = is_functorch_wrapped_tensor(key)
     if type(key) is not Tensor or wrapped or key.device.type == "meta":
         raise ValueError(
-            f"{name}: random blocks are part of the program, but their key is computed by it; pass one that is made"
+            f"{name}: random blocks are part of the program, but their key is computed by the program. Pass a key made"
             " outside of the captured or differentiated function."
         )
     return key

@@ -75,9 +75,12 @@ def fixed(
     if g < 1 or L % g:
         raise ValueError(f"fixed: num_global_blocks={g} must divide num_local_blocks={L}.")
     if not 1 <= num_patterns <= L // g:
-        raise ValueError(f"fixed: num_patterns={num_patterns}; windows of {L} blocks have 1 to {L // g} groups of {g}.")
+        raise ValueError(
+            f"fixed: num_patterns must be 1 to {L // g}, as windows of {L} blocks have"
+            f" {L // g} groups of {g}, got {num_patterns}."
+        )
     if num_patterns > 1 and num_heads == 1:
-        raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads; pass num_heads.")
+        raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads. Pass num_heads.")
     causal = is_causal("fixed", attention, "horizontal")
     N = num_blocks(length, block, padded)
     local = _window_pairs(np.arange(N) // L)
@@ -131,7 +134,7 @@ def variable(
     """
     sizes = list(local_window_blocks)
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"variable: local_window_blocks={sizes}; give one or more sizes of 1 or more blocks.")
+        raise ValueError(f"variable: local_window_blocks must be one or more sizes of 1 or more blocks, got {sizes}.")
     causal = is_causal("variable", attention, "horizontal")
     N = num_blocks(length, block, padded)
     windows = np.repeat(np.arange(len(sizes) + N), [*sizes, *[sizes[-1]] * N])[:N]

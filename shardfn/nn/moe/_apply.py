@@ -50,7 +50,8 @@ def apply(
     """
     if len(routing.experts) != len(x_SD):
         raise ValueError(
-            f"{name}: the routing is of {len(routing.experts)} tokens, and x has {len(x_SD)}; route these tokens."
+            f"{name}: the routing must be of the {len(x_SD)} tokens of x, got {len(routing.experts)}."
+            " Route the same tokens."
         )
     same_again(routing.experts, f"{name}: the experts of tokens")
     return exchange.run(experts, params, x_SD, routing, name=name)

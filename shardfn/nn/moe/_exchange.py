@@ -176,8 +176,8 @@ class Tokens:
     def __post_init__(self) -> None:
         if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
             raise ValueError(
-                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens are 0 or"
-                ' more; overflow is "error" or "drop".'
+                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens must be"
+                ' 0 or more, and overflow must be "error" or "drop".'
             )
 
     @property
@@ -245,7 +245,7 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
     twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
     refuse(
         twice,
-        f"{name}: tokens have chosen an expert twice, for which Sum has no room; give each choice of a token another"
+        f"{name}: tokens have chosen an expert twice, for which Sum has no room. Give each choice of a token another"
         " expert, or -1.",
     )
 
@@ -311,7 +311,7 @@ def _check_even(name: str, E: int, axis: Axes) -> None:
         held = [stop - start for start, stop in all_ranges(E, axis)]
         raise ValueError(
             f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
-            f" equal numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
+            f" only equal numbers. Choose a multiple of {len(held)} experts, or leave the option out."
         )
 
 
@@ -319,7 +319,7 @@ def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchang
     if all(w.shape[:1] == (own,) for w in tree_leaves(params)):
         return
     wrong = [
-        f"{path} is {tuple(w.shape)}; its first dim must be {own} of the {E} experts of the router"
+        f"{path}: its first dim must be {own} of the {E} experts of the router, got {tuple(w.shape)}"
         for path, w in named_leaves(params, "params")
         if w.shape[:1] != (own,)
     ]

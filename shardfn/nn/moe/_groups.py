@@ -61,7 +61,7 @@ def sigmoid_groups(
     E = logits.shape[-1]
     _check_groups(k, E, groups, groups_kept, name)
     if bias is not None and bias.shape != (E,):
-        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} for {E} experts; give each expert a number.")
+        raise ValueError(f"{name}: bias must have a number for each of {E} experts, got shape {tuple(bias.shape)}.")
     wide = wide_logits(logits, mask, name)
     scores = exact_sigmoid(wide) if exact else wide.sigmoid()
     biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)

@@ -17,7 +17,7 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
     """
     if logits.ndim != 2:
         raise ValueError(
-            f"{name}: logits have shape {tuple(logits.shape)}; a router takes [S, E], a row for each token: pass"
+            f"{name}: logits must be [S, E], a row for each token, got shape {tuple(logits.shape)}. Pass"
             " logits.flatten(0, -2), and route the tokens x.flatten(0, -2)."
         )
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -83,8 +83,8 @@ def other_choices(
     """
     if len(routing.experts) != len(other.experts):
         raise ValueError(
-            f"other_choices: the routings are of {len(routing.experts)} and {len(other.experts)} tokens; pass two of"
-            " the same tokens."
+            f"other_choices: the routings are of {len(routing.experts)} and {len(other.experts)} tokens. Both must be"
+            " of the same tokens."
         )
     counted = routing.routed() if mask is None else mask
     made = counted[:, None] & (routing.experts >= 0)

@@ -56,7 +56,7 @@ def jitter(
         Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"jitter(rate={rate}): the factors lie in [1 - rate, 1 + rate); choose a rate in [0, 1).")
+        raise ValueError(f"jitter: the rate must be in [0, 1), got rate={rate}. Factors are in [1 - rate, 1 + rate).")
     check_index("jitter", key, index, len(x))
     words = words_of(key, index, torch.arange(x.shape[1], device=x.device))
     return x * (1 - rate + 2 * rate * _unit_uniform(words)).to(x.dtype)
@@ -87,7 +87,7 @@ def check_index(who: str, key: Tensor | None, index: Tensor | None, size: int) -
             " tokens: pass index=moe.token_numbers(index_B, T)."
         )
     if index is not None and index.shape != (size,):
-        raise ValueError(f"{who}: index has shape {tuple(index.shape)} for {size} tokens; give each token its number.")
+        raise ValueError(f"{who}: index must have a number for each of {size} tokens, got shape {tuple(index.shape)}.")
 
 
 def _unit_uniform(words: Tensor) -> Tensor:

@@ -178,6 +178,6 @@ def _count_mask(routing: Routing, mask: Tensor | None) -> Tensor:
     """Returns [S]: the counted tokens."""
     if mask is not None and mask.shape != routing.experts.shape[:1]:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} for {len(routing.experts)} tokens; give each token a bool."
+            f"mask must have a bool for each of {len(routing.experts)} tokens, got shape {tuple(mask.shape)}."
         )
     return routing.routed() if mask is None else mask
