@@ -306,7 +306,7 @@ def test_errors_name_leaves_and_values() -> None:
         sf.scan(lambda c, x: ({"h": torch.ones(2)}, None), {"h": one}, length=2)
     with pytest.raises(TypeError, match="structure"):
         sf.scan(lambda c, x: ((c, c), None), one, length=2)
-    with pytest.raises(TypeError, match=r"init\['h'\] is a float"):
+    with pytest.raises(TypeError, match=r"init\['h'\] must be a tensor, got a float"):
         sf.scan(lambda c, x: (c, None), {"h": 1.0}, length=2)
     with pytest.raises(TypeError, match=r"return \(carry, None\)"):
         sf.scan(lambda c, x: c, one, length=2)
