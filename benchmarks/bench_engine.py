@@ -265,7 +265,7 @@ _FOLDERS: dict[int, str] = {}
 def _timed_kernels() -> Iterator[dict[str, float]]:
     """Seconds by folder of the kernels that run in it."""
     seconds: dict[str, float] = collections.defaultdict(float)
-    find, run = _dispatch._find, _chain._run
+    find, run = _dispatch._find_function, _chain._load_runner
 
     def timed(folder: str, name: str, kind: str) -> Callable[..., Any]:
         kernel = find(folder, name, kind)
@@ -289,11 +289,11 @@ def _timed_kernels() -> Iterator[dict[str, float]]:
             program += 8 * (2 + 2 * num)
         return 0
 
-    _dispatch._find, _chain._run = timed, lambda: one_by_one
+    _dispatch._find_function, _chain._load_runner = timed, lambda: one_by_one
     try:
         yield seconds
     finally:
-        _dispatch._find, _chain._run = find, run
+        _dispatch._find_function, _chain._load_runner = find, run
 
 
 def _noted(call: KernelCall) -> int:
@@ -303,7 +303,7 @@ def _noted(call: KernelCall) -> int:
     return address
 
 
-_ADDRESS, _chain._address = _chain._address, _noted
+_ADDRESS, _chain._find_address = _chain._find_address, _noted
 
 
 def _rate() -> float:

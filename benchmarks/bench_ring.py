@@ -85,9 +85,9 @@ def left_out(what: str) -> Iterator[None]:
     """Within it a ring sends nothing, or computes nothing."""
     from shardfn.nn import _ring
 
-    usual = _ring._sent, _ring.attend_over, _ring.gradients_over
+    usual = _ring._start_send, _ring.attend_over, _ring.gradients_over
     if what == COMPUTE:
-        _ring._sent = lambda x, *_: lambda: x
+        _ring._start_send = lambda x, *_: lambda: x
     if what == MESSAGES:
         _ring.attend_over = lambda qkv, *_: (
             torch.zeros_like(qkv[0]),
@@ -97,7 +97,7 @@ def left_out(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _ring._sent, _ring.attend_over, _ring.gradients_over = usual
+        _ring._start_send, _ring.attend_over, _ring.gradients_over = usual
 
 
 def serve(rank: int, world: int, shape: Shape) -> Callable[[str], tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Values kept from the forward for the backward: policies, saved tensors, and their moves to host and disk."""
+"""Activation offloading and checkpointing: policies, saved tensors, and moves to host and disk."""
 
 from ._activation_pool import pool_of as pool_of
 from ._away import is_plain as is_plain

@@ -1,4 +1,4 @@
-"""Pools of files for activations on disk: files are never committed, and each is deleted with its value."""
+"""Pools of files for activations on disk. Files are never committed, and each file is deleted with the value."""
 
 import os
 import pathlib
@@ -9,21 +9,21 @@ from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
 
 from ._away import PoolOf
 
-# One pool a directory, which it owns until the process ends.
+# A pool for each directory. The pool owns the directory until the process ends.
 _POOLS: dict[pathlib.Path, Pool] = {}
 
 
 def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
-    """Returns the pool under a directory, or without one that of the step around.
+    """Returns the pool under a directory, or without a directory the pool of the surrounding step.
 
-    Made at the first value that goes there.
+    The pool is made when the first value goes to disk.
 
     Raises:
         ValueError: (when called) there is neither a directory nor a step with a disk.
         CaptureError: (when called) in a capture, with a directory.
     """
 
-    def pool() -> AnyPool:
+    def find_pool() -> AnyPool:
         mesh = current_mesh()
         if capturing() and directory is not None:
             raise CaptureError(
@@ -34,7 +34,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
             pools = list((POOLS.get(mesh) or {}).values())
             if not pools:
                 raise ValueError(
-                    "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
+                    "a policy sends activations to disk, but there is no directory. Pass directory= to offload or"
                     " remat, or let the step have a disk: Zero(disk=Disk(...)) with leaves on it."
                 )
             return TracedPool() if capturing() else pools[0]
@@ -43,4 +43,4 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
             _POOLS[place] = Pool(place)
         return _POOLS[place]
 
-    return pool
+    return find_pool

@@ -15,19 +15,21 @@ PoolOf = Callable[[], AnyPool]
 
 
 class Away:
-    """The bytes of a storage, from the moment they begin to leave the device. On disk they live as long as this.
+    """Bytes of a storage, from the moment when the bytes begin to leave the device.
+
+    On disk the bytes live as long as the object.
 
     Args:
         flat: all of the storage, as one row.
         to: "host" or "disk".
-        pool: gives the pool of files, where one is needed.
+        pool: function that returns the pool of files, where a pool is needed.
     """
 
     def __init__(self, flat: Tensor, to: str, pool: PoolOf) -> None:
         self.nbytes, self._device = flat.nbytes, flat.device
         self._pool = pool() if is_disk(to) else None
         self._source: Tensor | None = flat
-        # The copy runs on while the caller computes: a write to `flat` before it is done spoils it.
+        # The copy runs on while the caller computes. A write to `flat` before the end of the copy spoils the copy.
         self._version, self._spoiled = flat._version, False
         self._down: Pending[Tensor] | None = to_host(flat)
         self._host: Tensor | None = None
@@ -37,16 +39,16 @@ class Away:
 
     @property
     def leaving(self) -> bool:
-        """Whether the copy to the host, or the write to disk, is still in progress."""
+        """Returns whether the copy to the host, or the write to disk, is still in progress."""
         return self._down is not None or self._writing is not None
 
     @property
     def spoiled(self) -> bool:
-        """Whether the source was written to during the copy, so that the copy's content is undefined."""
+        """Returns whether the source was written to during the copy. The content of the copy is then undefined."""
         return self._spoiled or (self._source is not None and self._source._version != self._version)
 
     def settle(self, *, wait: bool) -> None:
-        """Releases the source once it is copied, then begins the write to disk, if any; with `wait`, completes both."""
+        """Releases the source once copied, then begins the write to disk, if any. With `wait`, completes both."""
         if self._down is not None and (wait or self._down.done()):
             self._host = self._down.result()
             # Checked now, as the source is released below.
@@ -57,8 +59,8 @@ class Away:
             self._stored, self._writing, self._host = self._writing.result(), None, None
 
     def begin(self) -> None:
-        """Starts the way back, or its second half."""
-        # It has not left: the source is still here.
+        """Starts the way back, or the second half of the way back."""
+        # The value has not left: the source is still here.
         if self._source is not None:
             return
         with plumbing():
@@ -72,8 +74,8 @@ class Away:
                 self._back.move_if_ready()
 
     def value(self) -> Tensor:
-        """The row, on the device; waits for it."""
-        # A graph knows no timing: every value that was sent counts as having left.
+        """Returns the row on the device, and waits for the row if necessary."""
+        # A graph knows no timing: every sent value counts as having left.
         if capturing():
             self.settle(wait=True)
         if self._source is not None:
@@ -85,12 +87,12 @@ class Away:
             return self._back.result()
 
     def drop(self) -> None:
-        """Releases the fetched copy; it can be fetched again."""
+        """Releases the fetched copy. The copy can be fetched again."""
         self._back = None
 
 
 def flat_of(x: Tensor) -> Tensor:
-    """All of a tensor's storage, as one row of its dtype.
+    """Returns all of a tensor's storage, as a row of the tensor's dtype.
 
     Example:
         >>> flat_of(torch.arange(6).view(2, 3)[:, 1])
@@ -101,7 +103,7 @@ def flat_of(x: Tensor) -> Tensor:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is a strided `Tensor` or `Parameter`, or, in a capture, a fake tensor.
+    """Returns whether a value is a strided `Tensor` or `Parameter`, or, in a capture, a fake tensor.
 
     Example:
         >>> is_plain(torch.ones(1)), is_plain(torch.ones(1).to_sparse())
@@ -112,9 +114,12 @@ def is_plain(x: Any) -> bool:
 
 
 def can_leave(x: Tensor) -> bool:
-    """Whether a tensor may be moved: a plain one on the device, whose view covers at least a quarter of its storage.
+    """Returns whether a tensor may be moved.
 
-    A smaller view stays: other views may keep its storage alive here, so that moving it would free nothing.
+    A plain tensor on the device that covers at least a quarter of its storage.
+
+    A smaller view stays, for example a row of a large matrix: other views may keep the storage alive, and a move would
+    free nothing.
     """
     if (
         not (type(x) in (Tensor, torch.nn.Parameter) or capturing())
@@ -123,7 +128,7 @@ def can_leave(x: Tensor) -> bool:
         or x.is_conj()
     ):
         return False
-    # With a GPU, host tensors stay: they are already away from the device.
+    # With a GPU, host tensors stay, as host tensors are not on the device anyway.
     if x.is_meta or x.is_neg() or x.is_cuda != torch.cuda.is_available():
         return False
     storage = x.untyped_storage().nbytes()

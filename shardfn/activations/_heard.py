@@ -1,4 +1,4 @@
-"""Warns if a function never assigns a name that its policy uses."""
+"""Warns if a function never assigns a name of its policy."""
 
 import contextlib
 import warnings
@@ -11,12 +11,12 @@ from .policies import SavePolicy, names_of
 
 @contextlib.contextmanager
 def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
-    """Around the first call of a function: warns of policy names that no value of the call has.
+    """Warns, around the first call of a function, of names of the policy that no value of the call has.
 
     Args:
         who: the transform.
         policy: the policy whose names are checked; None checks nothing.
-        done: empty before the first call.
+        done: list of finished calls, empty before the first call.
     """
     names = () if policy is None else names_of(policy)
     if done or not names:
@@ -30,7 +30,7 @@ def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Ite
         if name not in heard:
             there = f"it has {', '.join(map(repr, heard))}" if heard else "it names none"
             warnings.warn(
-                f"{who}: the policy goes by {name!r}, which no value of the function is called; {there}."
+                f"{who}: the policy goes by {name!r}, but no value of the function has the name ({there})."
                 f"{did_you_mean(name, heard)} Name values where they are made, sf.checkpoint_name(x, {name!r}).",
                 stacklevel=3,
             )

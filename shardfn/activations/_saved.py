@@ -1,4 +1,4 @@
-"""The tensors that autograd saves in one forward, and where each waits for the backward.
+"""The tensors that autograd saves in a forward, and where each tensor waits for the backward.
 
 An entry is a storage: all views of it, and all operations that save it, share the entry. The policy decides on an entry
 when the next operation saves something, so that a value can be named after it was made.
@@ -21,15 +21,15 @@ from shardfn.core import hearing_names, saved_tensors_hooks
 from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
-# How many earlier saved tensors are searched for the ones to prefetch.
+# Number of earlier saved tensors that are searched for tensors to prefetch.
 _REACH = 256
 
 
 class SavedStorage:
-    """A storage that autograd has saved: here (`flat`), or away."""
+    """Storage saved by autograd: here (`flat`), or away."""
 
     def __init__(self, x: Tensor, name: str | None, turn: int) -> None:
-        # Detached, and one for all views: neither graphs nor shapes of those that saved it are held.
+        # Detached, and shared by all views: neither graphs nor shapes of the saving operations are held.
         self.flat: Tensor | None = flat_of(x)
         self.away: Away | None = None
         self.version, self.turn = x._version, turn
@@ -38,7 +38,7 @@ class SavedStorage:
 
 
 class SavedUse:
-    """The handle that autograd holds in place of one tensor saved by one operation."""
+    """Handle that autograd holds in place of a tensor saved by an operation."""
 
     __slots__ = ("__weakref__", "at", "dtype", "entry", "look")
 
@@ -48,7 +48,7 @@ class SavedUse:
 
 
 class _Untouched:
-    """A tensor that is not moved, with the version that the backward needs."""
+    """Tensor that stays on the device, with the version needed by the backward."""
 
     __slots__ = ("version", "x")
 
@@ -57,7 +57,7 @@ class _Untouched:
 
 
 class _Others:
-    """The packed form of a tensor that the surrounding hooks have taken."""
+    """Packed form of a tensor taken by the surrounding hooks."""
 
     __slots__ = ("packed",)
 
@@ -66,19 +66,19 @@ class _Others:
 
 
 class SavedValue:
-    """The saved tensors of one forward.
+    """Saved tensors of a forward.
 
     Args:
-        policy: decides.
-        window: bytes that may be on their way out, or back ahead of their use.
-        pool: gives the pool of files, for values that go to disk.
-        held: tensors that stay alive anyway, such as the function's parameters. They are not moved.
+        policy: policy that decides for each value.
+        window: bytes in flight at most, on the way out or back ahead of use.
+        pool: function that returns the pool of files, for values on disk.
+        held: tensors that stay alive anyway, such as the function's parameters, and are not moved.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf, held: Iterable[Tensor]) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self._held = {x.untyped_storage()._cdata for x in held}
-        # Entries and uses are held by autograd's graph alone: when that lets go, memory and files go, too.
+        # Only autograd's graph holds entries and uses: when the graph lets go, memory and files go, too.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
         self._uses: list[weakref.ref[SavedUse]] = []
@@ -91,53 +91,57 @@ class SavedValue:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While it is active, autograd saves by these rules."""
+        """Returns a context in which autograd saves by the rules of the policy."""
         self._outer = _hooks_around()
-        with hearing_names(self._name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            # Only the forward's bookkeeping ends here: this object unpacks saved tensors whenever a backward runs.
+        with (
+            hearing_names(self._name_tensor),
+            torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor),
+        ):
+            # Only the forward's bookkeeping ends here: the object unpacks saved tensors whenever a backward runs.
             yield
-        self._decide(None)
+        self._decide_entries(None)
         self._known.clear()
         self._names.clear()
         self._held.clear()
 
     # The forward.
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack_tensor(self, x: Tensor) -> Any:
         if self._outer is not None:
-            # Surrounding hooks come first: tensors that they take, mostly gathered lazy leaves, must not be moved.
+            # Surrounding hooks come first: tensors taken by these hooks, mostly gathered lazy leaves, must not be
+            # moved.
             packed = self._outer[0](x)
             if isinstance(packed, CheckpointHolder):
                 raise ValueError(
-                    "offload inside remat has no effect, as every tensor saved in there is dropped; use"
+                    "offload inside remat has no effect, as every tensor saved in there is dropped. Use"
                     " offload(remat(f), policy), or remat(f, policy=policy)."
                 )
             if packed is not x:
                 return _Others(packed)
         key = x.untyped_storage()._cdata
         if key in self._held or not can_leave(x):
-            # Detached: an operation's own result, kept by its node, would keep that node alive.
+            # Detached: the result of an operation, kept by the operation's node, would keep the node alive.
             return _Untouched(x.detach())
-        # Equal for all tensors that one operation saves.
+        # Equal for all tensors saved by an operation.
         turn = sequence_number()
-        self._decide(turn)
-        use = SavedUse(self._entry(x, key, turn), x, len(self._uses))
+        self._decide_entries(turn)
+        use = SavedUse(self._find_entry(x, key, turn), x, len(self._uses))
         self._uses.append(weakref.ref(use))
         return use
 
-    def _entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
+    def _find_entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
         if key in self._known:
             found = self._known[key][1]()
-            # After a write it is another value, with an entry of its own. A use of the old one is an error.
+            # After a write the value is another value, with a separate entry. A use of the old value is an error.
             if found is not None and found.version == x._version:
                 return found
         entry = SavedStorage(x, self._names[key][1] if key in self._names else None, turn)
-        # Weak references keep the address of a storage that is gone from being another's.
+        # Weak references keep the address of a freed storage from being reused.
         self._known[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(entry)
         self._undecided.append(weakref.ref(entry))
         return entry
 
-    def _name(self, x: Tensor, name: str) -> None:
+    def _name_tensor(self, x: Tensor, name: str) -> None:
         key = x.untyped_storage()._cdata
         self._names[key] = StorageWeakRef(x.untyped_storage()), name
         entry = self._known[key][1]() if key in self._known else None
@@ -145,41 +149,41 @@ class SavedValue:
             if entry is not None:
                 entry.saved = describe(name, x)
             return
-        action = self._ask(describe(name, x))
+        action = self._ask_policy(describe(name, x))
         if action != entry.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy gave"
-                f" {entry.action!r} then; for the name it gives {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): x was saved before by an operation, and the policy gave"
+                f" {entry.action!r} then, but for the name gives {action!r}. Name a value where the value is made."
             )
 
-    def _decide(self, turn: int | None) -> None:
-        """Decides on the entries of operations before this one."""
+    def _decide_entries(self, turn: int | None) -> None:
+        """Decides on the entries of earlier operations."""
         rest = []
         for ref in self._undecided:
             entry = ref()
             if entry is not None and entry.turn == turn:
                 rest.append(ref)
             elif entry is not None:
-                entry.action = self._ask(entry.saved)
+                entry.action = self._ask_policy(entry.saved)
                 if entry.action != "keep":
                     self._waiting.append((ref, entry.saved.nbytes))
                     self._waiting_bytes += entry.saved.nbytes
         self._undecided = rest
-        self._send()
+        self._send_oldest()
 
-    def _ask(self, saved: Any) -> Action:
+    def _ask_policy(self, saved: Any) -> Action:
         action = check_action(self._policy(saved), saved)
         if action == "recompute":
             raise ValueError(
-                f"the policy gives 'recompute' for {saved}; offload keeps or moves tensors that autograd has saved. Use"
+                f"the policy gives 'recompute' for {saved}. Offload keeps or moves tensors that autograd has saved. Use"
                 " remat(f, policy=policy)."
             )
         return action
 
-    def _send(self) -> None:
+    def _send_oldest(self) -> None:
         """Sends values beyond the budget away, oldest first, with at most a window in flight."""
-        # A graph has no speeds to go by: the last window's worth, which would still be leaving, stays.
-        # Counts bytes saved, not bytes alive: entries that died are skipped when their turn comes.
+        # A graph has no speeds to go by: the last window's worth would still be leaving, and stays. Counts bytes saved,
+        # not bytes alive: dead entries are skipped in turn.
         room = limit_of(self._policy) + (self._window if capturing() else 0)
         while self._waiting and self._waiting_bytes > room:
             ref, nbytes = self._waiting.popleft()
@@ -191,16 +195,16 @@ class SavedValue:
             entry.away = Away(entry.flat, entry.action, self._pool)
             entry.flat = None
             self._leaving.append(entry.away)
-            self._settle()
-        self._settle()
+            self._settle_sent()
+        self._settle_sent()
 
-    def _settle(self) -> None:
-        """Releases values that have left; waits while more than a window is in flight."""
+    def _settle_sent(self) -> None:
+        """Releases values that have left. Waits while more than a window is in flight."""
         for away in self._leaving:
             away.settle(wait=False)
         self._leaving = collections.deque(a for a in self._leaving if a.leaving)
         total = sum(a.nbytes for a in self._leaving)
-        # The oldest first: it is the nearest to being gone.
+        # The oldest first, as the nearest to being gone.
         while self._leaving and total > self._window:
             away = self._leaving.popleft()
             away.settle(wait=True)
@@ -208,7 +212,7 @@ class SavedValue:
 
     # The backward.
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack_tensor(self, packed: Any) -> Tensor:
         if type(packed) is _Others:
             return self._outer[1](packed.packed)
         if type(packed) is _Untouched:
@@ -219,7 +223,7 @@ class SavedValue:
             _check_version(entry.flat, entry.version)
             flat = entry.flat
         else:
-            self._settle()
+            self._settle_sent()
             if entry.away.spoiled:
                 raise _written_to()
             flat = entry.away.value()
@@ -227,7 +231,7 @@ class SavedValue:
         return (flat if flat.dtype == packed.dtype else flat.view(packed.dtype)).as_strided(*packed.look)
 
     def _fetch_ahead(self, use: SavedUse) -> None:
-        """Prefetches the values saved just before this one, and drops fetched copies outside that range.
+        """Prefetches the values saved just before this value, and drops fetched copies outside of the range.
 
         In a graph the passes decide how far ahead.
         """
@@ -241,7 +245,7 @@ class SavedValue:
             if total > self._window:
                 break
             ahead[id(near.entry)] = near.entry
-        # Including that of `use`: the caller holds its row, and another use fetches it again.
+        # Including the copy of `use`: the caller holds the row, and another use fetches the copy again.
         for entry in [*(ref() for ref in self._ahead), use.entry]:
             if entry is not None and entry.away is not None and id(entry) not in ahead:
                 entry.away.drop()
@@ -252,7 +256,7 @@ class SavedValue:
 
 
 def _hooks_around() -> Any:
-    """Returns the hooks that are active, as (pack, unpack). Those of another `SavedValue` give way to their own."""
+    """Returns the active hooks, as (pack, unpack). Hooks of another `SavedValue` give way to the surrounding hooks."""
     hooks = saved_tensors_hooks(while_tracing=False)
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner._outer if type(owner) is SavedValue else hooks
@@ -265,6 +269,6 @@ def _check_version(x: Tensor, version: int) -> None:
 
 def _written_to() -> RuntimeError:
     return RuntimeError(
-        "a tensor that the backward needs was modified in place after an operation had saved it; autograd cannot"
+        "a tensor that the backward needs was modified in place after an operation had saved it. Autograd cannot"
         " differentiate that, with or without offload. Write to a clone()."
     )

@@ -1,7 +1,8 @@
 """`remat` with a policy: keeps or moves chosen results of the forward, and reuses them in the recomputation.
 
-The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs the
-same operations. Where a result was put aside, it is taken in place of running the operation.
+In activation checkpointing the forward numbers the operations with new tensors as results, and puts some of the results
+aside. The recomputation runs the same operations. A result that was put aside is taken in place of running the
+operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +22,13 @@ from .policies import Action, SavePolicy, check_action, describe, limit_of, name
 
 T = TypeVar("T")
 
-# Transfers that are operations of a function itself always run again: a policy may see other sizes on other ranks, and
-# all must take part. Those of this package's collectives are numbered as a whole (`Results.saw_transfer`).
+# Transfers among the operations of a function itself always run again: a policy may see other sizes on other ranks, and
+# all must take part. Transfers of the package's collectives are numbered as a whole (`Results.saw_transfer`).
 _SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
 
 
 class _Result:
-    """A tensor that an operation has returned: here, or away."""
+    """Tensor returned by an operation: here, or away."""
 
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x.detach()
@@ -42,7 +43,7 @@ class _Result:
         return self.away
 
     def take(self) -> Tensor | None:
-        """Returns the tensor, or None if it was written to since."""
+        """Returns the tensor, or None if the tensor was written to since."""
         if self.x is not None:
             return self.x.detach() if self.x._version == self.version else None
         assert self.away is not None
@@ -50,11 +51,12 @@ class _Result:
 
 
 class _RecordedOp:
-    """One operation of the forward, with all of its results if they were put aside, else with none.
+    """Operation of the forward, with all results if the results were put aside, else without results.
 
     Attributes:
-        transfers: whether ranks must all keep the results, or all run it again.
-        parts: the transfers of a collective of several, which has no results of its own; they share its action.
+        transfers: whether ranks must all keep the results, or all run the operation again.
+        parts: transfers of a collective of several transfers. Such a collective has no results, and its transfers share
+            an action.
     """
 
     def __init__(self, func: Any, *, transfers: bool = False, parts: "Sequence[_RecordedOp]" = ()) -> None:
@@ -69,22 +71,23 @@ class _RecordedOp:
 
 
 class Results:
-    """The results that one call of a function puts aside for its recomputation.
+    """Results that a call of a function puts aside for the recomputation.
 
     Args:
-        policy: decides.
-        window: bytes that may be on their way out, or back ahead of their use.
-        pool: gives the pool of files, for values that go to disk.
+        policy: policy that decides for each value.
+        window: bytes in flight at most, on the way out or back ahead of use.
+        pool: function that returns the pool of files, for values on disk.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self.ops: list[_RecordedOp] = []
-        # By memory, of the newest operation that made it. The weak reference keeps its address from being reused.
+        # By memory, the newest operation with the memory as a result. The weak reference keeps the address from being
+        # reused.
         self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
         self._last: _RecordedOp | None = None
         self._waiting: list[_RecordedOp] = []
-        # The transfers of the collective that runs, if it is one of several.
+        # The transfers of the running collective, if several.
         self._joining: list[_RecordedOp] | None = None
         self._leaving: list[Away] = []
 
@@ -92,44 +95,44 @@ class Results:
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes an operation that has run."""
-        for x in _written(func, args, kwargs):
-            self._forget(x)
+        for x in _written_tensors(func, args, kwargs):
+            self._forget_results(x)
         if not is_numbered(func):
             return
-        # A result is named after its operation and before the next one.
+        # A result is named after its operation and before the next operation.
         self.conclude()
         op = _RecordedOp(func)
         self.ops.append(op)
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
+        if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws_numbers(func, args, kwargs):
             return
-        inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        # It returns an argument, against its schema.
-        if any(_key(x) in inputs for x in outs):
+        inputs = {_storage_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        # The operation returns an argument, against the operation's schema.
+        if any(_storage_key(x) in inputs for x in outs):
             return
-        op.makes = _only if isinstance(out, Tensor) else type(out)
+        op.makes = _single_value if isinstance(out, Tensor) else type(out)
         op.results = [_Result(x) for x in outs]
-        op.action = self._ask(None, op, max(outs, key=lambda x: x.nbytes))
+        op.action = self._ask_policy(None, op, max(outs, key=lambda x: x.nbytes))
         for x in outs:
-            self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+            self._of[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
     def saw_transfer(self, name: str, out: Tensor) -> Tensor:
-        """Notes a transfer. Its result is kept only by name, and by a policy that goes by names: alike on all ranks."""
+        """Notes a transfer. The result is kept only by name, and by a policy of names: equally on all ranks."""
         joined = self._joining
         if joined is None:
             self.conclude()
         op = _RecordedOp(name, transfers=True)
         self.ops.append(op)
-        op.makes, op.results = _only, [_Result(out)]
+        op.makes, op.results = _single_value, [_Result(out)]
         if joined is None:
-            self._belongs(out, op)
+            self._set_owner(out, op)
         else:
             joined.append(op)
         return out
 
     def join(self, run: Callable[[], T]) -> T:
-        """Runs a collective of several transfers, which belong to its result."""
+        """Runs a collective of several transfers. The transfers belong to the result."""
         if self._joining is not None:
             return run()
         self.conclude()
@@ -141,27 +144,27 @@ class Results:
         self.conclude()
         first = out[0] if isinstance(out, tuple) else out
         if parts and isinstance(first, Tensor):
-            self._belongs(first, _RecordedOp("a collective", transfers=True, parts=parts))
+            self._set_owner(first, _RecordedOp("a collective", transfers=True, parts=parts))
         return out
 
-    def _belongs(self, x: Tensor, op: _RecordedOp) -> None:
-        self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+    def _set_owner(self, x: Tensor, op: _RecordedOp) -> None:
+        self._of[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
-    def _ask(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
+    def _ask_policy(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
         saved = describe(name, x, op.name)
         return check_action(self._policy(saved), saved)
 
     def name(self, x: Tensor, name: str) -> None:
-        """Applies the policy to `x` under its name."""
-        op = self._of.get(_key(x), (None, None))[1]
+        """Applies the policy to `x` under the name."""
+        op = self._of.get(_storage_key(x), (None, None))[1]
         if op is None or (op.transfers and not names_of(self._policy)):
             return
-        action = self._ask(name, op, x)
+        action = self._ask_policy(name, op, x)
         if op is not self._last and action != op.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy gave {op.action!r} of"
-                f" it then, and for the name it gives {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): other operations ran since x was made. The policy gave {op.action!r} of"
+                f" it then, and for the name it gives {action!r}. Name a value where the value is made."
             )
         op.action = action
 
@@ -196,9 +199,9 @@ class Results:
         for result in op.results:
             away = result.send(op.action, self._pool)
             self._leaving += [] if away is None else [away]
-            self._settle()
+            self._settle_sent()
 
-    def _settle(self) -> None:
+    def _settle_sent(self) -> None:
         for away in self._leaving:
             away.settle(wait=False)
         self._leaving = [a for a in self._leaving if a.leaving]
@@ -206,17 +209,17 @@ class Results:
             self._leaving.pop(0).settle(wait=True)
 
     def end(self) -> None:
-        """The forward is over."""
+        """Ends the forward."""
         self.conclude()
         self._of.clear()
 
-    def _forget(self, x: Tensor) -> None:
-        op = self._of.get(_key(x), (None, None))[1]
+    def _forget_results(self, x: Tensor) -> None:
+        op = self._of.get(_storage_key(x), (None, None))[1]
         if op is None:
             return
         if op.transfers and op.action != "recompute":
             raise ValueError(
-                f"remat: the result of {op.name} is kept by its name, and is written to in place; write to a clone()."
+                f"remat: the result of {op.name} is kept by its name, and is written to in place. Write to a clone()."
             )
         # The operation's result has been overwritten.
         op.results = []
@@ -224,7 +227,7 @@ class Results:
     # The recomputation.
 
     def take(self, number: int, func: Any) -> Any:
-        """Returns the results of operation `number`, or None if it must run again.
+        """Returns the results of operation `number`, or None if the operation must run again.
 
         Raises:
             RuntimeError: the recomputation runs other operations than the forward did.
@@ -232,21 +235,21 @@ class Results:
         name = self.ops[number].name if number < len(self.ops) else "nothing"
         if name != str(func):
             raise RuntimeError(
-                f"remat: the recomputation runs {func} where the forward ran {name} (operation {number}); a function"
+                f"remat: the recomputation runs {func} where the forward ran {name} (operation {number}). A function"
                 " must do the same each time that it is called with the same arguments."
             )
         op = self.ops[number]
         if not op.results:
             return None
-        self._settle()
+        self._settle_sent()
         self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
         if op.transfers and any(v is None for v in values):
             raise RuntimeError(
-                f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards; write to"
+                f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards. Write to"
                 " a clone()."
             )
-        # Each is taken once, so that memory is freed as the recomputation proceeds.
+        # Each result is taken once, so memory is freed as the recomputation proceeds.
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
 
@@ -285,7 +288,7 @@ class Forward(TorchDispatchMode):
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
         """Shows a transfer to `Results`."""
-        seen, out = not in_plumbing(), _sent(self._around, name, run)
+        seen, out = not in_plumbing(), _run_transfer(self._around, name, run)
         return self._results.saw_transfer(name, out) if seen else out
 
     def joined(self, run: Callable[[], T]) -> T:
@@ -303,7 +306,7 @@ class Forward(TorchDispatchMode):
 
 
 class Rerun(TorchDispatchMode):
-    """Takes results in place of running operations. Each can be taken once."""
+    """Takes results in place of running operations. Each result can be taken once."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
@@ -324,26 +327,26 @@ class Rerun(TorchDispatchMode):
         self._keeping.__exit__(*error)
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """Returns the result that was kept of a transfer, or else of another one."""
-        found = None if in_plumbing() else self._taken(name)
-        return _sent(self._around, name, run) if found is None else found
+        """Returns the kept result of a transfer, or else runs the transfer again."""
+        found = None if in_plumbing() else self._take_results(name)
+        return _run_transfer(self._around, name, run) if found is None else found
 
     def joined(self, run: Callable[[], T]) -> T:
-        """Runs a collective, some of whose transfers may have been kept."""
+        """Runs a collective. Results of some of the collective's transfers may have been kept."""
         return run() if self._around is None else self._around.joined(run)
 
-    def _taken(self, func: Any) -> Any:
+    def _take_results(self, func: Any) -> Any:
         self._number += 1
         return self._results.take(self._number - 1, func)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found = self._taken(func) if is_numbered(func) and not in_plumbing() else None
+        found = self._take_results(func) if is_numbered(func) and not in_plumbing() else None
         return func(*args, **(kwargs or {})) if found is None else found
 
 
-def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
-    """Returns the result of a transfer, whose operations are not numbered."""
+def _run_transfer(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
+    """Returns the result of a transfer. The operations of a transfer are not numbered."""
     if around is not None:
         return around.transfer(name, run)
     with plumbing():
@@ -351,7 +354,7 @@ def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor
 
 
 def is_numbered(func: Any) -> bool:
-    """Returns whether an operation makes new tensors, by itself on this rank.
+    """Returns whether an operation makes new tensors without other ranks.
 
     Example:
         >>> is_numbered(torch.ops.aten.mm.default), is_numbered(torch.ops.aten.add_.Tensor)
@@ -364,20 +367,23 @@ def is_numbered(func: Any) -> bool:
     return bool(tensors) and all(r.alias_info is None for r in schema.returns)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operation writes to."""
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors to which an operation writes."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
-    if func.namespace in _SHARED and func.namespace != "shardfn":  # their schemas do not declare all writes
+    if func.namespace in _SHARED and func.namespace != "shardfn":  # the schemas do not declare all writes
         return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     wrote = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [x for x in tree_leaves(wrote) if isinstance(x, Tensor)]
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an operation draws from torch's generator, which must then advance in the recomputation too."""
+def _draws_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns whether an operation draws from torch's generator.
+
+    The generator must advance in the recomputation too.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -385,9 +391,9 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return not may_not
 
 
-def _key(x: Tensor) -> int:
+def _storage_key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _only(values: list[Tensor]) -> Tensor:
+def _single_value(values: list[Tensor]) -> Tensor:
     return values[0]

@@ -1,9 +1,9 @@
-"""Policies: where each value that the backward needs is kept until then, or whether it is recomputed.
+"""Policies of activation checkpointing and offloading: each value for the backward is kept, moved or recomputed.
 
 A policy is a pure function of a value's description, `SavedTensor -> "keep" | "recompute" | "host" | "disk"`, so a
 lambda will do. `remat(f, policy=...)` calls it for the result of every operation, and `offload(f, policy)` for every
-tensor that autograd saves, which cannot be recomputed. Names and meanings are those of `jax.checkpoint_policies`, where
-it has them.
+tensor saved by autograd. A saved tensor cannot be recomputed. Names and meanings come from `jax.checkpoint_policies`,
+as far as JAX has the policy.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ Action = Literal["keep", "recompute", "host", "disk"]
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """The description of a value that a policy decides on.
+    """Description of a value, on which a policy decides.
 
     Attributes:
-        name: given by `checkpoint_name`, or None.
-        shape: shape.
-        dtype: dtype.
-        nbytes: bytes of memory that keeping it costs: its storage's.
-        op: the operation that made it, as in "aten.mm.default"; None under `offload`, which sees only saved tensors.
+        name: name from `checkpoint_name`, or None.
+        shape: shape of the value.
+        dtype: dtype of the value.
+        nbytes: bytes of memory that a kept value costs: the bytes of the value's storage.
+        op: operation with the value as a result, such as "aten.mm.default". None under `offload`, where only saved
+            tensors are seen.
     """
 
     name: str | None
@@ -43,17 +44,19 @@ _BATCHED = {f"aten.{op}.default" for op in ("bmm", "baddbmm")}
 
 
 def check_action(action: object, saved: SavedTensor) -> Action:
-    """Returns the action if it is valid.
+    """Returns the action if the action is valid.
 
     Raises:
-        ValueError: it is not an action.
+        ValueError: the argument is not an action.
 
     Example:
         >>> check_action("host", SavedTensor(None, (2,), torch.float32, 8))
         'host'
     """
     if action not in get_args(Action):
-        raise ValueError(f"a policy gave {action!r} of {saved}; it may give {', '.join(map(repr, get_args(Action)))}.")
+        raise ValueError(
+            f"a policy must give one of {', '.join(map(repr, get_args(Action)))}, got {action!r} for {saved}."
+        )
     return action  # pyright: ignore[reportReturnType]
 
 
@@ -61,7 +64,7 @@ def check_action(action: object, saved: SavedTensor) -> Action:
 
 
 def everything_saveable(saved: SavedTensor) -> Action:
-    """Keeps all: `remat` with it recomputes nothing.
+    """Keeps all values: `remat` with this policy recomputes nothing.
 
     Example:
         >>> everything_saveable(SavedTensor(None, (2,), torch.float32, 8))
@@ -106,7 +109,7 @@ def dots_with_no_batch_dims_saveable(saved: SavedTensor) -> Action:
 
 
 def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
-    """As `dots_with_no_batch_dims_saveable`, but sends the results it would keep to `offload_dst`.
+    """Acts as `dots_with_no_batch_dims_saveable`, but sends the kept results to `offload_dst`.
 
     Example:
         >>> offload_dot_with_no_batch_dims()(SavedTensor(None, (2, 2), torch.float32, 16, "aten.mm.default"))
@@ -119,7 +122,7 @@ def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
 
 
 def names_of(policy: SavePolicy) -> tuple[str, ...]:
-    """Returns the names that a policy by name was made with, empty for any other policy.
+    """Returns the names of a policy by name, empty for any other policy.
 
     Example:
         >>> names_of(save_only_these_names("attn_out")), names_of(everything_saveable)
@@ -172,14 +175,14 @@ def save_and_offload_only_these_names(
     """
     both = set(names_which_can_be_saved) & set(names_which_can_be_offloaded)
     if both:
-        raise ValueError(f"{sorted(both)} can be saved and can be offloaded; leave each name in one of the lists.")
+        raise ValueError(f"{sorted(both)} can be saved and can be offloaded. Each name must be in a single list.")
 
-    def policy(saved: SavedTensor) -> Action:
+    def choose_action(saved: SavedTensor) -> Action:
         if saved.name in names_which_can_be_saved:
             return "keep"
         return offload_dst if saved.name in names_which_can_be_offloaded else "recompute"
 
-    return _going_by((*names_which_can_be_saved, *names_which_can_be_offloaded), policy)
+    return _going_by((*names_which_can_be_saved, *names_which_can_be_offloaded), choose_action)
 
 
 def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
@@ -217,11 +220,11 @@ def offload_larger_than(nbytes: int, to: Action = "host") -> SavePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A policy that also keeps the newest `limit` bytes of the values that `then` would not keep.
+    """Policy with a budget: the newest `limit` bytes of the values that `then` would not keep are kept, too.
 
     Attributes:
-        limit: the bytes.
-        then: an action, or a policy, for older values.
+        limit: bytes of the budget.
+        then: action, or policy, for older values.
     """
 
     limit: int
@@ -233,15 +236,15 @@ class Budget:
 
 
 def budget(nbytes: int, then: Action | SavePolicy = "host") -> Budget:
-    """Keeps the newest values up to `nbytes`; as newer ones come, the oldest leave.
+    """Keeps the newest values up to `nbytes`. As newer values come, the oldest values leave.
 
-    The backward needs the newest values first, so the ones that leave are needed last: they have the longest time to
-    come back, and the backward starts without a wait. The budget is per call of the transformed function, and counts
-    only values that `then` would not keep.
+    The backward needs the newest values first, and the values that leave last: so there is time to bring these values
+    back, and the backward starts without a wait. The budget holds for each call of the transformed function, for
+    example 2 GB for each layer, and counts only values that `then` would not keep.
 
     Args:
-        nbytes: the budget.
-        then: an action for the other values, or a policy that decides on each.
+        nbytes: budget in bytes.
+        then: action for the other values, or policy for each of the other values.
 
     Raises:
         ValueError: `nbytes` is negative.

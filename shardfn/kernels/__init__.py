@@ -1,4 +1,7 @@
-"""Fast operations on one device, on plain tensors. Each op has a folder; its `_reference.py` defines the result."""
+"""Fast operations on a single device, on plain tensors.
+
+Each op has a folder, where `_reference.py` defines the result.
+"""
 
 from ._arguments import EXACT as EXACT
 from ._build import NoCompilerError as NoCompilerError, build as build, building as building

@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Those of exact rows.
+# Dtypes of exact rows.
 EXACT = (torch.float32, torch.float64)
 
 
 def check_float(name: str, x: Tensor) -> None:
-    """Raises TypeError unless the dtype is fp32, bf16 or fp16, which are computed in fp32."""
+    """Raises TypeError unless the dtype is fp32, bf16 or fp16. All three are computed in fp32."""
     if x.dtype not in FLOATS:
-        raise TypeError(f"{name} is {x.dtype}; kernels compute in fp32 from fp32, bf16 or fp16: convert it")
+        raise TypeError(f"{name} must be fp32, bf16 or fp16, got {x.dtype}. Convert {name}")
 
 
 def check_exact(name: str, x: Tensor) -> None:
-    """Raises TypeError unless the dtype is one in which rows are exact: float32, or float64 by the definitions."""
+    """Raises TypeError unless the dtype has exact rows: float32, or float64 by the definitions."""
     if x.dtype not in EXACT:
         raise TypeError(f"{name} is {x.dtype}, must be {EXACT[0]} or {EXACT[1]}")
 
@@ -33,20 +33,20 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
 
 
 def check_written(name: str, x: Tensor) -> None:
-    """Raises ValueError unless a tensor that is written to is contiguous."""
+    """Raises ValueError unless an output tensor is contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{name} is written in place and must be contiguous, has strides {x.stride()}: copy it first")
 
 
 def check_bytes(name: str, c: int) -> None:
-    """Raises ValueError unless 8 divides the length of a row, so that its signs fill whole bytes."""
+    """Raises ValueError unless 8 divides the length of a row, so that the row's signs fill whole bytes."""
     if c % 8:
         raise ValueError(f"{name} has rows of {c} elements, no multiple of 8: pad them, 8 signs make a byte")
 
 
 def check_block(bits: int, block: int) -> None:
-    """Raises ValueError for numbers of bits, or block sizes, that the quantizers do not support."""
+    """Raises ValueError for numbers of bits, or block sizes, without support by the quantizers."""
     if bits not in (4, 8):
-        raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
     if block < 1 or (bits == 4 and block % 2):
-        raise ValueError(f"block is {block}; blocks have at least 1 element, with 4 bits an even number")
+        raise ValueError(f"block must be at least 1, with 4 bits an even number, got {block}")

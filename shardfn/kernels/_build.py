@@ -1,9 +1,9 @@
-"""Loads the C++ of the package: the files that a wheel ships, or those that it builds when they are first used.
+"""Loads the C++ of the package: files that a wheel ships, or files built at the first use.
 
-The sources include only the headers of the language. A file is built for the generation of x86-64 of this processor,
-and kept in the user's cache, under a name made of sources and flags. Where processes start together, one of them builds
-a file, and the others wait, but no longer than a compiler may take. The system frees its lock when it ends. Files are
-renamed into their place, so that no process loads half a file.
+The sources include only the headers of the language. A file is built for the processor's generation of x86-64 (for
+example v3, with AVX2), and kept in the user's cache, under a name made of sources and flags. Where processes start
+together, a single process builds a file, and the rest wait, but no longer than a compiler may take. The system frees
+the lock when the process ends. Files are renamed into their place, so that no process loads half a file.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from . import _sources
 _PERIOD = 0.02
 _BUILDING = "building-"  # begins the names of temporary folders
 _SHARED, _POOL = "_native.cpp", "_pool.cpp"
-# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+# The newest generation of x86-64 whose code may run, if the processor has the generation. Tests set older generations.
 NEWEST = 4
 
 
@@ -42,22 +42,22 @@ class NoCompilerError(Exception):
 
 
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
-    """Returns the functions of a C++ file of this room.
+    """Returns the functions of a C++ file of the room.
 
     None, with a warning, without a compiler, or if the compiler fails.
     """
-    return _library(source, generation())
+    return _load_library(source, generation())
 
 
 def generation() -> int:
-    """Returns the generation of x86-64 whose code runs here; 0 on other processors."""
+    """Returns the newest generation of x86-64 that runs here, for example 3, or 0 on other processors."""
     return min(NEWEST, _sources.processor())
 
 
 @functools.cache
-def _library(source: str, generation: int) -> ctypes.CDLL | None:
+def _load_library(source: str, generation: int) -> ctypes.CDLL | None:
     try:
-        return _sharing(load_library(f"kernels/{source}", generation))
+        return _share_pool(load_library(f"kernels/{source}", generation))
     except NoCompilerError as error:
         _warn_once(str(error))
     except (OSError, subprocess.SubprocessError) as error:
@@ -72,7 +72,7 @@ def _library(source: str, generation: int) -> ctypes.CDLL | None:
 def _warn_once(reason: str) -> None:
     if is_first():
         warnings.warn(
-            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly; install a"
+            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly. Install a"
             " compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install"
             " cxx-compiler), or a wheel of shardfn that has the kernels built.",
             stacklevel=5,
@@ -84,7 +84,7 @@ def load_library(source: str, generation: int | None = None) -> ctypes.CDLL:
 
     Args:
         source: path of the file, from the package on.
-        generation: generation of x86-64 that it is compiled for. Default: that of this processor.
+        generation: generation of x86-64 that the file is compiled for. Default: the processor's generation.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
@@ -104,7 +104,7 @@ def built_file(source: str, generation: int) -> pathlib.Path:
 
     Args:
         source: path of the file, from the package on.
-        generation: generation of x86-64 that it is compiled for.
+        generation: generation of x86-64 that the file is compiled for.
 
     Raises:
         NoCompilerError: as `load_library`.
@@ -112,7 +112,7 @@ def built_file(source: str, generation: int) -> pathlib.Path:
         subprocess.SubprocessError: as `load_library`.
     """
     path, flags = cache_file(source, generation), _sources.flags_of(source, generation)
-    return _built(_sources.name_of(source), path.name, _sources.PACKAGE / source, flags)
+    return _compile_source(_sources.name_of(source), path.name, _sources.PACKAGE / source, flags)
 
 
 def cache_file(source: str, generation: int) -> pathlib.Path:
@@ -121,11 +121,11 @@ def cache_file(source: str, generation: int) -> pathlib.Path:
     Raises:
         NoCompilerError: as `load_library`.
     """
-    return _folder() / _sources.file_of(source, generation, *_maker())
+    return _cache_folder() / _sources.file_of(source, generation, *_describe_compiler())
 
 
-def _maker() -> tuple[str, ...]:
-    """Returns the compiler and the system, which determine machine code together with sources and flags."""
+def _describe_compiler() -> tuple[str, ...]:
+    """Returns the compiler and the system: with sources and flags these determine the machine code."""
     compiler = cxx_compiler()
     if os.name != "posix" or sys.byteorder != "little":
         raise NoCompilerError("the C++ of shardfn is not written for this system")
@@ -136,9 +136,9 @@ def _maker() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
-    """A context that builds and loads the C++ of ops beside its body, several files at a time. It ends after them.
+    """Returns a context that builds and loads the C++ of ops during the body, several files at a time.
 
-    Calls of these ops in the body wait for their own files alone.
+    The context ends after the builds. Calls of the ops in the body wait only for the files of the called op.
 
     Args:
         device: device of the tensors. Nothing is built for other devices than CPUs.
@@ -162,8 +162,8 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
     Args:
         name: name of the file in the cache.
         source: the file to build.
-        included: files that it includes by paths that are not relative to it.
-        flags: flags for the compiler, added to those that all sources get.
+        included: files that the source includes by paths not relative to the source.
+        flags: flags for the compiler, added to the flags of all sources.
 
     Raises:
         NoCompilerError: there is no compiler, or the sources are not written for this system.
@@ -171,12 +171,12 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
         subprocess.SubprocessError: the compiler failed.
     """
     flags = (*_sources.COMMON, *flags)
-    key = _sources.digest(source, flags, *_maker(), *(path.read_text() for path in included))
-    return ctypes.CDLL(str(_built(name, f"{name}-{key}.so", source, flags)))
+    key = _sources.digest(source, flags, *_describe_compiler(), *(path.read_text() for path in included))
+    return ctypes.CDLL(str(_compile_source(name, f"{name}-{key}.so", source, flags)))
 
 
-def _sharing(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Returns a library that works with the pool of this process, if it shares work."""
+def _share_pool(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Returns a library that works with the thread pool of the process, if the library shares work."""
     if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
         found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
     return found
@@ -191,26 +191,26 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
     """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
     found = library(source)
     assert found is not None
-    getattr(found, name)(*map(_passed, args))
+    getattr(found, name)(*map(_as_ctypes, args))
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
-    """Returns a function of a C++ file with the types of its arguments, which keeps short calls cheap.
+    """Returns a function of a C++ file with the types of the arguments, so that short calls are cheap.
 
     None without a compiler.
 
     Args:
         source: the file.
         name: name of the function.
-        kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
-        returns: whether it returns an int64, else nothing.
+        kinds: kinds of the arguments, a letter each: p is an address, i an int64, f a float. For example "pif".
+        returns: whether the function returns an int64, else nothing.
     """
-    return _function(source, name, kinds, returns, generation())
+    return _load_function(source, name, kinds, returns, generation())
 
 
 @functools.cache
-def _function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
-    found = _library(source, generation)
+def _load_function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
+    found = _load_library(source, generation)
     if found is None:
         return None
     run = getattr(found, name)
@@ -224,13 +224,13 @@ _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes
 def total(lanes: Tensor) -> Tensor:
     """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
 
-    Overwrites its argument, and returns a view of it, [].
+    Overwrites the argument, and returns a view of the argument, [].
     """
     call("sum_lanes", lanes, lanes.shape[0])
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
 
-def _passed(arg: Any) -> Any:
+def _as_ctypes(arg: Any) -> Any:
     if arg is None:
         return None
     if isinstance(arg, Tensor):
@@ -240,13 +240,13 @@ def _passed(arg: Any) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def _built(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) -> pathlib.Path:
-    path = _folder() / name
+def _compile_source(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) -> pathlib.Path:
+    path = _cache_folder() / name
     if path.exists():
         return path
-    with waiting("building C++ for this processor, once:", shown, at_once=True), _turn(path):
+    with waiting("building C++ for this processor, once:", shown, at_once=True), _wait_for_turn(path):
         if not path.exists():
-            with _own_folder(path.parent) as folder:
+            with _make_build_folder(path.parent) as folder:
                 fresh = folder / path.name
                 _sources.compile_source(source, flags, fresh)
                 fresh.replace(path)
@@ -254,10 +254,11 @@ def _built(shown: str, name: str, source: pathlib.Path, flags: tuple[str, ...]) 
 
 
 @contextlib.contextmanager
-def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary folder for a build; removes those of builders that are dead.
+def _make_build_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes a temporary folder for a build, and removes the folders of dead builders.
 
-    A builder holds the lock of its folder's `lock` as long as it lives. The file has this name only once it is locked.
+    A builder holds the lock of the file `lock` in the folder as long as the builder lives. The file has the name only
+    once locked.
     """
     import fcntl  # only POSIX has it
 
@@ -275,8 +276,8 @@ def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def _turn(path: pathlib.Path) -> Iterator[None]:
-    """Waits until a file exists, or is this process's to build, or for as long as another one's compiler may take."""
+def _wait_for_turn(path: pathlib.Path) -> Iterator[None]:
+    """Waits until a file exists, or the turn comes to build the file, or the time limit of a compiler has passed."""
     if path.exists():
         yield
         return
@@ -294,12 +295,12 @@ def _turn(path: pathlib.Path) -> Iterator[None]:
                 break
         yield
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has the file, too
-    if path.exists():  # a process that locks another file of this name finds the result
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked in the meantime has the file, too
+    if path.exists():  # a process that locks another file of the name finds the result
         place.unlink(missing_ok=True)
 
 
-def _folder() -> pathlib.Path:
+def _cache_folder() -> pathlib.Path:
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "shardfn"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

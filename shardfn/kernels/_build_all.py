@@ -1,4 +1,4 @@
-"""Builds all C++ of the package ahead, for this processor, several files at a time."""
+"""Builds all C++ of the package ahead, for the processor at hand, several files at a time."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ from ._build import NoCompilerError, built_file, cache_file, generation
 
 
 class Built(NamedTuple):
-    """A file of C++ that was built, or could not be.
+    """C++ file that was built, or could not be built.
 
     Attributes:
         name: name of the op or part.
@@ -27,17 +27,17 @@ class Built(NamedTuple):
 
 
 def build_all() -> Iterator[Built]:
-    """Builds the C++ of all ops, on all processors that this process may use; yields each file when it is there."""
+    """Builds the C++ of all ops, on all processors available to the process, and yields each file when ready."""
     with (
         waiting("building all C++", total=len(_sources.FLAGS)) as wait,
         ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads,
     ):
-        for done in as_completed([threads.submit(_built, source) for source in _sources.FLAGS]):
+        for done in as_completed([threads.submit(_build_forms, source) for source in _sources.FLAGS]):
             wait.update()
             yield done.result()
 
 
-def _built(source: str) -> Built:
+def _build_forms(source: str) -> Built:
     name, form = _sources.name_of(source), generation()
     try:
         shipped = _sources.SHIPPED / _sources.file_of(source, form)

@@ -1,7 +1,7 @@
-"""Calls of C++ functions one after another, by one call from Python.
+"""Chains: calls of C++ functions in order, by a single call from Python.
 
-A captured step calls the same functions on the same shapes again and again. What differs are addresses. So their list
-is made once, and a run takes the addresses of the tensors that come, and memory for those that are made.
+A captured step calls the same functions on the same shapes again and again. Only addresses differ. So the list of calls
+is made once, and a run takes the addresses of the incoming tensors, and memory for the results.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ Arguments = tuple[Tensor | int | float | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call of a C++ function that has one type with all others (`_chain.h`).
+    """Call of a C++ function. All such functions have the same type (`_chain.h`).
 
     Attributes:
         source: the file of the function.
         name: name of the function.
         arguments: tensors pass as addresses, None as null.
-        check: check of a function that may fail, one that then raises its error, and the arguments of that one.
+        check: check of a function that may fail: a function that raises the error, and the arguments of the function.
     """
 
     source: str
@@ -46,12 +46,12 @@ def addresses(arguments: Arguments) -> list[int | float | None]:
     return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
 
 
-# By the name of an op: from its arguments and its results, without data, to its call or None.
+# By the name of an op: from arguments and results, without data, to the call or None.
 _CALLS: dict[str, Callable[..., KernelCall | None]] = {}
 
 
 def define_call(op: str, call: Callable[..., KernelCall | None]) -> None:
-    """Makes an op callable in chains: `call(arguments, results)` gives its call, or None for other arguments."""
+    """Makes an op callable in chains: `call(arguments, results)` gives the call, or None for other arguments."""
     _CALLS[op] = call
 
 
@@ -61,7 +61,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
     Args:
         op: of torch.
         arguments: arguments by position.
-        results: the tensor that it returns, or the list of them.
+        results: tensor that the op returns, or the list of tensors.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -76,7 +76,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
 
 
 def are_built(calls: Sequence[KernelCall]) -> bool:
-    """Returns whether the C++ of calls is built, or can be built, here; builds it.
+    """Builds the C++ of calls, and returns whether the C++ is built.
 
     Example:
         >>> are_built([]) == (library() is not None)
@@ -86,7 +86,7 @@ def are_built(calls: Sequence[KernelCall]) -> bool:
 
 
 def are_dense(*tensors: Tensor | None) -> bool:
-    """Returns whether tensors have elements of float32 one after another."""
+    """Returns whether tensors are contiguous in float32."""
     return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.is_neg()) for x in tensors)
 
 
@@ -95,16 +95,17 @@ def _is_plain(x: Tensor) -> bool:
 
 
 class KernelChain:
-    """Calls one after another, of tensors that come, and of those that they make.
+    """Calls in order, of the incoming tensors, and of the tensors made by earlier calls.
 
     Args:
-        calls: calls from nothing to the calls, which may depend on the number of threads.
-        place: place of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are
-            those of the n tensors that come, n is the room, and the others are the results.
-        given: tensors with the shapes, strides and dtypes of those that come.
-        room: bytes of the values that no one sees.
-        results: tensors with the shapes and dtypes of those that are made for others.
-        plain: the same by operations of torch, for tensors that differ from `given`.
+        calls: function without arguments that returns the calls. The calls may depend on the number of threads.
+        place: place of a tensor in a call: the number of a memory, and the first byte there. Memories 0 to n - 1 belong
+            to the n incoming tensors, memory n is the room, and the rest are the results. For example (1, 64) is byte
+            64 of the second incoming tensor.
+        given: tensors with the shapes, strides and dtypes of the incoming tensors.
+        room: bytes of the values between calls, not seen from outside.
+        results: tensors with the shapes and dtypes of the results.
+        plain: function that computes the same by operations of torch, for tensors unlike `given`.
     """
 
     def __init__(
@@ -122,44 +123,44 @@ class KernelChain:
         self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
-        """Returns the results. Empties the list of the tensors that come."""
+        """Returns the results. Empties the list of the incoming tensors."""
         come = tuple(given)
         given.clear()
         if is_asked() or not all(map(_is_as, come, self._given)):
             return self._plain(*come)
         threads = num_threads()
-        program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._program())
+        program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._write_program())
         room = torch.empty(self._room, dtype=torch.uint8, device="cpu")
         made = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._results]
         bases = array("q", [x.data_ptr() for x in come])
         bases.append(room.data_ptr())
         bases.extend([x.data_ptr() for x in made])
-        failed = _run()(program.buffer_info()[0], calls, bases.buffer_info()[0])
+        failed = _load_runner()(program.buffer_info()[0], calls, bases.buffer_info()[0])
         if failed:
-            self._raise(self._calls()[failed - 1], come)
+            self._raise_failure(self._calls()[failed - 1], come)
         return made
 
-    def _raise(self, call: KernelCall, come: Sequence[Tensor]) -> None:
+    def _raise_failure(self, call: KernelCall, come: Sequence[Tensor]) -> None:
         if call.check is not None:
             check, arguments = call.check
             check(*(come[self._place(x)[0]].view(x.shape) if isinstance(x, Tensor) else x for x in arguments))
         raise AssertionError(f"{call.name} in C++ failed without an error")
 
-    def _program(self) -> "tuple[array[int], int]":
+    def _write_program(self) -> "tuple[array[int], int]":
         """Returns the numbers that `run_chain` reads, and the number of calls."""
         program, calls = array("q"), self._calls()
         for call in calls:
-            program.extend((_address(call), len(call.arguments)))
+            program.extend((_find_address(call), len(call.arguments)))
             for x in call.arguments:
-                program.extend(self._place(x) if isinstance(x, Tensor) else (-1, _bits(x)))
+                program.extend(self._place(x) if isinstance(x, Tensor) else (-1, _float_bits(x)))
         return program, len(calls)
 
 
-def _run() -> Any:
+def _load_runner() -> Any:
     return function(_SOURCE, "run_chain", "pip", returns=True)
 
 
-def _address(call: KernelCall) -> int:
+def _find_address(call: KernelCall) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
 
 
@@ -167,7 +168,7 @@ def _is_as(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> 
     return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2] and x.is_cpu
 
 
-def _bits(x: float | None) -> int:
+def _float_bits(x: float | None) -> int:
     if isinstance(x, float):
         return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
     return 0 if x is None else int(x)

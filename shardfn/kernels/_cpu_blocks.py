@@ -1,7 +1,7 @@
 """Loops on a CPU, by numpy, over blocks that fit in a core's cache.
 
-All operations on one block run before the next block is read, and write their results to given memory. numpy packs,
-unpacks and looks up bytes several times faster than torch. Its operations use one core.
+All operations on a block run before the next block is read, and write results to given memory. numpy packs, unpacks and
+looks up bytes several times faster than torch. Operations of numpy use a single core.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from ._sums import LANES, SPAN, halved
 
 Array = np.ndarray
 
-BLOCK = 1 << 15  # elements; a few of them in fp32 fit the second-level cache, and SPAN is a multiple of it
+BLOCK = 1 << 15  # elements. A few blocks in fp32 fit the second-level cache, and SPAN is a multiple of a block.
 
 # The eight signs of each byte.
 _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
 
 
 def array(x: Tensor) -> Array:
-    """Returns the tensor as a numpy array that shares its memory."""
+    """Returns the tensor as a numpy array on the same memory."""
     return x.detach().numpy()
 
 
@@ -32,17 +32,17 @@ def cuts(num: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 
 
 def room(num: int, dtype: Any) -> Array:
-    """Uninitialised memory for `num` elements, or for one block if `num` is larger."""
+    """Returns uninitialised memory for `num` elements, or for a block if `num` is larger."""
     return np.empty(min(num, BLOCK), dtype)
 
 
 def table(scale: Any) -> Array:
-    """For each of the 256 bytes, +scale or -scale for each of its 8 bits: [256, 8]."""
+    """Returns, for each of the 256 bytes, +scale or -scale for each of the 8 bits: [256, 8]."""
     return _SIGNS * np.float32(scale)
 
 
 class Expand:
-    """Looks up bytes in a table, one block at a time."""
+    """Looks up bytes in a table, a block at a time."""
 
     def __init__(self, num_bytes: int) -> None:
         self._index = room(num_bytes, np.intp)
@@ -66,7 +66,7 @@ class Pack:
 
 
 class Squares:
-    """Adds up the squares of a row block by block; bitwise equal to `sum_squares`."""
+    """Sum of the squares of a row, block by block, bitwise equal to `sum_squares`."""
 
     def __init__(self, num: int) -> None:
         rows = -(-min(num, BLOCK) // LANES)
@@ -88,7 +88,7 @@ class Squares:
             self._spans.append(self._lanes)
             np.add.reduce(wide, axis=0, out=self._lanes)
         else:
-            # Added in front of the new rows, lane by lane: one sum in one order, for any cut in blocks.
+            # Added in front of the new rows, lane by lane: the same sum in the same order, for any cut in blocks.
             np.copyto(self._wide[0], self._lanes)
             np.add.reduce(self._wide[: 1 + rows], axis=0, out=self._lanes)
         self._count += y.size

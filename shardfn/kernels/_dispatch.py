@@ -1,9 +1,9 @@
-"""The one place that chooses which implementation of a kernel runs.
+"""The only place that chooses the implementation of a kernel.
 
-Tensors on the CPU are computed by the `native` file of an op's folder where there is one and a C++ compiler, else by
-its `cpu` file: the bits are the same. Tensors elsewhere are computed by `triton` where that package is installed, else
-by `reference`, which is the definition and runs wherever torch does. Exact rows in float64 are computed by
-`reference` everywhere.
+Tensors on the CPU are computed by the `native` file of an op's folder, if the file and a C++ compiler exist, else by
+the `cpu` file: the bits are the same. Tensors elsewhere are computed by `triton`, where the package `triton` is
+installed, else by `reference`. The reference is the definition, and runs wherever torch runs. Exact rows in float64 are
+computed by `reference` everywhere.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ASKED: list[str] = []
 
 @contextlib.contextmanager
 def implemented_by(kind: str) -> Iterator[None]:
-    """A context in which all kernels run in one implementation, on any device: for tests and benchmarks.
+    """Returns a context in which all kernels run in the same implementation, on any device: for tests and benchmarks.
 
     Triton's kernels take CPU tensors only under its interpreter: set `TRITON_INTERPRET=1` before triton is imported.
 
@@ -44,8 +44,8 @@ def implemented_by(kind: str) -> Iterator[None]:
     if kind not in _KINDS:
         raise ValueError(f"kernels are implemented by {', '.join(map(repr, _KINDS))}, not by {kind!r}")
     if kind == "native" and library() is None:
-        raise ValueError("there is no C++ compiler for 'native' kernels; ask for 'cpu'")
-    # For all threads: a backward may run on another one.
+        raise ValueError("there is no C++ compiler for 'native' kernels. Ask for 'cpu'")
+    # For all threads: a backward may run on another thread.
     _ASKED.append(kind)
     try:
         yield
@@ -54,7 +54,7 @@ def implemented_by(kind: str) -> Iterator[None]:
 
 
 def is_native(folder: str) -> bool:
-    """Returns whether an op runs in C++ on CPU tensors here: its C++ was built, or can be.
+    """Returns whether an op runs in C++ on CPU tensors here: the op's C++ was built, or can be built.
 
     Args:
         folder: folder of the op.
@@ -73,25 +73,29 @@ def is_asked() -> bool:
 
 
 def implementation_of_rows(folder: str, name: str, x: torch.Tensor) -> Callable[..., Any]:
-    """`implementation` for a tensor of exact rows: of float64 the definition, which is slow, on every device."""
-    return _find(folder, name, "reference") if x.dtype == torch.float64 else implementation(folder, name, x.device)
+    """Returns `implementation` for a tensor of exact rows. For float64 this is the slow definition, on every device."""
+    return (
+        _find_function(folder, name, "reference")
+        if x.dtype == torch.float64
+        else implementation(folder, name, x.device)
+    )
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:
     """Returns the function `name` of an op's folder, of the implementation for tensors on a device."""
-    return _find(folder, name, _ASKED[-1] if _ASKED else _serving(device.type))
+    return _find_function(folder, name, _ASKED[-1] if _ASKED else _choose_kind(device.type))
 
 
 @functools.cache
-def _serving(device: str) -> str:
+def _choose_kind(device: str) -> str:
     if device == "cpu":
         return "native" if library() else "cpu"
     return "triton" if importlib.util.find_spec("triton") else "reference"
 
 
 @functools.cache
-def _find(folder: str, name: str, kind: str) -> Callable[..., Any]:
+def _find_function(folder: str, name: str, kind: str) -> Callable[..., Any]:
     module = f"shardfn.kernels.{folder}._{kind}"
     if kind == "native" and not importlib.util.find_spec(module):
-        return _find(folder, name, "cpu")
+        return _find_function(folder, name, "cpu")
     return getattr(importlib.import_module(module), name)

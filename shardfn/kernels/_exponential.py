@@ -1,14 +1,17 @@
-"""Multiply-adds, and e^x by them: the definitions. `_vectors.h` has those of float32 in C++."""
+"""Fused multiply-adds, and e^x by fused multiply-adds.
+
+The definitions. `_vectors.h` has the float32 functions in C++.
+"""
 
 import torch
 from torch import Tensor
 
 LOG2E, HIGH, LOW = 1.4426950408889634, 0.693147182464599609375, -1.904654299957768e-09
-MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
+MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to the constant are rounded to whole numbers, ties to even
 LEAST = -87.0
 # The polynomial of Cephes, the highest power first: e^r for |r| <= log 2 / 2.
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
-# The same of float64, whose coefficients are 1 / i!.
+# The polynomial of float64, with the coefficients 1 / i!.
 WIDE_HIGH, WIDE_LOW = 0.693145751953125, 1.4286068203094173e-06
 WIDE_MAGIC = 6755399441055744.0  # 1.5 * 2^52
 WIDE_LEAST, WIDE_TERMS = -708.0, 13
@@ -17,8 +20,8 @@ WIDE_LEAST, WIDE_TERMS = -708.0, 13
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Returns the sum a b + c: of fp32, rounded once; of float64, with the product rounded, too.
 
-    The product of fp32 is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32,
-    is that of the exact sum (Boldo and Melquiond, 2008).
+    The product of fp32 is exact in float64. The sum there is rounded to odd, so the second rounding, to float32, equals
+    the rounding of the exact sum (Boldo and Melquiond, 2008).
     """
     if c.dtype == torch.float64:
         return a * b + c
@@ -32,7 +35,7 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal.
+    """Returns e^x of x <= 0, by x = n log 2 + r and a polynomial, or 0 below -87, so that nothing is subnormal.
 
     Of float64, the polynomial is the Taylor series, and results are 0 below -708.
     """

@@ -1,4 +1,4 @@
-"""The number of threads that share a kernel's work: torch's, also where torch's own operations take one."""
+"""Number of threads that share a kernel's work: torch's number, also where torch's operations take a single thread."""
 
 import contextlib
 import threading
@@ -15,17 +15,19 @@ _THREADS = _Threads()
 
 
 def num_threads() -> int:
-    """Returns the most threads that a kernel takes."""
+    """Returns the largest number of threads of a kernel."""
     return _THREADS.given or torch.get_num_threads()
 
 
 def threads_for(work: int, few: int, parts: int | None = None) -> int:
-    """Returns the threads that share some work: one up to `few`, for which a second one costs more than it saves.
+    """Returns the threads that share some work.
+
+    A single thread up to `few`, where a second thread costs more than it saves.
 
     Args:
         work: operations.
-        few: of these.
-        parts: the most threads that can share it, or None where each operation is a part.
+        few: number of units of work up to which a single thread is fastest.
+        parts: number of threads that can share the work at most, or None where each operation is a part.
     """
     threads = num_threads() if work > few else 1
     return threads if parts is None else min(threads, max(parts, 1))
@@ -33,11 +35,11 @@ def threads_for(work: int, few: int, parts: int | None = None) -> int:
 
 @contextlib.contextmanager
 def threads_for_kernels() -> Iterator[None]:
-    """In it torch's own operations take one thread, and kernels as many as torch has outside.
+    """Returns a context in which torch's operations take a single thread, and kernels torch's number outside.
 
-    For programs whose work is in kernels. After an operation the threads of torch (OpenMP) watch for further work for
-    milliseconds, on the very processors that the threads of kernels need: an addition could make the product after it
-    slower on two threads than on one.
+    For programs with most work in kernels, such as a server. After an operation the threads of torch (OpenMP) watch for
+    further work for milliseconds, on the very processors that the threads of kernels need: an addition could make the
+    next product slower on two threads than on a single thread.
 
     Example:
         >>> with threads_for_kernels():

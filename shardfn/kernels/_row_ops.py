@@ -1,6 +1,6 @@
-"""The arithmetic of experts as torch ops that have a derivative, for graphs of a forward that are differentiated later.
+"""Arithmetic of experts as torch ops with a derivative, for graphs of a forward that are differentiated later.
 
-    copied_rows(x, index, back)                       gather_rows(x, index), whose transpose is gather_rows(g, back)
+    copied_rows(x, index, back)                       gather_rows(x, index), with the transpose gather_rows(g, back)
     combined_rows(y, weights, source, places)         gather_rows(y, places, weights)
     multiplied_rows(x, w, counts, transposed, exact)  grouped_product
 
@@ -23,12 +23,12 @@ _OPS = torch.ops.shardfn_kernels
 def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     """Returns the transpose of `combined_rows` in its rows.
 
-    Each is its token's row of `x` times the weight of its choice.
+    Each row is the token's row of `x` times the weight of the choice.
 
     Args:
         x: rows of tokens.
         weights: weights of the choices.
-        source: the token of each row; -1 in the tail.
+        source: token of each row, or -1 in the tail.
         places: the row of each choice, or -1 for a choice without a row.
 
     Example:
@@ -40,7 +40,7 @@ def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor)
     if not places.shape[0]:
         return gather_rows(x, source[:, None])
     own = places[token] == torch.arange(len(source), device=source.device)[:, None]
-    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most one choice of a token has this row
+    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most a single choice of a token has the row
     return gather_rows(x, source[:, None], factors)
 
 
@@ -64,30 +64,34 @@ define(
 )
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     del output
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.rest = [x for x in inputs if not isinstance(x, Tensor)]
 
 
-def _copied(ctx: Any, g: Tensor) -> Any:
+def _copied_backward(ctx: Any, g: Tensor) -> Any:
     _, index, back = ctx.saved_tensors
     return _OPS.copied_rows(g, back, index), None, None
 
 
-def _combined(ctx: Any, g: Tensor) -> Any:
+def _combine_backward(ctx: Any, g: Tensor) -> Any:
     y, weights, source, places = ctx.saved_tensors
     wants = ctx.needs_input_grad
     of_y = combined_to_rows(g, weights, source, places).to(y.dtype) if wants[0] else None
     return of_y, row_dots(y, g, places).to(weights.dtype) if wants[1] else None, None, None
 
 
-def _multiplied(ctx: Any, g: Tensor) -> Any:
+def _multiply_backward(ctx: Any, g: Tensor) -> Any:
     (x, w, counts), transposed, wants = ctx.saved_tensors, ctx.rest[0], ctx.needs_input_grad
     of_x = grouped_product(g, w, counts, transposed=not transposed) if wants[0] else None
     of_w = (grouped_outer(g, x, counts) if transposed else grouped_outer(x, g, counts)) if wants[1] else None
     return of_x, of_w, None, None, None
 
 
-for _name, _backward in (("copied_rows", _copied), ("combined_rows", _combined), ("multiplied_rows", _multiplied)):
-    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep, lib=LIBRARY)
+for _name, _backward in (
+    ("copied_rows", _copied_backward),
+    ("combined_rows", _combine_backward),
+    ("multiplied_rows", _multiply_backward),
+):
+    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep_inputs, lib=LIBRARY)

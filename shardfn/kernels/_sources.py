@@ -1,6 +1,6 @@
-"""The C++ of the package: its files, the flags of each, and the command that builds a file.
+"""The C++ of the package: the files, the flags of each file, and the command that builds a file.
 
-It imports nothing but Python's own modules, so that a wheel is built without torch.
+The module imports only Python's standard library, so a wheel is built without torch.
 """
 
 import functools
@@ -18,14 +18,14 @@ SHIPPED = PACKAGE / "kernels" / "_shipped"  # made by scripts/wheel
 SHARED, POOL, CHAIN = "kernels/_native.cpp", "kernels/_pool.cpp", "kernels/_chain.cpp"
 MEMORY = "collectives/transport/_memory.cpp"
 COMMON = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
-# so -O2 suffices, and builds in a third of the time of -O3. A short loop that is not aligned may take a tenth longer.
+# Sources without the reference's bits use threads, and fused multiply-adds. The sources mark the loops to unroll, so
+# -O2 suffices, and builds in a third of the time of -O3. A short unaligned loop may take a tenth longer.
 _FAST = ("-O2", "-falign-loops=64", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-# Those that match the reference's bits: all operations but the fused multiply-adds that they name are rounded alone.
+# Sources with the reference's bits: all operations except named fused multiply-adds are rounded separately.
 _EXACT = ("-O2", "-pthread", "-Wno-psabi")
-# GCC must not take apart the chains of operations that these write side by side.
+# GCC must not split the chains of operations that stand side by side in the source.
 _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
-# The files, those that take longest first.
+# The files, slow builds first.
 FLAGS: dict[str, tuple[str, ...]] = {
     "kernels/row_linear/_native.cpp": _FAST,
     "kernels/grouped_product/_native.cpp": _FAST,
@@ -37,20 +37,20 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "kernels/pointwise/_native.cpp": _EXACT,
     "kernels/row_norm/_native.cpp": _EXACT,
     POOL: ("-pthread",),
-    # Loops without vectors of their own, which -O3 alone makes.
+    # Loops without explicit vectors. Only -O3 vectorises such loops.
     "kernels/gather_rows/_native.cpp": ("-pthread",),
     "kernels/penalise/_native.cpp": _CHAINED,
     CHAIN: (),
 }
-# Files without loops over elements, of which one form serves all processors.
+# Files without loops over elements: a single form serves all processors.
 _ONE_FORM = (POOL, CHAIN)
 _WIDE = {"kernels/draw/_native.cpp": ("-mprefer-vector-width=512",)}  # of generation 4
-GENERATIONS = (1, 3, 4)  # of x86-64; 0 stands for other processors
+GENERATIONS = (1, 3, 4)  # of x86-64, or 0 for other processors
 _NEEDS = {
     3: {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"},
     4: {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
-PATIENCE = 900.0  # seconds that a compiler may take; a machine with other work needs many
+PATIENCE = 900.0  # seconds for a compiler at most: a machine with other work needs many
 
 
 def name_of(source: str) -> str:
@@ -66,7 +66,7 @@ def name_of(source: str) -> str:
 
 @functools.cache
 def processor() -> int:
-    """Returns the newest generation of x86-64 that the processor has, or 0 for other processors."""
+    """Returns the processor's newest generation of x86-64, or 0 for other processors."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return 0
     try:
@@ -80,7 +80,7 @@ def processor() -> int:
 
 
 def num_processors() -> int:
-    """Returns the number of processors that this process may use."""
+    """Returns the number of processors available to the process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -90,7 +90,7 @@ def compiler() -> str | None:
 
 
 def flags_of(source: str, generation: int) -> tuple[str, ...]:
-    """Returns the flags that all files get, those of a file, and those of a generation."""
+    """Returns the flags of all files, of a file, and of a generation."""
     if generation < 3 or source in _ONE_FORM:
         return *COMMON, *FLAGS[source]
     wide = _WIDE.get(source, ()) if generation == 4 else ()
@@ -98,23 +98,23 @@ def flags_of(source: str, generation: int) -> tuple[str, ...]:
 
 
 def file_of(source: str, generation: int, *more: str) -> str:
-    """Returns the name of a library, which has everything that determines its results: texts, flags and `more`."""
+    """Returns the name of a library, a digest of everything behind the results: texts, flags and `more`."""
     flags = flags_of(source, generation)
     form = f"-v{generation}" if generation and source not in _ONE_FORM else ""
     return f"{name_of(source)}{form}-{digest(PACKAGE / source, flags, *more)}.so"
 
 
 def digest(source: pathlib.Path, flags: tuple[str, ...], *more: str) -> str:
-    """Returns a digest of a source with the files that it includes, its flags, and more."""
+    """Returns a digest of a source with its included files, flags, and more."""
     texts = [path.read_text() for path in included(source)]
     return hashlib.sha256("\0".join([*texts, *flags, *more]).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def included(source: pathlib.Path) -> list[pathlib.Path]:
-    """Returns a source, and the files of the package that it includes, directly or not."""
+    """Returns a source, and the files of the package that the source includes, directly or not."""
     found = [source.resolve()]
-    for path in found:  # grows meanwhile
+    for path in found:  # grows while the loop runs
         named = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
         found += [x for x in ((path.parent / name).resolve() for name in named) if x not in found]
     return found
@@ -124,7 +124,7 @@ def compile_source(source: pathlib.Path, flags: tuple[str, ...], out: pathlib.Pa
     """Builds a library.
 
     Raises:
-        OSError: there is no compiler, or it cannot be started.
+        OSError: there is no compiler, or the compiler cannot be started.
         subprocess.SubprocessError: the compiler failed, or took too long.
     """
     path = compiler()

@@ -1,9 +1,9 @@
-"""Sums of squares whose bits are fixed: the same in every implementation, on every machine, for any number of threads.
+"""Sums of squares with fixed bits: the same in every implementation, on every machine, for any number of threads.
 
 The square of an fp32 number is exact in float64. Within a span of 2^18 elements of a row lane j adds the squares of the
-elements j, j + 1024, j + 2048, ... in this order, in float64. The lanes of a span, then the spans of a row, are added
-by halving: the first half of them plus the second, until one is left, where a number that is not a power of two is
-filled up by zeros. The error is about 1e-14 of the sum, so that a scale is the fp32 number next to the true one.
+elements j, j + 1024, j + 2048, ... in order, in float64. The lanes of a span, then the spans of a row, are added by
+halving: the first half plus the second, until a single sum is left, for example 8, 4, 2, 1. Zeros fill up to a power of
+two. The error is about 1e-14 of the sum, so a scale is the fp32 number next to the true scale.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Helpers of the Triton kernels.
 
-Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
-interpreter may be switched on after the package was imported. It recognises reductions by name, and runs them fast.
-Contraction of products and sums is switched off, and divisions round correctly, so that results are the reference's.
+Compiled functions of Triton's library, such as `tl.sum` and `tl.zeros`, are not called, so the interpreter may be
+switched on after the import of the package. The interpreter recognises reductions by name, and runs reductions fast.
+Contraction of products and sums is switched off, and divisions round correctly, so results equal the reference.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ greatest: Any = tl.standard._elementwise_max
 
 
 def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Runs `num` programs of a kernel on the device; nothing if `num` is 0."""
+    """Runs `num` programs of a kernel on the device, or nothing if `num` is 0."""
     where = contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
     if num:
         with where:
@@ -31,9 +31,9 @@ def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants:
 
 
 def tile(device: torch.device) -> int:
-    """Returns the number of lanes that one program sums.
+    """Returns the number of lanes summed by a program.
 
-    All of them under the interpreter, whose time is by operation.
+    Under the interpreter the number is all lanes, as the interpreter's time goes by operations.
     """
     return LANES if device.type == "cpu" else 256
 
@@ -46,7 +46,7 @@ def ceil(a: int, b: int) -> int:
 @triton.jit
 @no_type_check
 def signs_of(bits, place, scale):
-    """+scale or -scale for the elements at some positions of a row of bits."""
+    """Returns +scale or -scale for the elements at some positions of a row of bits."""
     byte = tl.load(bits + place // 8).to(tl.int32)
     return tl.where((byte >> (7 - (place % 8).to(tl.int32))) & 1 == 1, scale, -scale)
 
@@ -54,14 +54,17 @@ def signs_of(bits, place, scale):
 @triton.jit
 @no_type_check
 def magnitude(x):
-    """|x| as an int32 of the same order; NaN is above all."""
+    """Returns |x| as an int32 of the same order. NaN is above all numbers."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 @no_type_check
 def factor_and_scale(top, HALF: tl.constexpr):
-    """S and 1 / S of a block, from the magnitude of its largest element; S = 0 if that is not finite."""
+    """Returns S and 1 / S of a block, from the magnitude of the largest element.
+
+    S = 0 for a magnitude that is not finite.
+    """
     most = top.to(tl.float32, bitcast=True)
     usual = (most >= TINY) & (top < NOT_FINITE)
     factor = tl.math.div_rn(tl.where(usual, HALF * 1.0, 1.0), tl.where(usual, most, 1.0))
@@ -71,7 +74,7 @@ def factor_and_scale(top, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def encode(x, factor, HALF: tl.constexpr):
-    """The codes of x, or 0 where the factor is 0."""
+    """Returns the codes of x, or 0 where the factor is 0."""
     code = ((tl.where(factor == 0.0, 0.0, x) * factor + MAGIC) - MAGIC).to(tl.int32)
     return tl.where(code > HALF - 1, HALF - 1, tl.where(code < -HALF, -HALF, code))
 
@@ -79,7 +82,7 @@ def encode(x, factor, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def decode(codes, column, mask, BITS: tl.constexpr):
-    """The codes of a row at some columns, as fp32."""
+    """Returns the codes of a row at some columns, as fp32."""
     if BITS == 8:
         code = tl.load(codes + column, mask=mask, other=0).to(tl.int32)
     else:
@@ -91,14 +94,14 @@ def decode(codes, column, mask, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def fused(a, b: tl.constexpr, c: tl.constexpr):
-    """The sum a b + c of a tensor and two numbers, rounded once."""
+    """Returns the sum a b + c of a tensor and two numbers, rounded once."""
     return tl.fma(a, tl.full(a.shape, b, tl.float32), tl.full(a.shape, c, tl.float32))
 
 
 @triton.jit
 @no_type_check
 def exponential(x):
-    """e^x of x <= 0, as in `_exponential.py`."""
+    """Returns e^x of x <= 0, as in `_exponential.py`."""
     n = fused(x, 1.4426950408889634, 12582912.0) - 12582912.0
     r = tl.fma(n, tl.full(x.shape, -0.693147182464599609375, tl.float32), x)
     r = tl.fma(n, tl.full(x.shape, 1.904654299957768e-09, tl.float32), r)

@@ -1,4 +1,4 @@
-"""Layers as mathematics: pure functions of explicit parameters, for one device or cut along a mesh axis."""
+"""Layers as mathematics: pure functions of explicit parameters, for a single device or cut along a mesh axis."""
 
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix

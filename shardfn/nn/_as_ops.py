@@ -1,6 +1,7 @@
-"""Functions with a backward of their own as ops of torch, where a graph of a forward is differentiated when it runs.
+"""Functions with a custom backward as ops of torch, where a graph of a forward is differentiated at the run.
 
-Such a graph has the ops of a function's forward and not its backward. An op of torch brings its derivative along.
+Such a graph has the ops of a function's forward and not the function's backward. An op of torch brings the derivative
+along.
 """
 
 from contextlib import AbstractContextManager
@@ -16,7 +17,9 @@ _WITH_GRAD = Ambient[bool]("an op of torch that is differentiated")
 
 
 def as_ops() -> AbstractContextManager[Any]:
-    """While a forward is captured that is differentiated when its graph runs: functions of `nn.moe` are ops then.
+    """Returns a context for captures of a forward that is differentiated when the graph runs.
+
+    Functions of `nn.moe` are ops.
 
     Example:
         >>> from shardfn.nn import moe
@@ -43,7 +46,7 @@ def run_op(op: Any, *args: Any) -> Tensor:
 
 
 def is_differentiated() -> bool:
-    """Returns whether gradients are enabled where this op was called.
+    """Returns whether gradients are enabled at the call of the op.
 
     Inside of an op with a derivative torch disables them.
 

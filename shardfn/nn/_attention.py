@@ -31,26 +31,26 @@ def attention(
     sinks_H: Float[Tensor, " h"] | None = None,
     impl: Body = DENSE,
 ) -> Float[Tensor, "b t h v"]:
-    """softmax(scale q k^T + mask) v; query head h reads key head h // (H / G). A query without keys gives 0.
+    """Returns softmax(scale q k^T + mask) v. Query head h reads key head h // (H / G). A query without keys gives 0.
 
     Args:
-        q_BTHK: queries; where `impl` cuts the sequence, this rank's.
-        k_BSGK: keys; G divides H.
-        v_BSGV: values, whose heads may be of another width, as those of latent attention are.
+        q_BTHK: queries. Where `impl` cuts the sequence, the rank's queries.
+        k_BSGK: keys, where G divides H, for example 8 and 32.
+        v_BSGV: values. Heads may have another width, such as in latent attention.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
-        mask: mask in place of it: the pairs that count, of the whole sequence. Dropout too: `Causal() &
+        mask: mask in place of `causal`: the counted pairs of the whole sequence. Dropout too: `Causal() &
             PairDropout(...)`.
         scale: default 1 / sqrt(K).
-        slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
-            look back only.
-        sinks_H: attention sinks: the score of one more key of each head, whose value is 0. Its probability is missing
-            from the others.
+        slopes_H: slopes of ALiBi, from `alibi_slopes`: the score of a key at distance d is lowered by slope * d. The
+            mask must look back only.
+        sinks_H: attention sinks: the score of an additional key of each head, with the value 0. The probability of the
+            sink is missing from the other keys.
         impl: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give the
             same values.
 
     Raises:
         ValueError: G does not divide H, masks of other numbers of tokens or heads, slopes with a mask that looks ahead,
-            sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of other numbers of
+            sinks with `Chunked()`, tokens other than the rank's part of the sequence, or dropout of other numbers of
             samples.
 
     Example:
@@ -65,57 +65,62 @@ def attention(
     """
     (T, H), (S, G) = q_BTHK.shape[1:3], k_BSGK.shape[1:3]
     if H % max(G, 1):
-        raise ValueError(f"attention: {H} query heads over {G} key heads; the latter must divide the former.")
+        raise ValueError(f"attention: {H} query heads over {G} key heads: the latter must divide the former.")
     if mask is not None and causal is not None:
         raise ValueError(
-            f"attention: both causal={causal} and mask={mask}; write both in the mask, as Causal() & mask."
+            f"attention: expected causal or mask, got both causal={causal} and mask={mask}."
+            " Write both in the mask, as Causal() & mask."
         )
     if mask is None:
         mask = Full() if causal is False else Causal()
     if slopes_H is not None and not mask.looks_back:
-        raise ValueError("attention with slopes_H looks back only, since a distance has no sign; use causal.")
+        raise ValueError("attention with slopes_H must look back only, since a distance has no sign. Use causal.")
     length = whole_length(impl, T)
     own_rows(impl, T)
     if S != T and length != T:
         raise ValueError(
-            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass the same number of both."
+            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}: both numbers must be equal."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])
     K, V = q_BTHK.shape[-1], v_BSGV.shape[-1]
     how = OnlineScores(mask, scale, slopes_H, sinks_H)
     if K == V or isinstance(impl, Dense):
-        return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
-    # Zeros add nothing to scores, and to results only columns that are cut off again.
+        return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
+    # Zeros add nothing to scores, and only cut-off columns to results.
     q_BTHK, k_BSGK, v_BSGV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BTHK, k_BSGK, v_BSGV))
     how = how._replace(scale=K**-0.5 if scale is None else scale)
-    return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
+    return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
 
 
-def _attended(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int) -> Tensor:
-    """Attention by a body. On a cut sequence ranks run different operations, so that it is followed as a whole."""
+def _run_body(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int) -> Tensor:
+    """Runs attention by a body.
+
+    On a cut sequence ranks run different operations, so the call is followed as a whole.
+    """
     if not impl.axes:
         return impl.attend(q_BTHK, k_BSGK, v_BSGV, how, length)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
+    def attend_whole(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
         return impl.attend(q, k, v, how._replace(slopes_H=slopes_H, sinks_H=sinks_H), length)
 
-    return one_operation(attend, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
+    return one_operation(attend_whole, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
 
 
 def _check_samples(mask: Mask, num: int) -> None:
     wrong = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
     if wrong:
         raise ValueError(
-            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}; give index_B the global"
-            " number of each sample of this rank."
+            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}. index_B must have"
+            " the global number of each sample of this rank."
         )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slopes: 2^(-8 i / n), i = 1 .. n, for n a power of two.
+    """Returns ALiBi's slopes: 2^(-8 i / n), i = 1 .. n, for n a power of two.
 
-    For other n those of the largest power of two c below it, and then every other one of those of 2 c.
+    For other n the slopes of the largest power of two c below n, and then every second slope of 2 c. For example 6
+    heads have the 4 slopes of 4 heads and 2 slopes of 8 heads.
 
     Args:
         num_heads: n.

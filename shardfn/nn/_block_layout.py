@@ -1,4 +1,4 @@
-"""Layouts of blocks as masks: the blocks of keys that each block of queries attends to.
+"""Layouts of blocks as masks: each block of queries attends to some blocks of keys.
 
 H query heads, N blocks.
 """
@@ -16,16 +16,16 @@ from ._masks import ALL, SOME, Array, Cover, Mask, Span, alike, size_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLayout(Mask):
-    """Blocks of `block` queries and `block` keys that attend to each other, one layout for all heads or one a head.
+    """Blocks of `block` queries and `block` keys with attention, a layout for all heads or a layout for each head.
 
-    Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
+    Inside a counted block every pair counts: for a causal model, `Causal() & BlockLayout(...)`.
 
     Attributes:
-        blocks: bool, [N, N], or [H, N, N] with 1 head for all. Rows are blocks of queries. Kept as a NumPy array that
-            cannot be written.
+        blocks: counted blocks, bool, [N, N], or [H, N, N] with 1 head for all. Rows are blocks of queries. Kept as a
+            read-only NumPy array.
         block: tokens of a block.
         padded: the last block may be shorter.
-        allow_empty: rows may have no block. Their queries attend to nothing and give 0.
+        allow_empty: whether rows may have no block. Queries of such rows attend to nothing and give 0.
 
     Raises:
         ValueError: another shape, or a row without a block.
@@ -54,18 +54,18 @@ class BlockLayout(Mask):
         empty = np.argwhere(~blocks.any(-1))
         if len(empty) and not self.allow_empty:
             raise ValueError(
-                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
+                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}. The queries"
                 " would attend to nothing. Give each at least its own block, or pass allow_empty=True."
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self._key == other._key
+        return isinstance(other, BlockLayout) and self._identity_key == other._identity_key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self._identity_key)
 
     @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
+    def _identity_key(self) -> tuple[Any, ...]:
         return self.blocks.shape, np.packbits(self.blocks).tobytes(), self.block, self.padded, self.allow_empty
 
     @property

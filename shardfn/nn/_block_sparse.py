@@ -1,7 +1,7 @@
-"""Attention over the tiles that a mask leaves, by `kernels.block_sparse_attention`.
+"""Attention over the tiles left by a mask, by `kernels.block_sparse_attention`.
 
-B samples, T queries, S keys, H query heads, G key heads, K head dim.
-Child et al., Generating Long Sequences with Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
+B samples, T queries, S keys, H query heads, G key heads, K head dim. Child et al., Generating Long Sequences with
+Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
 """
 
 import dataclasses
@@ -19,12 +19,14 @@ from ._ring import online
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Local):
-    """One kernel over the tiles in which the mask has a pair, for each head; only these cost time and memory.
+    """Kernel over the tiles in which the mask has a pair, for each head. Only such tiles cost time and memory.
 
-    It takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and one `PairDropout`.
+    The body takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and a single
+    `PairDropout`.
 
     Attributes:
-        block: queries, and keys, of a tile. None is that of the mask's layout, or 64 without a layout.
+        block: number of queries, and of keys, of a tile. None means the block of the mask's layout, or 64 without a
+            layout.
     """
 
     block: int | None = None
@@ -34,7 +36,7 @@ class BlockSparse(Local):
             raise ValueError(f"BlockSparse(block={self.block}): a tile has 1 or more tokens.")
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
+        """Returns the attention of the rank's queries over all keys."""
         del length
         known = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
         tile, rows = self.block or known.tile or KERNEL_TILE, (((0, k_BSGK.shape[1]),),)

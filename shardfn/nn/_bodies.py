@@ -1,17 +1,18 @@
-"""The ways to compute attention, as values: on one device, and on ranks that each have some tokens of a sequence.
+"""Bodies of attention as values: on a single device, and on ranks with some tokens of a sequence each.
 
     Dense()                                 torch's kernel
-    Exact()                                 one whose tokens have the same bits beside any other tokens
+    Exact()                                 batch-invariant: tokens have the same bits next to any other tokens
     Blockwise(block)                        a tile of scores at a time
-    BlockSparse(block)                      one kernel over the tiles that the mask leaves
+    BlockSparse(block)                      a kernel over the tiles left by the mask
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
     Ring(axis, length, zigzag)              keys and values go round
     Chunked(chunk, axis, length)            as Ulysses, and keys and values wait on the host or on disk
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
 
 All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
-minor. Any length will do. With `zigzag` the tokens are put in `sequence_order` before they are cut: each rank then has
-one stretch from the front and one from the back, and under a causal mask an equal number of pairs.
+minor. Any length will do, for example 7 tokens on 3 ranks. With `zigzag` the tokens are put in `sequence_order` before
+the cut: each rank then has a stretch from the front and a stretch from the back, and under a causal mask an equal
+number of pairs.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks. Jacobs et al., DeepSpeed
 Ulysses, 2023, https://arxiv.org/abs/2309.14509 Liu et al., Ring Attention with Blockwise Transformers, 2023,
@@ -46,8 +47,11 @@ from ._parallel import all_ranges, own_range, ranges_over
 from ._ring import online
 
 
-def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
-    """Torch's kernel, or its plain form: fused ones have no forward derivative, and divide by the number of heads."""
+def _call_sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
+    """Calls torch's SDPA, in the plain form where necessary.
+
+    Fused kernels have no jvp, and divide by the number of heads.
+    """
     forward_mode = any(forward_ad.unpack_dual(x).tangent is not None for x in (q_BHTK, k_BGSK, v_BGSK))
     # A rank has no heads where there are more ranks than heads. Torch 2.11 then ends the process.
     plain = forward_mode or q_BHTK.shape[1] == 0
@@ -57,20 +61,22 @@ def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Local):
-    """`scaled_dot_product_attention`; masks other than causal and full ones are in memory whole, [T, S] or larger.
+    """Attention by `scaled_dot_product_attention`.
+
+    Masks except causal and full masks are in memory whole, [T, S] or larger.
 
     So are the probabilities where a mask multiplies them: `PairDropout`.
     """
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
+        """Returns the attention of the rank's queries over all keys."""
         del length
         q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
         (H, T), (G, S) = q_BHTK.shape[1:3], k_BGSK.shape[1:3]
         options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
         if how.slopes_H is None and how.sinks_H is None and isinstance(how.mask, Causal | Full):
             causal = isinstance(how.mask, Causal)
-            return _attended(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
+            return _call_sdpa(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
         spans, device = ((0, T), (0, S)), q_BTHK.device
         pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
         some = pairs.any(-1, keepdim=True)
@@ -78,16 +84,18 @@ class Dense(Local):
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
         if scales is not None or how.sinks_H is not None:
-            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
+            y_BHTK = _multiply_scores(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
-        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
+        y_BHTK = _call_sdpa(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Local):
-    """A tile of scores at a time, forward and backward: memory O(T), and no work for tiles that the mask leaves out.
+    """Attention a tile of scores at a time, forward and backward.
+
+    Memory O(T), and no work for tiles outside of the mask.
 
     Attributes:
         block: queries, and keys, of a tile.
@@ -96,18 +104,18 @@ class Blockwise(Local):
     block: int = 512
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
+        """Returns the attention of the rank's queries over all keys."""
         del length
         return online(None, (((0, k_BSGK.shape[1]),),), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Keys and values go round the ranks. See `shardfn/nn/_ring.py`.
+    """Ring attention: keys and values go round the ranks. See `shardfn/nn/_ring.py`.
 
     Attributes:
-        axis: mesh axes that cut the tokens.
-        length: tokens of the whole sequence; needed where the axis has several ranks.
+        axis: mesh axes along which tokens are cut.
+        length: number of tokens of the whole sequence, needed where the axis has several ranks.
         zigzag: the tokens lie in `sequence_order`.
         block: queries, and keys, of a tile.
     """
@@ -119,49 +127,52 @@ class Ring:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that cut the tokens, major to minor."""
-        return _names(self.axis)
+        """Returns the axes along which tokens are cut, major to minor."""
+        return _axis_names(self.axis)
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the tokens of the whole sequence that it states."""
+        """Returns the stated numbers of tokens of the whole sequence."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
-        """Returns the positions of this rank's tokens of a sequence."""
-        return self._all_rows(length)[int(axis_index(self.axis))]
+        """Returns the positions of the rank's tokens of a sequence."""
+        return self._rows_by_rank(length)[int(axis_index(self.axis))]
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """Returns the positions of all tokens, in the order in which they lie before they are cut."""
+        """Returns the positions of all tokens, in the order before the cut."""
         if not self.zigzag:
             return ((0, length),)
-        return tuple(span for rows in _zigzag(ranges_over(length, num_ranks)) for span in rows)
+        return tuple(span for rows in _deal_zigzag(ranges_over(length, num_ranks)) for span in rows)
 
     @property
     def dealt_axes(self) -> tuple[str, ...]:
-        """Axes over which tokens are dealt out of order, major to minor."""
+        """Returns the axes over which tokens are dealt out of order, major to minor."""
         return self.axes if self.zigzag else ()
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
-        return online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+        """Returns the attention of the rank's queries over all keys."""
+        return online(self.axis, self._rows_by_rank(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
-    def _all_rows(self, length: int) -> tuple[Rows, ...]:
+    def _rows_by_rank(self, length: int) -> tuple[Rows, ...]:
         cuts = all_ranges(length, self.axis)
-        return _zigzag(cuts) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
+        return _deal_zigzag(cuts) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses:
-    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y after.
+    """Ulysses: each rank has all tokens of some heads during attention.
 
-    Query heads are dealt as `torch.chunk` deals them, also where the ranks do not divide them, or are more. Each rank
-    gets the key heads that its query heads read. Those that several need are sent several times.
+    `all_to_all` of q, k and v before, and of y after.
+
+    Query heads are dealt as by `torch.chunk`, also where the ranks do not divide the heads, or are more, for example 7
+    heads on 3 ranks as 3, 3 and 1. Each rank gets the key heads read by the rank's query heads. Key heads needed by
+    several ranks are sent several times.
 
     Attributes:
-        axis: mesh axes that cut the tokens.
-        length: tokens of the whole sequence; needed where the axis has several ranks.
-        inner: the body of each rank. A `Ring` cuts the tokens by its axis first.
+        axis: mesh axes along which tokens are cut.
+        length: number of tokens of the whole sequence, needed where the axis has several ranks.
+        inner: body of attention of each rank. A `Ring` cuts the tokens along the ring's axis first.
     """
 
     axis: Axes
@@ -170,30 +181,30 @@ class Ulysses:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that cut the tokens, major to minor."""
-        return self.inner.axes + _names(self.axis)
+        """Returns the axes along which tokens are cut, major to minor."""
+        return self.inner.axes + _axis_names(self.axis)
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the tokens of the whole sequence that it states."""
+        """Returns the stated numbers of tokens of the whole sequence."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
     def dealt_axes(self) -> tuple[str, ...]:
-        """Axes over which tokens are dealt out of order, major to minor."""
+        """Returns the axes over which tokens are dealt out of order, major to minor."""
         return self.inner.dealt_axes
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """Returns the positions of all tokens, in the order in which they lie before they are cut."""
+        """Returns the positions of all tokens, in the order before the cut."""
         return self.inner.order(length, num_ranks)
 
     def rows(self, length: int) -> Rows:
-        """Returns the positions of this rank's tokens of a sequence."""
+        """Returns the positions of the rank's tokens of a sequence."""
         inner = self.inner.rows(length)
         return part_of(inner, *own_range(num_rows(inner), self.axis))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
+        """Returns the attention of the rank's queries over all keys."""
         if axis_size(self.axis) == 1:
             return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
         (H, G), T = (q_BTHK.shape[2], k_BSGK.shape[2]), num_rows(self.inner.rows(length))
@@ -212,11 +223,11 @@ CAUSAL = Causal()
 
 
 class Attending(NamedTuple):
-    """The mask and the implementation of a layer's attention.
+    """Mask and implementation of a layer's attention.
 
     Attributes:
-        mask: the pairs that count, of all tokens and all heads.
-        impl: the body that computes it.
+        mask: mask of the counted pairs, of all tokens and all heads.
+        impl: body that computes the attention.
     """
 
     mask: Mask = CAUSAL
@@ -224,15 +235,16 @@ class Attending(NamedTuple):
 
 
 def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
-    """Returns the order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
+    """Returns the order of tokens before the cut: `x[:, order]`. The order is by position, except with zigzag.
 
     Args:
         body: how attention is computed.
         length: T.
-        num_ranks: ranks along the axis of the ring; along each of its axes, major to minor, if it has several.
+        num_ranks: number of ranks along the axis of the ring, or along each axis, major to minor, of a ring of several
+            axes.
 
     Raises:
-        ValueError: a ring of several axes and one number, from which the cut of the tokens does not follow.
+        ValueError: a ring of several axes and a single number, which does not determine the cut of the tokens.
 
     Example:
         >>> sequence_order(Ring("sp", 8, zigzag=True), 8, num_ranks=2).tolist()
@@ -242,20 +254,20 @@ def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> I
     if body.dealt_axes and len(ranks) != len(body.dealt_axes):
         raise ValueError(
             f"sequence_order: num_ranks={num_ranks} is for {len(ranks)} axes, and {body} deals tokens over"
-            f" {body.dealt_axes}; give the ranks along each of them, major to minor."
+            f" {body.dealt_axes}. num_ranks must have the ranks along each axis, major to minor."
         )
     return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, ranks), (0, 0))])
 
 
 def own_rows(body: Body, num_tokens: int) -> Rows:
-    """Returns the positions of this rank's tokens, as ranges (start, stop), one after the other.
+    """Returns the positions of the rank's tokens, as ranges (start, stop), in order.
 
     Args:
         body: how attention is computed.
-        num_tokens: number of tokens that this rank has.
+        num_tokens: number of tokens of the rank.
 
     Raises:
-        ValueError: the body cuts the tokens but has no length, or this rank has another number of tokens.
+        ValueError: the body cuts the tokens but has no length, or the rank has another number of tokens.
 
     Example:
         >>> own_rows(Ulysses("sp", 8), 8)
@@ -266,17 +278,17 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
     if num_rows(rows) != num_tokens:
         raise ValueError(
             f"attention: this rank has {num_tokens} tokens, but of {length} over {_axes_text(body)} its part is"
-            f" {num_rows(rows)}; cut the batch along {body.axes}, or correct length."
+            f" {num_rows(rows)}. Cut the batch along {body.axes}, or correct length."
         )
     return rows
 
 
 def own_positions(body: Body, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
-    """Returns the global positions of this rank's tokens: for rotary tables and learned positions.
+    """Returns the global positions of the rank's tokens: for rotary tables and learned positions.
 
     Args:
         body: how attention is computed.
-        num_tokens: number of tokens that this rank has.
+        num_tokens: number of tokens of the rank.
         device: device of the result.
 
     Raises:
@@ -290,10 +302,10 @@ def own_positions(body: Body, num_tokens: int, device: torch.device | None = Non
 
 
 def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
-    """Gathers the ranks' numbers of their tokens to those of all tokens, in the order of positions, for `Segments`.
+    """Gathers numbers of each rank's tokens to numbers of all tokens, in the order of positions, for `Segments`.
 
     Args:
-        x_BT: of this rank's tokens.
+        x_BT: numbers of the rank's tokens.
         body: how attention is computed.
 
     Raises:
@@ -312,14 +324,16 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
 
 
 def whole_length(body: Body, num_tokens: int) -> int:
-    """Returns the number of tokens of the whole sequence, from this rank's number.
+    """Returns the number of tokens of the whole sequence, from the rank's number.
 
     Raises:
-        ValueError: it is missing, or given twice.
+        ValueError: the number is missing, or given twice.
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
-        raise ValueError(f"attention: {body} has two lengths; leave out that of the inner one.")
+        raise ValueError(
+            f"attention: {body} has two lengths, and must have a single length. Leave out the length of the inner body."
+        )
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
         raise ValueError(
             f"attention: {type(body).__name__} over {_axes_text(body)} needs length=, the tokens of the whole sequence:"
@@ -328,10 +342,10 @@ def whole_length(body: Body, num_tokens: int) -> int:
     return lengths.pop() if lengths else num_tokens
 
 
-def _multiplied(
+def _multiply_scores(
     qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores
 ) -> Tensor:
-    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
+    """Returns (scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
 
     The softmax is over the sinks, too.
     """
@@ -350,8 +364,11 @@ def _multiplied(
         return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 
-def _zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
-    """Two stretches per rank, together as long as its range: fronts in the order of ranks, and backs in reverse."""
+def _deal_zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
+    """Returns two stretches per rank, together as long as the rank's range.
+
+    Fronts in rank order, and backs in reverse.
+    """
     sizes = [stop - start for start, stop in ranges]
     fronts = [-(-n // 2) for n in sizes]
     backs, out = [n - f for n, f in zip(sizes, fronts, strict=True)], []
@@ -361,7 +378,7 @@ def _zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
     return tuple(out)
 
 
-def _names(axis: Axes) -> tuple[str, ...]:
+def _axis_names(axis: Axes) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 

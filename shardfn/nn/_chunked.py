@@ -1,11 +1,11 @@
 """Attention whose keys and values wait on the host or on disk and come back chunk by chunk.
 
-A sequence is cut into spans, and each span over the ranks, in order: so after the `all_to_all` of one piece from every
-rank each has a whole span of its heads. All keys and values are dealt so and sent away, one span after another; then
-each span of queries takes the spans of keys that its mask reads, and the next is fetched while one is computed. The
-backward goes through the spans of keys, and for each through the spans of queries, whose gradients wait on the host
-between two of them. Beside the arguments and the results of a rank a few spans are on the device, independent of their
-number, and the backward needs no memory there in between.
+A sequence is cut into spans, and each span over the ranks, in order. So after the `all_to_all` of a piece from every
+rank each rank has a whole span of some heads. All keys and values are dealt in this way and sent away, span by span.
+Then each span of queries takes the spans of keys read by the mask, and the next span is fetched during the computation.
+The backward goes through the spans of keys, and for each through the spans of queries. Gradients of queries wait on the
+host in between. In addition to the arguments and the results of a rank only a few spans are on the device, whatever the
+number of spans (for example 4 spans or 64), and between forward and backward no memory is needed there.
 
 B samples, T tokens, H query heads, G key heads, K head dim, P ranks.
 
@@ -37,18 +37,18 @@ from ._waiting import Sums, Waiting
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """Keys and values wait on the host or on disk and come chunk by chunk, forward and backward; FPDT.
+    """Attention with keys and values on the host or on disk, fetched chunk by chunk, forward and backward (FPDT).
 
-    Along an axis each rank has all tokens of some heads while a chunk is computed, as with `Ulysses`, and a piece of
-    every chunk at rest: rows lie in `sequence_order` before they are cut. Queries, results and their gradients wait
-    where keys do, except sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
-    derivative; `Blockwise` and `Ulysses` have them.
+    Along an axis each rank has all tokens of some heads during the computation of a chunk, as with `Ulysses`, and a
+    piece of every chunk at rest: rows lie in `sequence_order` before the cut. Queries, results and gradients wait in
+    the same place as keys, but sums of gradients wait on the host. There is no vmap, no forward mode and no second
+    derivative: take `Blockwise` or `Ulysses` for these.
 
     Attributes:
-        chunk: tokens of a chunk, of all ranks together; the last may have fewer.
-        axis: mesh axes that cut the tokens.
-        length: tokens of the whole sequence; needed where the axis has several ranks.
-        to: where they wait, "host" or "disk".
+        chunk: number of tokens of a chunk, of all ranks together. The last chunk may have fewer.
+        axis: mesh axes along which tokens are cut.
+        length: number of tokens of the whole sequence, needed where the axis has several ranks.
+        to: place of waiting tensors, "host" or "disk".
         pool: with "disk", the files: `memory.Pool(path)`.
 
     Raises:
@@ -75,46 +75,46 @@ class Chunked:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that cut the tokens, major to minor."""
+        """Returns the axes along which tokens are cut, major to minor."""
         return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
     @property
     def lengths(self) -> frozenset[int]:
-        """The tokens of the whole sequence that it states."""
+        """Returns the stated numbers of tokens of the whole sequence."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     @property
     def dealt_axes(self) -> tuple[str, ...]:
-        """Axes over which tokens are dealt out of order, major to minor."""
+        """Returns the axes over which tokens are dealt out of order, major to minor."""
         return self.axes
 
     def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
-        return _rows(_sizes(all_ranges(length, self.axis), self.chunk), int(axis_index(self.axis)))
+        """Returns the positions of the rank's tokens of a sequence."""
+        return _rows_of_rank(_piece_sizes(all_ranges(length, self.axis), self.chunk), int(axis_index(self.axis)))
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
-        """The positions of all tokens, in the order in which they lie before they are cut."""
-        sizes = _sizes(ranges_over(length, num_ranks), self.chunk)
-        return tuple(span for r in range(math.prod(num_ranks)) for span in _rows(sizes, r))
+        """Returns the positions of all tokens, in the order before the cut."""
+        sizes = _piece_sizes(ranges_over(length, num_ranks), self.chunk)
+        return tuple(span for r in range(math.prod(num_ranks)) for span in _rows_of_rank(sizes, r))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
-        """Attention of this rank's queries over all keys."""
+        """Returns the attention of the rank's queries over all keys."""
         refuse_gradients(how)
         if q_BTHK.shape[1] != k_BSGK.shape[1]:
             raise ValueError(
                 f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has the same"
-                " number of both; take Blockwise()."
+                " number of both. Take Blockwise()."
             )
         if how.sinks_H is not None:
-            raise ValueError("Chunked attention has no sinks; take Ulysses(), Ring() or Blockwise().")
+            raise ValueError("Chunked attention has no sinks. Take Ulysses(), Ring() or Blockwise().")
         if is_disk(self.to) and capturing():
             raise ValueError(
-                "Chunked(to='disk') is not captured; run the step without jit, or let chunks wait on 'host'."
+                "Chunked(to='disk') is not captured. Run the step without jit, or let chunks wait on 'host'."
             )
         q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
         H, G = q.shape[2], k.shape[2]
         own = how.of_heads(*own_range(H, self.axis)) if axis_size(self.axis) > 1 else how
-        sizes = _sizes(all_ranges(length, self.axis), self.chunk)
+        sizes = _piece_sizes(all_ranges(length, self.axis), self.chunk)
         tile = kernel_tile(own, q.device, TORCH_TILE)
         at = (tile or TORCH_TILE, tile is not None)
         plan = ChunkPlan(self.axis, sizes, (H, G), own._replace(slopes_H=None), at, self.pool)
@@ -125,15 +125,15 @@ class Chunked:
 
 
 class ChunkPlan(NamedTuple):
-    """The arguments of the autograd functions besides tensors.
+    """Arguments of the autograd functions besides tensors.
 
     Attributes:
-        axis: mesh axes that cut each span; None is one rank.
+        axis: mesh axes along which each span is cut. None means a single rank.
         sizes: tokens of each rank's piece of each span, [spans][P].
         heads: (H, G) of all ranks.
-        how: the scores of this rank's heads, without slopes.
-        tile: of a rectangle, and whether the kernel computes it.
-        pool: of files; None is the host.
+        how: scores of the rank's heads, without slopes.
+        tile: tile of a rectangle, and whether the kernel computes the tile.
+        pool: pool of files. None means the host.
     """
 
     axis: Axes
@@ -145,40 +145,40 @@ class ChunkPlan(NamedTuple):
 
     @property
     def spans(self) -> list[Span]:
-        """The positions of each span."""
+        """Returns the positions of each span."""
         ends = [0]
         for pieces in self.sizes:
             ends.append(ends[-1] + sum(pieces))
         return list(itertools.pairwise(ends))
 
     def reads(self) -> list[list[int]]:
-        """For each span of queries, the spans of keys in which its mask counts a pair."""
+        """Returns, for each span of queries, the spans of keys in which the mask counts a pair."""
         spans = self.spans
         return [[j for j, k in enumerate(spans) if self.how.mask.cover(q, k) != "none"] for q in spans]
 
     def rectangle(self, i: int, j: int) -> Rectangle:
-        """That of the queries of span i and the keys of span j."""
+        """Returns the rectangle of the queries of span i and the keys of span j."""
         return Rectangle(self.spans[i], self.spans[j], *self.tile)
 
     def with_data(self, slopes_H: Tensor | None, data: Any) -> OnlineScores:
-        """The scores with their data."""
+        """Returns the scores with the data of the mask."""
         return self.how._replace(mask=self.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 
 class _Backwards(torch.autograd.Function):
-    """A function with one derivative, in reverse."""
+    """Autograd function with a single derivative, in reverse mode."""
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
-        _refuse("forward-mode derivative")
+        _refuse_transform("forward-mode derivative")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse("vmap")
+        _refuse_transform("vmap")
 
 
 class _ChunkedAttention(_Backwards):
-    """(q, k, v, slopes, plan, data of the mask) -> (y, tensors that wait for the backward ...)."""
+    """Maps (q, k, v, slopes, plan, data of the mask) to (y, tensors for the backward ...)."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, *data: Tensor) -> Any:
@@ -192,7 +192,7 @@ class _ChunkedAttention(_Backwards):
             for j, (k_j, v_j) in zip(reads, keys.come(reads), strict=True):
                 part = work, k_j.to(work.dtype), v_j.to(work.dtype)
                 found = merged(found, attend_over(part, how, plan.rectangle(i, j)))
-            y, lse = _nothing(work) if found is None else found
+            y, lse = _empty_result(work) if found is None else found
             y = y.to(own.dtype)
             ys.append(dealer.undeal(y, i))
             queries.send((own, y, lse))
@@ -208,16 +208,16 @@ class _ChunkedAttention(_Backwards):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        saved, num = ctx.saved_tensors, 5 * len(ctx.plan.sizes)  # once: remat makes them again at each look
+        saved, num = ctx.saved_tensors, 5 * len(ctx.plan.sizes)  # once: remat makes the tensors again at each look
         kept, data = saved[:num], list(saved[num:])
         slopes_H = data.pop(0) if ctx.sloped else None
-        with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
+        with ctx.on_mesh():  # a backward may run when the mesh of the forward is no longer bound
             grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.like, *kept, *data)
         return (*grads, None, None, *(None for _ in data))
 
 
 class _ChunkedBackward(_Backwards):
-    """(dy, slopes, plan, (device, dtype), tensors that waited, data of the mask) -> (dq, dk, dv)."""
+    """Maps (dy, slopes, plan, (device, dtype), tensors of the forward, data of the mask) to (dq, dk, dv)."""
 
     @staticmethod
     def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, like: Any, *rest: Tensor) -> Any:
@@ -250,28 +250,28 @@ class _ChunkedBackward(_Backwards):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
-        _refuse("second derivative")
+        _refuse_transform("second derivative")
 
 
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(f"Chunked() has no {what}; Blockwise() and Ulysses() compute the same and have.")
+def _refuse_transform(what: str) -> NoReturn:
+    raise NotImplementedError(f"Chunked() has no {what}. Blockwise() and Ulysses() compute the same and have.")
 
 
-def _nothing(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, lse) of queries that read no span."""
+def _empty_result(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (y, lse) of queries without a span of keys."""
     B, T, H, _ = q_BTHK.shape
     return torch.zeros_like(q_BTHK), q_BTHK.new_full((B, H, T), -math.inf)
 
 
-def _sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each rank's piece of each span, [spans][P], for ranks with the rows of these ranges."""
+def _piece_sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of each rank's piece of each span, [spans][P], for ranks with the rows of the ranges."""
     own = [stop - start for start, stop in ranges]
     each = -(-chunk // len(own))
     num = -(-max(own) // each)
     return tuple(tuple(min(each, max(n - i * each, 0)) for n in own) for i in range(num))
 
 
-def _rows(sizes: tuple[tuple[int, ...], ...], rank: int) -> Rows:
+def _rows_of_rank(sizes: tuple[tuple[int, ...], ...], rank: int) -> Rows:
     out, at = [], 0
     for pieces in sizes:
         start = at + sum(pieces[:rank])

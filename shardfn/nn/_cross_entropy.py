@@ -22,14 +22,14 @@ def cross_entropy(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Returns the mean over the targets that count, or 0 if none does.
+    """Returns the mean over the counted targets, or 0 without counted targets.
 
     Args:
-        logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
+        logits_BTV: unnormalised logits. 16-bit logits are summed in float32. With `axis`, the rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
-        ignore_index: the target that does not count.
-        axis: mesh axes that cut V. None is one device.
-        vocab_size: V; needed where the axis has several ranks.
+        ignore_index: target without a loss, such as padding.
+        axis: mesh axes along which V is cut. None means a single device.
+        vocab_size: V, needed where the axis has several ranks.
 
     Example:
         >>> round(cross_entropy(torch.zeros(1, 2, 8), torch.tensor([[3, -100]])).item(), 4)
@@ -49,18 +49,18 @@ def cross_entropy_sum(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Returns the sum over the targets that count, and their number.
+    """Returns the sum over the counted targets, and the number of counted targets.
 
     For means over ranks with unequal numbers of tokens.
 
     With `axis` no rank has all logits: three numbers a token cross the mesh, a maximum, a sum and the target's logit.
 
     Args:
-        logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
+        logits_BTV: unnormalised logits. 16-bit logits are summed in float32. With `axis`, the rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
-        ignore_index: the target that does not count.
-        axis: mesh axes that cut V. None is one device.
-        vocab_size: V; needed where the axis has several ranks.
+        ignore_index: target without a loss, such as padding.
+        axis: mesh axes along which V is cut. None means a single device.
+        vocab_size: V, needed where the axis has several ranks.
 
     Returns:
         (total, count), 0-d, both of the dtype of the sum.
@@ -82,10 +82,10 @@ def cross_entropy_sum(
 def _vocab_parallel(
     logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, axis: Axes, vocab_size: int | None
 ) -> Tensor:
-    """Returns the loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
+    """Returns the loss log sum exp(logits) - logits[target], of blocks of the classes, invariant along `axis`."""
     start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
-    top_BT = pmax(own_BT.detach(), axis)  # a shift, on which the result does not depend
+    top_BT = pmax(own_BT.detach(), axis)  # a shift without an effect on the result
     if start == stop:
         hit_BT = logits_BTV.sum(-1)
     else:
@@ -96,11 +96,11 @@ def _vocab_parallel(
 
 
 def next_tokens(tokens_BT: Int64[Tensor, "b t"], *, ignore_index: int = -100) -> Int64[Tensor, "b t"]:
-    """Returns the targets of a language model: each token's successor. The last one's does not count.
+    """Returns the targets of a language model: each token's successor. The target of the last token does not count.
 
     Args:
-        tokens_BT: whole sequences: cut them along T after the shift.
-        ignore_index: the target that does not count.
+        tokens_BT: whole sequences. Cut sequences along T only after the shift.
+        ignore_index: target without a loss, such as padding.
 
     Example:
         >>> next_tokens(torch.tensor([[5, 6, 7]])).tolist()

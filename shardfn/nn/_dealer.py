@@ -1,4 +1,4 @@
-"""Pieces of a rank's tokens <-> spans of its heads: the `all_to_all` of one span of a sequence, and its transpose.
+"""Pieces of a rank's tokens <-> spans of the rank's heads: the `all_to_all` of a span of a sequence, and the transpose.
 
 P ranks, H query heads, G key heads.
 """
@@ -14,10 +14,10 @@ from ._parallel import own_range
 
 
 class Dealer:
-    """Deals one span at a time.
+    """Dealer of a span at a time.
 
     Args:
-        axis: mesh axes. None is one rank.
+        axis: mesh axes. None means a single rank.
         sizes: tokens of each rank's piece of each span, [spans][P].
         heads: (H, G) of all ranks.
     """
@@ -38,47 +38,47 @@ class Dealer:
         return self._G if self._sent is None else len(self._sent)
 
     def deal(self, x_BTHK: Tensor, i: int) -> Tensor:
-        """This rank's piece of span i of all heads -> the span, of its query heads."""
-        return self._forth(x_BTHK[:, self._pieces[i]], i)
+        """Maps the rank's piece of span i, of all heads, to the whole span, of the rank's query heads."""
+        return self._gather_span(x_BTHK[:, self._pieces[i]], i)
 
     def undeal(self, x_BSHK: Tensor, i: int) -> Tensor:
-        """Returns the inverse of `deal`, which is its transpose."""
-        return self._back(x_BSHK, i, self._H)
+        """Returns the inverse of `deal`, equal to the transpose."""
+        return self._scatter_span(x_BSHK, i, self._H)
 
     def deal_keys(self, x_BTGK: Tensor, i: int) -> Tensor:
-        """This rank's piece of span i -> the span, of the key heads that its query heads read."""
+        """Maps the rank's piece of span i to the whole span, of the key heads read by the rank's query heads."""
         piece = x_BTGK[:, self._pieces[i]]
-        found = self._forth(piece if self._sent is None else piece[:, :, self._sent], i)
+        found = self._gather_span(piece if self._sent is None else piece[:, :, self._sent], i)
         return found if evenly(self._read, found.shape[2]) else found[:, :, self._read]
 
     def undeal_keys(self, x_BSGK: Tensor, i: int) -> Tensor:
-        """Returns the transpose of `deal_keys`: gradients of key heads that were sent to several ranks are added up."""
+        """Returns the transpose of `deal_keys`: gradients of key heads on several ranks are added up."""
         if not evenly(self._read, self._own):
-            x_BSGK = _scattered(x_BSGK, self._read, self._own)
-        back = self._back(x_BSGK, i, self._num_sent)
-        return back if self._sent is None else _scattered(back, self._sent, self._G)
+            x_BSGK = _scatter_heads(x_BSGK, self._read, self._own)
+        back = self._scatter_span(x_BSGK, i, self._num_sent)
+        return back if self._sent is None else _scatter_heads(back, self._sent, self._G)
 
-    def _forth(self, piece: Tensor, i: int) -> Tensor:
+    def _gather_span(self, piece: Tensor, i: int) -> Tensor:
         if self._ranks == 1:
             return piece
         sizes, most = self._sizes[i], max(self._sizes[i])
-        whole = all_to_all(_padded(piece, most), self._axis, split_dim=2, concat_dim=1, size=most * self._ranks)
+        whole = all_to_all(_pad_rows(piece, most), self._axis, split_dim=2, concat_dim=1, size=most * self._ranks)
         return torch.cat([x[:, :n] for x, n in zip(whole.split(most, 1), sizes, strict=True)], 1)
 
-    def _back(self, x: Tensor, i: int, heads: int) -> Tensor:
+    def _scatter_span(self, x: Tensor, i: int, heads: int) -> Tensor:
         if self._ranks == 1:
             return x
         sizes, most = self._sizes[i], max(self._sizes[i])
-        whole = torch.cat([_padded(piece, most) for piece in x.split(list(sizes), 1)], 1)
+        whole = torch.cat([_pad_rows(piece, most) for piece in x.split(list(sizes), 1)], 1)
         return all_to_all(whole, self._axis, split_dim=1, concat_dim=2, size=heads)[:, : sizes[self._index]]
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     missing = rows - x.shape[1]
     return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1) if missing else x
 
 
-def _scattered(x: Tensor, heads: list[int], num: int) -> Tensor:
+def _scatter_heads(x: Tensor, heads: list[int], num: int) -> Tensor:
     """Adds head i of x to head `heads[i]` of `num`."""
     index = torch.tensor(heads, dtype=torch.int64, device=x.device)
     return x.new_zeros(*x.shape[:2], num, x.shape[3]).index_add(2, index, x)

@@ -2,14 +2,14 @@
 
     y = x @ w        first:  dx = dy @ w.t()        later:  dw = x.t() @ dy
 
-A pipeline sends dx to the stage before at once, and makes dw when it would be idle. Only products of an activation and
-a weight are deferred, which are nearly all of a model's arithmetic. Autograd alone cannot split a backward without
-running the chain of activations twice: a graph from which both parts could be taken has paths from one layer's weights
-through other layers, wherever leaves are stacked or tied. So such a product is one node of autograd here that knows its
-activation alone. Its backward records dy and x, and how to make dw of them.
+A pipeline sends dx to the stage before at once, and makes dw when the stage would be idle. Only products of an
+activation and a weight are deferred. Such products are nearly all of a model's arithmetic. Autograd cannot split a
+backward without running the chain of activations twice: a graph with both parts has paths from a layer's weights
+through other layers, wherever leaves are stacked or tied. So such a product is a single node of autograd here, with
+only the activation as an input. The node's backward records dy and x, and how to make dw from dy and x.
 
-The graph determines the weight: the operand that is reached from a leaf through views and casts alone. If neither
-operand is, or both are, the product is not split, and its gradients come in the first part.
+The graph determines the weight: the operand reached from a leaf through only views and casts. If neither operand is a
+weight, or both are, the product is not split, and both gradients come in the first part.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from shardfn.core import Again, Ambient, bound_again, checkpoints_as_now
 from ._products import Product, product_of
 
 _DEFERRING = Ambient["DeferredGradients"]("puts off the gradients of weights")
-# Nodes of autograd whose backward needs nothing but the cotangent and sizes.
+# Nodes of autograd with a backward of only the cotangent and sizes.
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -42,26 +42,26 @@ _VIEWS = frozenset(
 
 _ITSELF = (
     "a function that differentiates something itself cannot have its backward split, since it would get no gradients of"
-    " weights; use a schedule that does not split, such as '1f1b'."
+    " weights. Use a schedule that does not split, such as '1f1b'."
 )
 
 
 class _Put(NamedTuple):
-    """A deferred gradient of a weight: its edge in the graph, and the function that makes it."""
+    """Deferred gradient of a weight: the weight's edge in the graph, and the function that makes the gradient."""
 
     weight: GradientEdge
     make: Callable[[], Tensor]
 
 
 class DeferredGradients:
-    """The gradients of one run of a function, in two parts.
+    """Gradients of a run of a function, in two parts.
 
-    `recorded` once, around the function; then `first` once; then `rest` once. Between `first` and `rest` it holds the
-    activations that the products took, and the cotangents of their results. Not thread-safe.
+    Call `recorded` once, around the function, then `first` once, then `rest` once. Between `first` and `rest` the
+    object holds the activations of the products, and the cotangents of the products' results. Not thread-safe.
 
     Args:
-        leaves: tensors that require gradients. Nothing else is a weight.
-        opened: makes a tensor of an object that replaces a leaf, such as a lazy leaf.
+        leaves: tensors with gradients. Nothing else is a weight.
+        opened: function that makes a tensor from an object in place of a leaf, such as a lazy leaf.
 
     Example:
         >>> w, x = torch.ones(2, 3, requires_grad=True), torch.ones(4, 2, requires_grad=True)
@@ -87,11 +87,12 @@ class DeferredGradients:
         self._noted: dict[int, list[_Put]] = {}
         # Whether the first part is being computed.
         self.runs = False
-        # Every deferred product depends on it, so that all are reached even if their activations need no gradient.
+        # Every deferred product depends on the anchor, so all products are reached even if the activations need no
+        # gradient.
         self.anchor = torch.zeros((), requires_grad=True)
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """While it is open, products are split."""
+        """Returns a context in which products are split."""
         stack = contextlib.ExitStack()
         stack.enter_context(_DEFERRING.bound(self))
         stack.enter_context(checkpoints_as_now())
@@ -101,20 +102,20 @@ class DeferredGradients:
     def first(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Differentiates, and records the deferred products. Lets the graph go.
+        """Differentiates, records the deferred products, and releases the graph.
 
         Args:
             outputs: results of the function.
             cotangents: theirs.
-            inputs: tensors whose gradients are wanted whole.
+            inputs: tensors with wanted whole gradients.
 
         Returns:
-            The leaves' gradients from this part, then those of `inputs`, or None for no gradient.
+            The leaves' gradients from the first part, then the gradients of `inputs`, or None for no gradient.
         """
         wanted = [*self._leaves, *inputs, self.anchor]
         self.runs = True
         try:
-            with self.recorded():  # for recomputations, which must save the same tensors
+            with self.recorded():  # for recomputations: these must save the same tensors
                 grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
             return list(grads[:-1])
         finally:
@@ -122,13 +123,13 @@ class DeferredGradients:
 
     @torch.no_grad()
     def rest(self) -> list[Tensor | None]:
-        """Returns the leaves' gradients from the second part, made one by one: hooks see each as soon as it is made."""
+        """Yields the leaves' gradients of the second part in turn: hooks see each gradient as soon as ready."""
         out: list[Tensor | None] = [None] * len(self._leaves)
         while self._noted:
             i = next(iter(self._noted))
             puts = self._noted.pop(i)
             edges = [put.weight for put in puts]
-            (out[i],) = torch.autograd.grad(edges, [self._leaves[i]], _made(puts))
+            (out[i],) = torch.autograd.grad(edges, [self._leaves[i]], _make_gradients(puts))
         return out
 
     def note(self, leaf: int, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
@@ -142,7 +143,7 @@ class DeferredGradients:
         self._noted.setdefault(leaf, []).append(_Put(weight, make))
 
     def leaf_of(self, x: Any) -> int | None:
-        """Returns the leaf that a tensor is a view or a cast of."""
+        """Returns the leaf of which a tensor is a view or a cast."""
         if not x.requires_grad:
             return None
         node = get_gradient_edge(x).node
@@ -154,17 +155,17 @@ class DeferredGradients:
         return self._roots[node]
 
     def check_inputs(self, inputs: Any) -> None:
-        """Refuses gradients of leaves that the function itself requests.
+        """Raises for gradients of leaves requested by the function itself.
 
         Raises:
-            ValueError: an input is a leaf, or a view or cast of one.
+            ValueError: an input is a leaf, or a view or cast of a leaf.
         """
         asked = [self._opened(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
         if any(isinstance(x, Tensor) and self.leaf_of(x) is not None for x in asked):
             raise ValueError(_ITSELF)
 
     def split(self, product: Product, args: Sequence[Any]) -> Any:
-        """Returns the product as one node without the weight among its inputs, if an operand is a weight."""
+        """Returns the product as a single node without the weight among the inputs, if an operand is a weight."""
         given: list[Any] = [self._opened(x) for x in args]
         leaves = [self.leaf_of(x) for x in given[:2]]
         if (leaves[0] is None) == (leaves[1] is None):
@@ -177,12 +178,12 @@ class DeferredGradients:
 
 
 @bound_again
-def _same_splitting() -> list[Again]:
+def _repeat_splitting() -> list[Again]:
     return [deferring.recorded for deferring in _DEFERRING.all[-1:]]
 
 
 def splitting() -> bool:
-    """Returns whether products that run now become nodes of their own."""
+    """Returns whether products now become separate nodes."""
     return any(isinstance(mode, _Splitting) for mode in function_modes())
 
 
@@ -205,7 +206,7 @@ class _Splitting(TorchFunctionMode):
 
 
 class _Split(torch.autograd.Function):
-    """A product with one operand that autograd knows. Both are saved through hooks, as by an op."""
+    """Product with a single operand known to autograd. Both operands are saved through hooks, as by an op."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, at: int, note: Any, anchor: Tensor, *operands: Any) -> Any:
@@ -227,18 +228,21 @@ class _Split(torch.autograd.Function):
             out[1 - at] = product.grads[1 - at](dy, operands[at], operands[1 - at].shape)
         if ctx.bias is not None and wants[2]:
             out[2] = dy.sum_to_size(ctx.bias)
-        # The activation alone: the weight, perhaps gathered for this backward, goes.
+        # Only the activation: the weight, perhaps gathered for the backward, goes.
         ctx.note(functools.partial(product.grads[at], dy, operands[1 - at], operands[at].shape))
         return None, None, None, None, *out
 
 
 def _hands_on(node: Any) -> bool:
-    """Returns whether a node's backward is that of a view, a cast or an identity: it can run apart from all others."""
+    """Returns whether a node's backward belongs to a view, a cast or an identity.
+
+    Such a backward can run separately.
+    """
     return node.name() in _VIEWS or getattr(getattr(type(node), "_forward_cls", None), "hands_on", False)
 
 
-def _made(puts: list[_Put]) -> list[Tensor]:
-    """Returns the gradients. Their inputs are freed one by one."""
+def _make_gradients(puts: list[_Put]) -> list[Tensor]:
+    """Returns the gradients, and frees the inputs of each gradient in turn."""
     made: list[Tensor] = []
     while puts:
         made.append(puts.pop(0).make())

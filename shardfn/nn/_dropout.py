@@ -1,7 +1,6 @@
-"""Dropout whose mask belongs to the sample and not to the batch.
+"""Dropout with a mask of the sample, not of the batch.
 
-B batch.
-Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014,
+B batch. Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014,
 https://jmlr.org/papers/v15/srivastava14a.html
 """
 
@@ -28,17 +27,17 @@ def dropout(
     """Zeroes each element with probability `rate`, and scales the rest by 1 / (1 - rate).
 
     The mask is a function of (key, sample number, position): the same bits however the samples are dealt to ranks and
-    microbatches, and again under remat. One call of the cipher serves four elements with 16 bits each: `rate` is
-    rounded to a multiple of 2**-16, and the scale is that of the rounded rate, so the mean is exact. Inside of
-    `step.evaluate` it returns `x`.
+    microbatches (for example 7 samples on 3 ranks), and again under remat. A call of the cipher serves four elements
+    with 16 bits each: `rate` is rounded to a multiple of 2**-16, and the scale follows the rounded rate, so the mean is
+    exact. Inside of `step.evaluate` the function returns `x`.
 
     Args:
-        key: a key for this place and step.
-        x: one sample a row.
+        key: key for the place and step.
+        x: input with a sample in each row.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
         rows: (start, size) where `x` is rows from `start` on of a dim 1 of `size`, such as a rank's tokens of the
-            sequence: the mask is that of these rows of the whole. None: `x` is whole.
+            sequence: the mask is the part of the whole mask for these rows. None: `x` is whole.
 
     Raises:
         ValueError: `rate` is outside [0, 1), or `rows` do not hold `x`.
@@ -53,7 +52,7 @@ def dropout(
         True
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"dropout(rate={rate}): the rate lies in [0, 1); at 1 nothing would be left to scale.")
+        raise ValueError(f"dropout: the rate must be in [0, 1), got rate={rate}. At 1 nothing would be left to scale.")
     drop = dropped_levels(rate)
     if drop == 0 or x.numel() == 0:
         return x
@@ -61,7 +60,7 @@ def dropout(
     if rows is not None and (x.ndim < 2 or not 0 <= start <= start + x.shape[1] <= size):
         raise ValueError(f"dropout: rows={rows} as (start, size) do not hold x of shape {tuple(x.shape)} along dim 1.")
     row = x[0].numel() // max(x.shape[1], 1) if x.ndim > 1 else 1
-    lanes = _lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
+    lanes = _draw_lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
     return torch.where(lanes.reshape(x.shape) >= drop, x * (LEVELS / (LEVELS - drop)), 0.0)
 
 
@@ -73,14 +72,14 @@ def dropout_of_rows(
     own: Sequence[tuple[int, int]],
     length: int,
 ) -> Float[Tensor, "b t *rest"]:
-    """`dropout` of a rank's tokens, which may be several stretches of the sequence: the mask is that of the whole.
+    """Applies `dropout` to a rank's tokens, in several stretches of the sequence: the mask is a part of the whole mask.
 
     Args:
-        key: a key for this place and step.
-        x: one sample a row, and in dim 1 this rank's tokens.
+        key: key for the place and step.
+        x: input with a sample in each row, and in dim 1 the rank's tokens.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
-        own: (start, stop) of each stretch, in order, from `own_rows`.
+        own: range (start, stop) of each stretch, in order, from `own_rows`.
         length: tokens of the whole sequence.
 
     Raises:
@@ -104,8 +103,8 @@ def dropout_of_rows(
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
-def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
-    """[B, count] of [B, size] numbers in [0, 2**16): the four quarters of the cipher's output, one after the other."""
+def _draw_lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
+    """Returns [B, count] of [B, size] numbers in [0, 2**16): the four quarters of the cipher's output, in order."""
     quarter = -(-size // 4)
     keys = fold_in(key, index_B)[:, None]
     if count >= quarter:  # every counter is wanted
@@ -117,11 +116,11 @@ def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> T
 
 
 def dropped_levels(rate: float) -> int:
-    """Returns the number of the `LEVELS` values at which an element is dropped: none in an evaluation."""
+    """Returns the number of the `LEVELS` values at which an element is dropped: 0 in an evaluation."""
     return 0 if is_evaluating() else min(round(rate * LEVELS), LEVELS - 1)
 
 
 def quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:
-    """Four numbers in [0, LEVELS) of each counter; the leading dims of the keys broadcast with it."""
+    """Returns four numbers in [0, LEVELS) of each counter. The leading dims of the keys broadcast with the counter."""
     hi, lo = threefry2x32(keys, counter)
     return [q & (LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]

@@ -1,7 +1,8 @@
-"""Linear layers whose rows have the same bits beside any other rows: a weight in place of a tensor.
+"""Batch-invariant linear layers: rows have the same bits next to any other rows. A weight takes the place of a tensor.
 
-The law of exact layers: a token's row of a result is one fixed expression of its inputs. Its bits depend neither on the
-number of tokens beside it, nor on threads and the processor, nor on the ranks of tensor parallelism.
+The law of exact layers: a token's row of a result is a fixed expression of the row's inputs. The bits depend neither on
+the number of other tokens (for example 1 or 7), nor on threads and the processor, nor on the ranks of tensor
+parallelism.
 
 N outputs, K inputs, P panels.
 """
@@ -23,27 +24,28 @@ from shardfn.core import Axes
 from ._exact_gradients import exact_gradients
 from ._products import Product, Weight
 
-# From the input of a layer and its result to the result in its place.
+# From the input and the result of a layer to the final result.
 Then = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExactWeight(Weight):
-    """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
+    """Weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives of
-    any order. Made of panels, which are packed once for many calls, it has no derivative.
+    The layers of `nn` take an `ExactWeight` in place of a weight. Made of a weight, by `ExactWeight.of`, an
+    `ExactWeight` has derivatives of any order. Made of panels, packed once for many calls, an `ExactWeight` has no
+    derivative.
 
     Args:
         panels: panels from `kernels.pack_rows` of the weight as [N, K], in codes, too.
-        shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
-        chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
+        shape: shape of the weight: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
+        chunks: number of chunks of K, with sums added by a tree. The number is a part of the result, like a dtype.
         then: function from the layer's input and its result, with the bias, to the result in its place. On several
-            ranks the input and the result are a rank's own features where the layer cuts them.
+            ranks the input and the result are the rank's features where the layer cuts features.
 
     Attributes:
-        shape: the weight's.
-        chunks: see above.
-        then: see above.
+        shape: shape of the weight.
+        chunks: number of chunks of K.
+        then: function `then` from above.
 
     Raises:
         ValueError: panels of another shape.
@@ -61,7 +63,7 @@ class ExactWeight(Weight):
     def __init__(
         self, panels: Shaped[Tensor, "p k c"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
     ) -> None:
-        self._set(torch.Size(shape), chunks, None, panels, then)
+        self._set_fields(torch.Size(shape), chunks, None, panels, then)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if tuple(panels.shape) not in [
             kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
@@ -84,17 +86,17 @@ class ExactWeight(Weight):
             torch.Size([4, 6])
         """
         made = cls.__new__(cls)
-        made._set(weight.shape, chunks, weight, None)
+        made._set_fields(weight.shape, chunks, weight, None)
         return made
 
-    def _set(
+    def _set_fields(
         self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None, then: Then | None = None
     ) -> None:
         self.shape, self.chunks, self._source, self._panels, self.then = shape, chunks, source, panels, then
 
     @property
     def source(self) -> Tensor | None:
-        """Returns the weight that it is made of, or None if it is made of panels."""
+        """Returns the original weight, or None for an `ExactWeight` made of panels."""
         return self._source
 
     @property
@@ -104,36 +106,36 @@ class ExactWeight(Weight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight, float32 of one in codes; results are float32, or float64 of a weight in it."""
-        stored = self._stored.dtype
+        """Returns the dtype of the weight, float32 for codes. Results are float32, or float64 for a float64 weight."""
+        stored = self._stored_tensor.dtype
         return stored if stored.is_floating_point else torch.float32
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
-        return self._stored.device
+        """Returns the device of the weight."""
+        return self._stored_tensor.device
 
     @property
     def product(self) -> Product:
         """Returns the product of an input and the weight [N, K]."""
-        return _product(self.chunks)
+        return _exact_product(self.chunks)
 
     @property
     def panels(self) -> Shaped[Tensor, "p k c"]:
-        """Returns the packed weight. That of a weight of more than two dims must have been flattened."""
-        return kernels.pack_rows(self._stored) if self._panels is None else self._panels
+        """Returns the packed weight. A weight of more than two dims must have been flattened."""
+        return kernels.pack_rows(self._stored_tensor) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
         """Returns the same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
-        made = self._changed(self.shape, self.source, chunks)
+        made = self._copy_with(self.shape, self.source, chunks)
         made.then = None
         return made
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ExactWeight":
-        """The same weight with some neighbouring dims as one."""
+        """Returns the same weight with some neighbouring dims as a single dim."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         shape = torch.Size((*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :]))
-        return self._changed(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
+        return self._copy_with(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
 
     def linear(self, x: Float[Tensor, "*batch k"], bias: Float[Tensor, " n"] | None = None) -> Float[Tensor, "..."]:
         """Returns the affine map x w^T + bias, in the dtype of x.
@@ -143,7 +145,9 @@ class ExactWeight(Weight):
             ValueError: the weight has more than two dims.
         """
         if self.ndim != 2:
-            raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
+            raise ValueError(
+                f"linear: an ExactWeight must have two dims, got shape {tuple(self.shape)}. Flatten the dims to two."
+            )
         if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
             raise not_exact(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
@@ -153,7 +157,10 @@ class ExactWeight(Weight):
         return y if bias is None else y + bias
 
     def rows(self, index: Tensor) -> Float[Tensor, "*batch k"]:
-        """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
+        """Returns rows of the weight [N, K], as of a table of embeddings.
+
+        With panels, indices must be from 0 to N - 1.
+        """
         if self.source is not None:
             return F.embedding(index, self.source)
         return kernels.packed_rows(self.panels, index, self.shape[1])
@@ -173,18 +180,18 @@ class ExactWeight(Weight):
         call = _FUNCTIONS.get(func)
         if call is None:
             name = getattr(func, "__name__", func)
-            raise TypeError(f"torch's {name} does not take an ExactWeight; of its functions linear and embedding do.")
+            raise TypeError(f"torch's {name} does not take an ExactWeight: only linear and embedding do.")
         return call(*args, **(kwargs or {}))
 
     @property
-    def _stored(self) -> Tensor:
+    def _stored_tensor(self) -> Tensor:
         found = self.source if self._panels is None else self._panels
         assert found is not None
         return found
 
-    def _changed(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
+    def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
         made = type(self).__new__(type(self))
-        made._set(shape, chunks, source, self._panels, self.then)
+        made._set_fields(shape, chunks, source, self._panels, self.then)
         return made
 
 
@@ -193,12 +200,15 @@ AnyWeight = Tensor | ExactWeight
 
 
 def linear_of(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
-    """`linear` of a weight of either kind. Modes of torch's functions see the weight itself."""
+    """Applies `linear` with a weight of either kind. Modes of torch's functions see the weight itself."""
     return w.linear(x, b) if isinstance(w, ExactWeight) else F.linear(x, w, b)
 
 
 def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`linear_of` of several weights of one input: in one call where all are packed, with the same bits."""
+    """Applies `linear_of` with several weights to the same input.
+
+    In a single call if all are packed, with equal bits.
+    """
     packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
     chunks = {w.chunks for w in packed}
     if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in kernels.EXACT:
@@ -209,20 +219,20 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
 
 
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
-    """`embedding` of a table of either kind."""
+    """Applies `embedding` with a table of either kind."""
     return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
 
 
 def not_exact(begin: str) -> TypeError:
-    """Returns the error of an exact layer in another dtype, whose message begins so."""
+    """Returns the error of an exact layer in another dtype. The message begins with `begin`."""
     return TypeError(
-        f"{begin} exact layers compute float32, or float64 where all is float64; leave out mixed precision, or take"
+        f"{begin} exact layers compute float32, or float64 where all is float64. Leave out mixed precision, or take"
         " Policy(compute=torch.float32)."
     )
 
 
 def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
-    """This rank's block of a weight whose inputs are cut, with the chunks of the whole weight that it has.
+    """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
 
     Args:
         w: the block, [N, K_axis].
@@ -238,22 +248,22 @@ def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
     if rest or num & (num - 1):
         raise ValueError(
             f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
-            f" a power of two; take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
+            f" a power of two. Take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
         )
     if inputs % n or w.shape[1] != inputs // n:
         raise ValueError(
             f"row_linear: {inputs} inputs in {w.chunks} chunks over the {n} ranks of {axis!r}: a rank would have a part"
-            f" of a chunk; take ranks that divide the inputs (and the heads)."
+            f" of a chunk. Take ranks that divide the inputs (and the heads)."
         )
     return w.with_chunks(num)
 
 
 def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
-    """`leave_parallel` whose sum has the order of the tree: the ranks' summands as if they were chunks.
+    """Applies `leave_parallel` with a sum in the order of the tree: the ranks' summands take the place of chunks.
 
         [A] [B]  =>  [A + B] [A + B]
 
-    Transpose: as that of `leave_parallel`: each summand gets the result's cotangent.
+    Transpose, as for `leave_parallel`: each summand gets the result's cotangent.
     """
     n = axis_size(axis)
     if sequence is None:
@@ -262,7 +272,7 @@ def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
 
 
 @functools.cache
-def _product(chunks: int) -> Product:
+def _exact_product(chunks: int) -> Product:
     def forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         y = kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks)
         return y if bias is None else y + bias
@@ -270,18 +280,18 @@ def _product(chunks: int) -> Product:
     return Product(forward, exact_gradients(chunks))
 
 
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, ExactWeight):
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
-    if weight.source is not None and not alone:  # the function mode that follows values has seen no weight
+    if weight.source is not None and not alone:  # the function mode for following values has seen no weight
         raise TypeError(
             "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
         )
     return weight.linear(input, bias)
 
 
-def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
+def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
     del norm_type  # of no effect without max_norm
     if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
         weight, ExactWeight
@@ -290,4 +300,4 @@ def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, *
     return weight.rows(input)
 
 
-_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _linear, F.embedding: _embedding}
+_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _apply_linear, F.embedding: _apply_embedding}

@@ -1,6 +1,6 @@
-"""Activations and norms whose rows have the same bits beside any other rows, with derivatives.
+"""Batch-invariant activations and norms: rows have the same bits next to any other rows. With derivatives.
 
-Their derivatives are closed forms in torch's operations, differentiable again. See `_exact.py` for the law.
+The derivatives are closed forms in torch's operations, differentiable again. See `_exact.py` for the law.
 """
 
 import functools
@@ -20,21 +20,21 @@ from ._exact import AnyWeight, ExactWeight, not_exact
 
 
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
-    """GELU in its form with tanh; the exact one after a layer with an exact weight."""
+    """Returns GELU in the form with tanh, by `exact_gelu` after a layer with an exact weight."""
     if isinstance(w, ExactWeight):
         return exact_gelu(x_F)
     return F.gelu(x_F, approximate="tanh")
 
 
 def gated_silu(gate_F: Tensor, up_F: Tensor, w: AnyWeight) -> Tensor:
-    """silu(gate) * up; the exact one after a layer with an exact weight."""
+    """Returns silu(gate) * up, by `exact_gated_silu` after a layer with an exact weight."""
     if isinstance(w, ExactWeight):
         return exact_gated_silu(gate_F, up_F)
     return F.silu(gate_F) * up_F
 
 
 def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """GELU in its form with tanh, by `kernels.gelu`: each element by one expression wherever it lies.
+    """Returns GELU in the form with tanh, by `kernels.gelu`: each element by the same expression.
 
     Args:
         x_F: float32 or float64.
@@ -43,11 +43,11 @@ def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         >>> exact_gelu(torch.zeros(2)).tolist()
         [0.0, 0.0]
     """
-    return pointwise(kernels.gelu, _of_gelu, x_F)
+    return pointwise(kernels.gelu, _gelu_partials, x_F)
 
 
 def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """silu(gate) * up, by `kernels.gated_silu`: each element by one expression wherever it lies.
+    """Returns silu(gate) * up, by `kernels.gated_silu`: each element by the same expression.
 
     Args:
         gate_F: float32 or float64.
@@ -61,7 +61,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
 
 
 def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
-    """Returns an elementwise function of tensors of one shape, with the derivatives of its partial ones."""
+    """Returns an elementwise function of tensors of equal shape, with derivatives from the partial derivatives."""
     return _Pointwise.apply(run, partials, *xs)  # pyright: ignore[reportReturnType]
 
 
@@ -72,12 +72,12 @@ def exact_layer_norm(
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*batch d"]:
-    """`layer_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
+    """Applies a batch-invariant `layer_norm`: rows have the same bits next to any other rows, by `kernels.row_norm`.
 
     Args:
         x_D: float32 or float64, any leading dims.
         w_D: scale, in the dtype of x.
-        b_D: shift, likewise, or None.
+        b_D: shift in the dtype of the scale, or None.
         eps: added to the variance.
 
     Raises:
@@ -87,13 +87,13 @@ def exact_layer_norm(
         >>> exact_layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    return _norm(x_D, w_D, b_D, eps, True)
+    return _apply_norm(x_D, w_D, b_D, eps, True)
 
 
 def exact_rms_norm(
     x_D: Float[Tensor, "*batch d"], w_D: Float[Tensor, " d"], *, eps: float = 1e-5
 ) -> Float[Tensor, "*batch d"]:
-    """`rms_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
+    """Applies a batch-invariant `rms_norm`: rows have the same bits next to any other rows, by `kernels.row_norm`.
 
     Args:
         x_D: float32 or float64, any leading dims.
@@ -107,12 +107,12 @@ def exact_rms_norm(
         >>> exact_rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
-    return _norm(x_D, w_D, None, eps, False)
+    return _apply_norm(x_D, w_D, None, eps, False)
 
 
-def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _apply_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
     if has_torch_function((x, w, b)):  # a lazy leaf
-        return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
+        return handle_torch_function(_apply_norm, (x, w, b), x, w, b, eps, centered)
     dtypes = dict.fromkeys(t.dtype for t in (x, w, b) if t is not None)
     if len(dtypes) > 1 or x.dtype not in kernels.EXACT:
         raise not_exact(f"an exact norm of {', '.join(map(str, dtypes))}:")
@@ -120,7 +120,7 @@ def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) ->
 
 
 class _Pointwise(torch.autograd.Function):
-    """(a function of tensors of one shape, its partial derivatives, the tensors) -> its value, element by element."""
+    """Maps (an elementwise function of tensors of equal shape, the partial derivatives, the tensors) to the value."""
 
     generate_vmap_rule = True
 
@@ -160,15 +160,15 @@ def partials_of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 _C = 2 * math.sqrt(2 / math.pi)
 
 
-def _of_gelu(x: Tensor) -> tuple[Tensor]:
+def _gelu_partials(x: Tensor) -> tuple[Tensor]:
     square = x * x
     s = (_C * x * (1 + 0.044715 * square)).sigmoid()
-    # 1 - s is 0 before its factor overflows.
+    # 1 - s is 0 before the factor overflows.
     return (s + x * s * (1 - s) * (_C * (1 + 3 * 0.044715 * square)),)
 
 
 class _Norm(torch.autograd.Function):
-    """(x, w, b, eps, centered) -> y = n w + b, n = (x - m) r, r = 1 / sqrt(mean((x - m)^2) + eps).
+    """Maps (x, w, b, eps, centered) to y = n w + b, n = (x - m) r, r = 1 / sqrt(mean((x - m)^2) + eps).
 
     backward  dx = r (g - [mean(g)] - n mean(g n)), g = dy w;  dw = sum of dy n;  db = sum of dy
     jvp       dy = r (t - [mean(t)] - n mean(t n)) w + n dw + db
@@ -191,27 +191,27 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (dy,), (x, w) = grad_outputs, ctx.saved_tensors
-        n, r = _normed(ctx, x)
-        dx = _projected(ctx, dy * w, n, r) if ctx.needs_input_grad[0] else None
+        n, r = _normalize_rows(ctx, x)
+        dx = _project_direction(ctx, dy * w, n, r) if ctx.needs_input_grad[0] else None
         return dx, (dy * n).sum_to_size(w.shape), dy.sum_to_size(w.shape) if ctx.biased else None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (x, w), (tx, tw, tb, *_) = ctx.saved_tensors, grad_inputs
-        n, r = _normed(ctx, x)
-        parts = [] if tx is None else [_projected(ctx, tx, n, r) * w]
+        n, r = _normalize_rows(ctx, x)
+        parts = [] if tx is None else [_project_direction(ctx, tx, n, r) * w]
         parts += [] if tw is None else [n * tw]
         parts += [] if tb is None else [tb.expand_as(x)]
         return functools.reduce(torch.add, parts)
 
 
-def _normed(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize_rows(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     x = x - x.mean(-1, keepdim=True) if ctx.centered else x
     r = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
     return x * r, r
 
 
-def _projected(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
-    """Returns the derivative of n in the direction g, which is symmetric."""
+def _project_direction(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
+    """Returns the derivative of n in the direction g, a symmetric map."""
     inner = g - n * (g * n).mean(-1, keepdim=True)
     return r * (inner - g.mean(-1, keepdim=True) if ctx.centered else inner)

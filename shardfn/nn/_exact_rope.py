@@ -1,4 +1,4 @@
-"""Rotary tables whose numbers are the same on every processor, from additions and multiplications alone.
+"""Rotary tables with the same numbers on every processor, from only additions and multiplications.
 
 T tokens, K head dim.
 """
@@ -7,18 +7,18 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-# pi / 2 in two parts; products of the first and a whole number below 2^20 are exact.
+# pi / 2 in two parts. Products of the first and a whole number below 2^20 are exact.
 _HIGH, _LOW = 1.5707963267341256, 6.077100506506192e-11
-_MAGIC = 6755399441055744.0  # 1.5 * 2^52: numbers added to it are rounded to whole numbers, ties to even
+_MAGIC = 6755399441055744.0  # 1.5 * 2^52: added numbers are rounded to whole numbers, ties to even
 _TERMS = 9
 
 
 def exact_rope_table(
     positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
-    """`rope_table` whose numbers are the same on every processor: a row depends on its position alone.
+    """Returns `rope_table` with the same numbers on every processor: a row depends only on the row's position.
 
-    In float64, powers of the base are those of the C library, which may differ in their last bit from another's.
+    In float64, powers of the base come from the C library, and may differ in the last bit from another library.
 
     Args:
         positions_T: global positions of the tokens.

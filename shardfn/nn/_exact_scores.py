@@ -1,7 +1,7 @@
-"""Scores of routers whose rows have the same bits beside any other rows, with derivatives. See `_exact.py` for the law.
+"""Batch-invariant scores of routers: rows have the same bits next to any other rows. See `_exact.py` for the law.
 
 Torch's sums, exponentials and sigmoids depend on the width of a processor's vectors, some on the number of rows. Here
-e^x and the sigmoid are made of `kernels.gated_silu`, whose expression is fixed, and sums are added by halving.
+e^x and the sigmoid are made of `kernels.gated_silu`, with a fixed expression, and sums are added by halving.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from shardfn import kernels
 from ._exact import not_exact
 from ._exact_functions import pointwise
 
-_LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
+_LEAST = -87.0  # below the bound e^x is 0, so nothing is subnormal
 _NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
 
 
 def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
-    """Softmax over the last dim, whose rows have the same bits beside any other rows.
+    """Returns the softmax over the last dim. Rows have the same bits next to any other rows.
 
     Args:
-        x_E: float32 or float64, finite; e is 1 or more.
+        x_E: finite scores in float32 or float64, where e is 1 or more.
 
     Raises:
         TypeError: for other dtypes.
@@ -33,12 +33,12 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
         >>> exact_softmax(torch.tensor([1.0, 1.0])).tolist()
         [0.5, 0.5]
     """
-    _check(x_E)
+    _check_dtype(x_E)
     return _Softmax.apply(x_E)  # pyright: ignore[reportReturnType]
 
 
 def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns the sigmoid of each element, by one expression wherever it lies.
+    """Returns the sigmoid of each element, by the same expression.
 
     Args:
         x: float32 or float64, finite.
@@ -50,12 +50,12 @@ def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         >>> exact_sigmoid(torch.tensor([0.0, -200.0])).tolist()
         [0.5, 0.0]
     """
-    _check(x)
-    return pointwise(_sigmoid, _of_sigmoid, x)
+    _check_dtype(x)
+    return pointwise(_compute_sigmoid, _sigmoid_partials, x)
 
 
 def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
-    """Sums over the last dim by halving: the first half of the elements plus the second, until one is left.
+    """Sums over the last dim by halving: the first half of the elements plus the second, until a single sum is left.
 
     Example:
         >>> exact_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -69,25 +69,25 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
     return x_E
 
 
-def _check(x: Tensor) -> None:
+def _check_dtype(x: Tensor) -> None:
     if x.dtype not in kernels.EXACT:
         raise not_exact(f"exact scores of {x.dtype}:")
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def _compute_sigmoid(x: Tensor) -> Tensor:
     near = x.abs() < _NEAR
     divisor = torch.where(near, 1.0, x)
     return torch.where(near, 0.5, kernels.gated_silu(divisor, torch.ones_like(divisor)) / divisor)
 
 
-def _of_sigmoid(x: Tensor) -> tuple[Tensor]:
+def _sigmoid_partials(x: Tensor) -> tuple[Tensor]:
     s = x.sigmoid()
     return (s * (1 - s),)
 
 
-def _exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0: with s the sigmoid of x, at most 1/2, it is s / (1 - s)."""
-    s = _sigmoid(x.clamp(min=_LEAST))
+def _compute_exponential(x: Tensor) -> Tensor:
+    """Returns e^x of x <= 0, as s / (1 - s) with the sigmoid s of x, at most 1/2."""
+    s = _compute_sigmoid(x.clamp(min=_LEAST))
     return torch.where(x < _LEAST, 0.0, s / (1 - s))
 
 
@@ -96,7 +96,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        weights = _exponential(x - x.amax(-1, keepdim=True))
+        weights = _compute_exponential(x - x.amax(-1, keepdim=True))
         return weights / exact_sum(weights)
 
     @staticmethod
@@ -108,15 +108,15 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _projected(x, grad_outputs[0])
+        return _project_direction(x, grad_outputs[0])
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _projected(x, grad_inputs[0])
+        return _project_direction(x, grad_inputs[0])
 
 
-def _projected(x: Tensor, g: Tensor) -> Tensor:
-    """Returns the derivative in the direction g, which is symmetric."""
+def _project_direction(x: Tensor, g: Tensor) -> Tensor:
+    """Returns the derivative in the direction g, a symmetric map."""
     p = x.softmax(-1)
     return p * (g - (g * p).sum(-1, keepdim=True))

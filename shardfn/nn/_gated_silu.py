@@ -1,4 +1,4 @@
-"""SwiGLU's activation, which keeps its two inputs for the backward, and not silu(gate) beside them."""
+"""SwiGLU's activation, with only the two inputs kept for the backward, and not silu(gate) in addition."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from ._as_ops import runs_as_ops
 
 
 def gated_silu(gate: Float[Tensor, "*n"], up: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """silu(gate) * up, with the bits and derivatives of torch's operations.
+    """Returns silu(gate) * up, with the bits and derivatives of torch's operations.
 
     For a third less memory of the backward: silu(gate) is computed there again.
 
@@ -45,7 +45,7 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (gate, up), (dgate, dup) = ctx.saved_tensors, grad_inputs
-        parts = [] if dgate is None else [_of_silu(dgate * up, gate)]
+        parts = [] if dgate is None else [_silu_gradient(dgate * up, gate)]
         parts += [] if dup is None else [dup * F.silu(gate)]
         return functools.reduce(torch.add, parts)
 
@@ -57,12 +57,12 @@ def gradients_of_gated_silu(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tenso
         >>> gradients_of_gated_silu(torch.ones(1), torch.zeros(1), torch.ones(1))
         (tensor([0.5000]), tensor([0.]))
     """
-    # As torch has it: the second form can be differentiated again, where that is recorded.
-    of_silu = _of_silu if torch.is_grad_enabled() else torch.ops.aten.silu_backward
+    # As in torch: the second form can be differentiated again, where autograd records.
+    of_silu = _silu_gradient if torch.is_grad_enabled() else torch.ops.aten.silu_backward
     return of_silu(dy * up, gate), dy * F.silu(gate)
 
 
-def _of_silu(dy: Tensor, gate: Tensor) -> Tensor:
-    """`dy` times the derivative of silu."""
+def _silu_gradient(dy: Tensor, gate: Tensor) -> Tensor:
+    """Returns `dy` times the derivative of silu."""
     s = gate.sigmoid()
     return dy * s * (1 + gate * (1 - s))

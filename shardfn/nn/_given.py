@@ -1,10 +1,11 @@
-"""Masks that are data of a batch or a model: keys that count, and numbers added to scores.
+"""Masks as data of a batch or a model: counted keys, and numbers added to scores.
 
     Keys(keep_BS)          only some keys: padding
-    Added(numbers)         a number for each pair, -inf where it does not count
+    Added(numbers)         a number for each pair, -inf where a pair does not count
     Relative(table_HD)     a number for each distance
 
-They compose by `&` as the others do. Only `Dense()` gives their gradients: the other bodies compute their own.
+Such masks compose by `&` like all masks. Only `Dense()` gives gradients of the data: the other bodies compute gradients
+by separate formulas.
 
 B samples, T queries, S keys, H query heads.
 """
@@ -25,10 +26,10 @@ from ._masks import Cover, Mask, Span
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Keys(Mask):
-    """Only some keys count: those of a batch's rows that are not padding. A boolean key padding mask.
+    """Boolean key padding mask: only some keys count, such as the keys outside of padding.
 
     Attributes:
-        keep_BS: True for the keys that count, of the whole sequence.
+        keep_BS: True for the counted keys of the whole sequence.
 
     Example:
         >>> Keys(torch.tensor([[True, True, False]])).pairs((0, 2), (0, 3)).int().tolist()
@@ -49,7 +50,7 @@ class Keys(Mask):
         return Keys(*tensors)
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return _some(queries, keys)
+        return _cover_some(queries, keys)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         rows = max(queries[1] - queries[0], 0)
@@ -66,7 +67,7 @@ class Keys(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added(Mask):
-    """Numbers that are added to the scores; -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
+    """Numbers added to the scores, where -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
 
     Attributes:
         numbers: [T, S], [H, T, S] or [B, H, T, S], of the whole sequence. Each may be 1 for all.
@@ -93,7 +94,7 @@ class Added(Mask):
         return self if self.lead[1] == 1 else Added(self.numbers[..., start:stop, :, :])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return _some(queries, keys)
+        return _cover_some(queries, keys)
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         x = self.numbers
@@ -122,10 +123,10 @@ class Added(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relative(Mask):
-    """Numbers that are added to the scores by the distance s - t of a key from a query: relative position bias.
+    """Numbers added to the scores by the distance s - t of a key from a query: relative position bias.
 
     Attributes:
-        table_HD: [H or 1, 2 R + 1], of distances -R .. R; greater distances have the number of R, or -R.
+        table_HD: table [H or 1, 2 R + 1], of distances -R .. R. Greater distances have the number of R, or -R.
 
     Example:
         >>> Relative(torch.tensor([[-1.0, 0, 1]])).bias((0, 2), (0, 3)).tolist()
@@ -149,7 +150,7 @@ class Relative(Mask):
         return self if self.lead[1] == 1 else Relative(self.table_HD[start:stop])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "all" if _some(queries, keys) == "some" else "none"
+        return "all" if _cover_some(queries, keys) == "some" else "none"
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         sizes = (max(stop - start, 0) for start, stop in (queries, keys))
@@ -157,24 +158,26 @@ class Relative(Mask):
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         table = self.table_HD.to(device)
-        return self._at(torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None])
+        return self._look_up(
+            torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None]
+        )
 
     def given(self, queries: Span, keys: Span) -> Given:
         nearest, furthest = keys[0] - queries[1] + 1, keys[1] - queries[0]
-        return Given(table=self._at(torch.arange(nearest, furthest, device=self.table_HD.device)))
+        return Given(table=self._look_up(torch.arange(nearest, furthest, device=self.table_HD.device)))
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         H, D = self.table_HD.shape
         problem = f"Relative of shape {(H, D)} for {heads} heads: give [H or 1, 2 R + 1], of distances -R .. R"
         return [] if H in (1, heads) and D % 2 else [problem]
 
-    def _at(self, distance: Tensor) -> Tensor:
+    def _look_up(self, distance: Tensor) -> Tensor:
         R = self.table_HD.shape[1] // 2
         return self.table_HD[:, distance.clamp(-R, R) + R]
 
 
 def together(found: Iterable[Given]) -> Given:
-    """Joins several `Given` to one: sums of added numbers, and ids that are equal where all of theirs are.
+    """Joins several `Given`: sums of added numbers, and ids with equality where all given ids are equal.
 
     Example:
         >>> a, b = (Given(torch.tensor([ids]), torch.tensor([ids])) for ids in ([7, 7, 9], [1, 2, 1]))
@@ -182,14 +185,14 @@ def together(found: Iterable[Given]) -> Given:
         >>> (ids[:, None] == ids).int().tolist()
         [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     """
-    return functools.reduce(_joined, found, Given())
+    return functools.reduce(_join_given, found, Given())
 
 
-def _joined(a: Given, b: Given) -> Given:
+def _join_given(a: Given, b: Given) -> Given:
     added, table = (x if y is None else y if x is None else x + y for x, y in ((a.added, b.added), (a.table, b.table)))
     if a.dropped is not None and b.dropped is not None:
         raise ValueError(
-            "attention: BlockSparse() drops by one PairDropout, but the mask has several; take Blockwise(), or one of"
+            "attention: BlockSparse() drops by one PairDropout, but the mask has several. Take Blockwise(), or one of"
             " the rate 1 - (1 - rate1) (1 - rate2)."
         )
     rest = added, table, a.dropped or b.dropped
@@ -197,17 +200,17 @@ def _joined(a: Given, b: Given) -> Given:
         own = b if a.ids_q is None else a
         return Given(own.ids_q, own.ids_k, *rest)
     sizes = [a.ids_q.shape[1], a.ids_k.shape[1]]
-    first, second = (_numbered(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
+    first, second = (_renumber_ids(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
     ids_q, ids_k = (first * sum(sizes) + second).split(sizes, 1)
     return Given(ids_q, ids_k, *rest)
 
 
-def _numbered(ids_BN: Tensor) -> Tensor:
-    """Returns the numbers as 0 .. N - 1, equal where they are."""
+def _renumber_ids(ids_BN: Tensor) -> Tensor:
+    """Returns the numbers as 0 .. N - 1, equal where the given numbers are equal."""
     ordered, index = ids_BN.sort(-1)
     new = torch.cat([torch.zeros_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], -1)
     return torch.zeros_like(ids_BN).scatter(-1, index, new.cumsum(-1))
 
 
-def _some(queries: Span, keys: Span) -> Cover:
+def _cover_some(queries: Span, keys: Span) -> Cover:
     return "some" if queries[0] < queries[1] and keys[0] < keys[1] else "none"

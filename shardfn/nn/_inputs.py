@@ -1,4 +1,4 @@
-"""Requirements on inputs of bodies that compute their own gradients."""
+"""Requirements on inputs of bodies of attention with a custom backward."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ._online import OnlineScores
 
 
 def narrowed(*qkv: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype of autocast, once, as forward and backward are apart."""
+    """Returns queries, keys and values in the dtype of autocast, once, as forward and backward are separate."""
     kind = qkv[0].device.type
     if not torch.is_autocast_enabled(kind) or qkv[0].dtype == torch.float64:
         return qkv
@@ -15,13 +15,13 @@ def narrowed(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_gradients(how: OnlineScores) -> None:
-    """Raises where data beside queries, keys and values would need a gradient.
+    """Raises where data other than queries, keys and values would need a gradient.
 
     Raises:
         ValueError: slopes or a mask's data require a gradient.
     """
     if how.slopes_H is not None and how.slopes_H.requires_grad:
-        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")
+        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes. Pass slopes_H.detach().")
     wrong = [type(m).__name__ for m in how.mask.parts if any(t.requires_grad for t in m.tensors)]
     if wrong:
         raise ValueError(

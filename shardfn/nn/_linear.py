@@ -43,23 +43,23 @@ def embedding(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """Row `tokens[...]` of the table. With `axis`, of a table whose rows are cut over ranks.
+    """Returns rows `tokens[...]` of the table. With `axis`, the rows of the table are cut over ranks.
 
-    Each rank looks up its own rows, and the sum over ranks is the result: of all tokens, or with `sequence` of this
-    rank's.
+    Each rank looks up the local rows, and the sum over ranks is the result: for all tokens, or with `sequence` for the
+    rank's tokens.
 
     Args:
-        tokens: indices in [0, V), any shape; the same on all ranks of `axis`.
-        w_VD: the table, or this rank's block of it.
-        axis: mesh axes that cut V. None is one device.
-        vocab_size: V; needed where the axis has several ranks.
-        sequence: T where each rank is to have its rows of the last dim of `tokens`.
+        tokens: indices in [0, V), of any shape, the same on all ranks of `axis`.
+        w_VD: table, or the rank's block of the table.
+        axis: mesh axes along which V is cut. None means a single device.
+        vocab_size: V, needed where the axis has several ranks.
+        sequence: T where each rank is to have its part of the last dim of `tokens`.
 
     Returns:
         The shape of `tokens` and D.
 
     Raises:
-        ValueError: the table is not this rank's block of `vocab_size` rows.
+        ValueError: the table is not the rank's block of `vocab_size` rows.
         IndexError: a token is outside the table (on CPU; CUDA asserts on the device).
 
     Example:
@@ -70,21 +70,21 @@ def embedding(
     if axis_size(axis) == 1:
         return rows_of(tokens, w_VD)
     start, stop, size = own_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
-    if start == stop:  # not a lookup, but a function of the block: its transposes are taken on all ranks
+    if start == stop:  # not a lookup, but a function of the block: all ranks take transposes of the function
         block = w_VD.source if isinstance(w_VD, ExactWeight) else w_VD
         rows = tokens.new_zeros(w_VD.shape[1], dtype=w_VD.dtype) if block is None else block.sum(0)
         rows = rows.expand(*tokens.shape, w_VD.shape[1]).neg()
     else:
         index, missing = own_index(tokens, start, stop, size)
-        rows = rows_of(index, w_VD).masked_fill(missing[..., None], -0.0)  # plus which -0 stays -0
+        rows = rows_of(index, w_VD).masked_fill(missing[..., None], -0.0)  # with this summand -0 stays -0
     return leave_parallel(rows, axis, sequence)
 
 
 def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
-    """Start and stop of this rank's classes, and the number of all.
+    """Returns the start and stop of the rank's classes, and the number of all classes.
 
     Raises:
-        ValueError: `vocab_size` is missing, or the block has another number of rows than follows from it.
+        ValueError: `vocab_size` is missing, or the block has the wrong number of rows.
     """
     check_block(name, (rows,), vocab_size, axis, option="vocab_size")
     size = rows if vocab_size is None else vocab_size
@@ -92,9 +92,9 @@ def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tup
 
 
 def own_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:
-    """Indices into this rank's rows, and a mask of the other ranks' tokens.
+    """Returns indices into the rank's rows, and a mask of the other ranks' tokens.
 
-    Tokens outside the table go unchanged to the first or the last rank, whose lookup refuses them.
+    Tokens outside of the table go unchanged to the first or the last rank. The lookup there raises.
     """
     below = tokens.lt(start) if start > 0 else None
     above = tokens.ge(stop) if stop < size else None

@@ -1,8 +1,8 @@
 """Masks of attention as values: `Causal() & Segments(ids_BT)`.
 
-A mask refers to global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
-answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs count, some,
-or no pair; which, and how many. Bodies of attention skip rectangles without pairs.
+A mask refers to global positions, so a rank with some tokens of a sequence uses the same value as a single device. For
+a rectangle of positions, such as queries (0, 4) and keys (0, 8), a mask tells whether all pairs, some or no pair count,
+which pairs, and how many. Bodies of attention skip rectangles without pairs.
 
 An answer "none" or "all" depends on values known to the program (positions, lengths, layouts) and never on a tensor's:
 ranks agree on the skipped rectangles, and a capture is good for all batches.
@@ -28,12 +28,12 @@ from shardfn.kernels import Given
 
 Span = tuple[int, int]
 Cover = Literal["all", "none", "some"]
-# The values of `Mask.grid`, in this order, so that the cover of an intersection is the least.
+# The values of `Mask.grid`, ordered so that the cover of an intersection is the least value.
 COVERS: tuple[Cover, ...] = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
 Array = np.ndarray
 
-# Elements of the largest dense block that is made to count pairs.
+# Elements of the largest dense block made to count pairs.
 _COUNTED = 4096
 
 
@@ -55,31 +55,31 @@ class Mask(abc.ABC):
 
     @property
     def lead(self) -> tuple[int, int]:
-        """Returns the numbers of samples and heads with masks of their own, or 1 where all share one."""
+        """Returns the numbers of samples and heads with separate masks, or 1 where all share a mask."""
         return 1, 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the data in it. `with_tensors` puts others in their place."""
+        """Returns the data of the mask. `with_tensors` replaces the data."""
         return ()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Mask":
-        """The same mask of other data."""
+        """Returns the same mask of other data."""
         del tensors
         return self
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """Returns the masks whose intersection it is."""
+        """Returns the masks of which the mask is the intersection."""
         return (self,)
 
     @property
     def tile(self) -> int | None:
-        """Returns the number of tokens of its blocks, or None without blocks."""
+        """Returns the number of tokens of the mask's blocks, or None without blocks."""
         return None
 
     def grid(self, queries: Array, keys: Array) -> Array:
-        """`cover` of the tiles between edges 0, .., T of queries and of keys: int8 [heads or 1, N, M]."""
+        """Returns `cover` of the tiles between edges 0, .., T of queries and of keys: int8 [heads or 1, N, M]."""
         rows, columns = (list(itertools.pairwise(edges.tolist())) for edges in (queries, keys))
         found = [[COVERS.index(self.cover(q, k)) for k in columns] for q in rows]
         return np.array(found, np.int8).reshape(1, len(rows), len(columns))
@@ -94,23 +94,23 @@ class Mask(abc.ABC):
 
     @property
     def of_positions(self) -> bool:
-        """Returns whether `cover` and `pairs` define it: no data, no added numbers, no factors."""
+        """Returns whether `cover` and `pairs` define the mask: no data, no added numbers, no factors."""
         own = type(self)
         return not self.tensors and own.bias is Mask.bias and own.scales is Mask.scales
 
     @property
     def in_kernels(self) -> bool:
-        """Returns whether the kernels of attention take it: it depends on positions alone, or `given` has its data."""
+        """Returns whether the kernels of attention take the mask: a mask of only positions, or with data in `given`."""
         return self.of_positions or type(self).given is not Mask.given
 
     def given(self, queries: Span, keys: Span) -> Given:
-        """Returns the data in it for a rectangle, as the kernels of attention take it.
+        """Returns the data of the mask for a rectangle, in the form for the kernels of attention.
 
         Raises:
-            ValueError: they do not support it.
+            ValueError: the kernels do not support the mask.
         """
         del queries, keys
-        problem = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
+        problem = f"BlockSparse() does not know the data of {type(self).__name__}. Give that mask a method given(), or"
         raise ValueError(f"attention: {problem} take Blockwise().")
 
     def of_heads(self, start: int, stop: int) -> "Mask":
@@ -119,12 +119,12 @@ class Mask(abc.ABC):
         return self
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        """Returns the reasons why it does not fit these numbers of queries, keys and heads."""
+        """Returns the reasons why the mask does not fit given numbers of queries, keys and heads."""
         del queries, keys, heads
         return []
 
     def count(self, queries: Span, keys: Span) -> int:
-        """Returns the pairs that count in a rectangle, over all samples and heads with masks of their own.
+        """Returns the number of counted pairs in a rectangle, over all samples and heads with separate masks.
 
         Example:
             >>> Causal().count((0, 4), (0, 4))
@@ -136,8 +136,8 @@ class Mask(abc.ABC):
         if q * k <= _COUNTED:
             return int(self.pairs(queries, keys).expand(*self.lead, q, k).sum())
         if q >= k:
-            return sum(self.count(half, keys) for half in _halves(queries))
-        return sum(self.count(queries, half) for half in _halves(keys))
+            return sum(self.count(half, keys) for half in _split_span(queries))
+        return sum(self.count(queries, half) for half in _split_span(keys))
 
     def __and__(self, other: "Mask") -> "Mask":
         members = [m for mask in (self, other) for m in mask.parts]
@@ -230,7 +230,7 @@ class Causal(Window):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, except that all tokens see the first `length` ones: a prefix language model.
+    """Causal mask where all tokens also see the first `length` tokens: a prefix language model.
 
     Attributes:
         length: tokens of the prefix.
@@ -262,10 +262,10 @@ class Prefix(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments(Mask):
-    """Tokens of one document attend to each other: packed sequences. Usually `Causal() & Segments(ids_BT)`.
+    """Attention within a document: packed sequences. Usually `Causal() & Segments(ids_BT)`.
 
     Attributes:
-        ids_BT: the document of each token, of the whole sequence; any integers.
+        ids_BT: document of each token of the whole sequence, any integers, for example [[0, 0, 1, 1, 1]].
 
     Example:
         >>> Segments(torch.tensor([[0, 0, 1]])).pairs((0, 3), (0, 3)).int().tolist()
@@ -303,10 +303,10 @@ class Segments(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Both(Mask):
-    """The pairs of all of several masks; made by `&`.
+    """Intersection of several masks, made by `&`.
 
     Attributes:
-        masks: two or more, none of them such an intersection.
+        masks: two or more masks, none of them an intersection.
 
     Example:
         >>> (Causal() & Window(1)).masks
@@ -368,7 +368,7 @@ class Both(Mask):
 
 
 def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
-    """Returns the documents of packed sequences, from positions that start again at 0.
+    """Returns the documents of packed sequences, from positions with a new start at 0, for example [0, 1, 0, 1, 2].
 
     Args:
         position_ids_BT: position ids of the whole sequence.
@@ -385,7 +385,7 @@ def size_of(span: Span) -> int:
     return max(span[1] - span[0], 0)
 
 
-def _halves(span: Span) -> tuple[Span, Span]:
+def _split_span(span: Span) -> tuple[Span, Span]:
     middle = (span[0] + span[1]) // 2
     return (span[0], middle), (middle, span[1])
 

@@ -26,7 +26,7 @@ def mlp(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
-    """gelu(x w_up^T + b_up) w_down^T + b_down, gelu in GPT-2's form with tanh.
+    """Returns gelu(x w_up^T + b_up) w_down^T + b_down, gelu in GPT-2's form with tanh.
 
     Args:
         x_D: any leading dims.
@@ -34,12 +34,12 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
-        d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]. None is one device.
-        sequence: T where x and the result are this rank's rows of the tokens.
+        d_ff: F of the whole layer, needed where the axis has several ranks.
+        axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
+        sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Raises:
-        ValueError: a weight is not this rank's block of a layer of `d_ff`.
+        ValueError: a weight is not the rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch
@@ -61,19 +61,19 @@ def swiglu(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
-    """(silu(x w_gate^T) * x w_up^T) w_down^T, silu(z) = z sigmoid(z).
+    """Returns (silu(x w_gate^T) * x w_up^T) w_down^T, silu(z) = z sigmoid(z).
 
     Args:
         x_D: any leading dims.
         w_gate_FD: weight of the gate.
         w_up_FD: weight of the gated branch.
         w_down_DF: weight back to D.
-        d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]. None is one device.
-        sequence: T where x and the result are this rank's rows of the tokens.
+        d_ff: F of the whole layer, needed where the axis has several ranks.
+        axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
+        sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Raises:
-        ValueError: a weight is not this rank's block of a layer of `d_ff`.
+        ValueError: a weight is not the rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch
@@ -96,18 +96,18 @@ def fused_swiglu(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
-    """`swiglu` with the gate and the gated branch in one weight, and so in one product.
+    """Returns `swiglu` with the gate and the gated branch in a single weight, and so in a single product.
 
     Args:
         x_D: any leading dims.
-        w_2FD: the gate, then the branch. `P(None, axis)` cuts both alike.
+        w_2FD: weight of the gate, then of the branch. `P(None, axis)` cuts both equally.
         w_down_DF: weight back to D.
-        d_ff: F of the whole layer; needed where the axis has several ranks.
-        axis: mesh axes that cut F. None is one device.
-        sequence: T where x and the result are this rank's rows of the tokens.
+        d_ff: F of the whole layer, needed where the axis has several ranks.
+        axis: mesh axes along which F is cut. None means a single device.
+        sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Raises:
-        ValueError: a weight is not this rank's block of a layer of `d_ff`.
+        ValueError: a weight is not the rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch

@@ -1,16 +1,16 @@
-"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys arrive in parts.
+"""Online softmax: attention tile by tile. The softmax of a row is kept as (top, total, sum) while keys arrive in parts.
 
-    forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum likewise with v
+    forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum in the same way with v
     backward  p = e^(s - lse);  dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = ds k;  dk = ds^T q
 
 with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. c is the
-mask's factor of probabilities, such as dropout's: it is in `sum`, and not in `total` or lse. A row without keys has lse
-= -inf, y = 0 and gradient 0. No more than a tile of scores is in memory at a time. Tiles without a pair of the mask are
-left out.
+mask's factor of probabilities, such as from dropout: `sum` includes c, but `total` and lse do not. A row without keys
+has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is in memory at a time. Tiles without a pair of the
+mask are left out.
 
-B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim.
-Milakov, Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
-Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
+B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim. Milakov, Gimelshein, Online
+normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867 Dao et al., FlashAttention, 2022,
+https://arxiv.org/abs/2205.14135
 """
 
 import math
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ._masks import Mask, Span
 
-# Positions of tokens that lie one after another, in the order in which they lie.
+# Positions of neighbouring tokens, in the order of memory.
 Rows = tuple[Span, ...]
 
 
 class OnlineScores(NamedTuple):
-    """The parts of a score besides q k.
+    """Parts of a score besides q k.
 
     Attributes:
-        mask: the pairs that count.
+        mask: mask of the counted pairs.
         scale: of q k. None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
-        sinks_H: the score of one more key of each query head, whose value is 0, or None.
+        sinks_H: score of an additional key of each query head, with the value 0, or None.
     """
 
     mask: Mask
@@ -51,13 +51,13 @@ class OnlineScores(NamedTuple):
         return sloped if added is None else sloped + added
 
     def of_heads(self, start: int, stop: int) -> "OnlineScores":
-        """Those of some query heads."""
+        """Returns the scores of some query heads."""
         slopes_H, sinks_H = (None if x is None else x[start:stop] for x in (self.slopes_H, self.sinks_H))
         return OnlineScores(self.mask.of_heads(start, stop), self.scale, slopes_H, sinks_H)
 
 
 class Tile(NamedTuple):
-    """Rows `at` of a tensor, which are the tokens of positions `span`."""
+    """Rows `at` of a tensor: the tokens of positions `span`."""
 
     at: Span
     span: Span
@@ -88,7 +88,7 @@ def tiles(rows: Rows, block: int) -> list[Tile]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums are formed."""
+    """Returns the dtype of sums."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -117,25 +117,23 @@ def absorb(
         for i, query in enumerate(tiles(queries, block)):
             if how.mask.cover(query.span, key.span) == "none":
                 continue
-            s = _scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
-            states[i] = _fold(states[i], s, v, _multiplier(s, query.span, key.span, how))
+            s = _compute_scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
+            states[i] = _fold_values(states[i], s, v, _probability_factors(s, query.span, key.span, how))
 
 
 def finish(
     states: Sequence[OnlineState | None], q_BGRTK: Tensor, v: Tensor, queries: Rows, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Y [B, G, R, T, K] and lse [B, G, R, T] of all tiles."""
+    """Returns y [B, G, R, T, K] and lse [B, G, R, T] of all tiles."""
     ys, lses = [], []
     for state, query in zip(states, tiles(queries, block), strict=True):
-        if state is None:  # empty sums, as functions of their would-be inputs
+        if state is None:  # empty sums, as functions of the would-be inputs
             q = take(q_BGRTK, query.at)
             empty = torch.zeros_like(q[..., 0])
             ys.append(empty[..., None].expand(*empty.shape, v.shape[-1]))
             lses.append(empty - math.inf)
         else:
-            total = state.total.masked_fill(
-                state.total == 0, 1.0
-            )  # of rows without keys: their sum is 0, their top -inf
+            total = state.total.masked_fill(state.total == 0, 1.0)  # of rows without keys: the sum is 0, the top -inf
             ys.append(state.sum / total[..., None])
             lses.append(state.top + total.log())
     if not ys:
@@ -144,7 +142,7 @@ def finish(
 
 
 class Outer(NamedTuple):
-    """The inputs of a backward that belong to queries: themselves, the cotangent of y, lse, and delta."""
+    """Inputs of a backward by queries: the queries, the cotangent of y, lse, and delta."""
 
     q_BGRTK: Tensor
     dy_BGRTK: Tensor
@@ -161,7 +159,7 @@ def transpose(
     how: OnlineScores,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Adds to the gradients of the tiles of queries, and returns those of keys and values, [B, G, S, K]."""
+    """Adds to the gradients of the tiles of queries, and returns the gradients of keys and values, [B, G, S, K]."""
     columns: list[tuple[Tensor, Tensor]] = []
     for key in tiles(keys, block):
         k, v = (take(x, key.at) for x in kv)
@@ -170,13 +168,13 @@ def transpose(
             if how.mask.cover(query.span, key.span) == "none":
                 continue
             q, dy, lse, delta = (_rows_of(x, query.at) for x in outer)
-            s = _scores(q, k, query.span, key.span, how)
-            p = _probabilities(s, lse)
-            c = _multiplier(p, query.span, key.span, how)
-            ds = p * _times((_joined(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
-            dv = dv + _joined(_times(p, c)).mT @ _joined(dy)
-            dk = dk + _joined(ds).mT @ _joined(q)
-            dq = (_joined(ds) @ k).view_as(q)
+            s = _compute_scores(q, k, query.span, key.span, how)
+            p = _compute_probabilities(s, lse)
+            c = _probability_factors(p, query.span, key.span, how)
+            ds = p * _multiply_factors((_join_groups(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
+            dv = dv + _join_groups(_multiply_factors(p, c)).mT @ _join_groups(dy)
+            dk = dk + _join_groups(ds).mT @ _join_groups(q)
+            dq = (_join_groups(ds) @ k).view_as(q)
             before = dqs[i]
             dqs[i] = dq if before is None else before + dq
         columns.append((dk, dv))
@@ -194,17 +192,17 @@ class Pushed:
         self._sums: list[tuple[Tensor, Tensor] | None] = [None] * len(self._tiles)
 
     def absorb(self, tensors: Sequence[Tensor], keys: Rows, how: OnlineScores) -> None:
-        """Takes keys, values and their tangents, [B, G, S, K]."""
+        """Takes keys, values and tangents of both, [B, G, S, K]."""
         for key in tiles(keys, self._block):
             k, v, dk, dv = (take(x, key.at) for x in tensors)
             for i, query in enumerate(self._tiles):
                 if how.mask.cover(query.span, key.span) == "none":
                     continue
                 q, dq, lse = (_rows_of(x, query.at) for x in self._outer)
-                p = _probabilities(_scores(q, k, query.span, key.span, how), lse)
-                pds = p * (_joined(dq) @ k.mT + _joined(q) @ dk.mT).view_as(p) * factor(how, q)
-                c = _multiplier(p, query.span, key.span, how)
-                dsum = _joined(_times(pds, c)) @ v + _joined(_times(p, c)) @ dv
+                p = _compute_probabilities(_compute_scores(q, k, query.span, key.span, how), lse)
+                pds = p * (_join_groups(dq) @ k.mT + _join_groups(q) @ dk.mT).view_as(p) * factor(how, q)
+                c = _probability_factors(p, query.span, key.span, how)
+                dsum = _join_groups(_multiply_factors(pds, c)) @ v + _join_groups(_multiply_factors(p, c)) @ dv
                 new = pds.sum(-1), dsum.view(*p.shape[:-1], v.shape[-1])
                 old = self._sums[i]
                 self._sums[i] = new if old is None else (old[0] + new[0], old[1] + new[1])
@@ -223,55 +221,55 @@ class Pushed:
 
 
 def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: int) -> Tensor:
-    """Returns the tiles of a gradient as one. None is zeros."""
+    """Returns the tiles of a gradient as a single tensor. None stands for zeros."""
     pairs: Iterator[tuple[Tensor | None, Tile]] = zip(parts, tiles(rows, block), strict=True)
     found = [_wide_zeros(like[..., t.at[0] : t.at[1], :]) if p is None else p for p, t in pairs]
     return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
 
 
-def _scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
-    """[B, G, R, Q, K]; -inf where a pair does not count."""
-    s = (_joined(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
+def _compute_scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
+    """Returns scores [B, G, R, Q, K], -inf where a pair does not count."""
+    s = (_join_groups(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
     bias = how.bias(queries, keys, q.device)
-    s = s if bias is None else s + _by_group(bias, q).to(s.dtype)
+    s = s if bias is None else s + _split_groups(bias, q).to(s.dtype)
     if how.mask.cover(queries, keys) == "all":
         return s
-    return s.masked_fill(~_by_group(how.mask.pairs(queries, keys, q.device), q), -math.inf)
+    return s.masked_fill(~_split_groups(how.mask.pairs(queries, keys, q.device), q), -math.inf)
 
 
-def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """e^(s - lse); 0 in rows without keys."""
+def _compute_probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """Returns e^(s - lse), or 0 in rows without keys."""
     return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _multiplier(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
+def _probability_factors(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
     """Returns the factors of the probabilities of a tile [B, G, R, Q, K] after the softmax. None is 1."""
     c = how.mask.scales(queries, keys, math.prod(p.shape[-4:-2]), p)
-    return None if c is None else _by_group(c, p)
+    return None if c is None else _split_groups(c, p)
 
 
-def _times(x: Tensor, c: Tensor | None) -> Tensor:
+def _multiply_factors(x: Tensor, c: Tensor | None) -> Tensor:
     return x if c is None else x * c
 
 
-def _fold(state: OnlineState | None, s: Tensor, v: Tensor, c: Tensor | None) -> OnlineState:
+def _fold_values(state: OnlineState | None, s: Tensor, v: Tensor, c: Tensor | None) -> OnlineState:
     top = s.amax(-1) if state is None else torch.maximum(state.top, s.amax(-1))
-    shift = top.masked_fill(top == -math.inf, 0.0)  # rows that have no key yet
+    shift = top.masked_fill(top == -math.inf, 0.0)  # rows without a key so far
     p = (s - shift[..., None]).exp()
-    total, sum = p.sum(-1), (_joined(_times(p, c)) @ v).view(*p.shape[:-1], v.shape[-1])
+    total, sum = p.sum(-1), (_join_groups(_multiply_factors(p, c)) @ v).view(*p.shape[:-1], v.shape[-1])
     if state is not None:
         before = (state.top - shift).exp()
         total, sum = total + state.total * before, sum + state.sum * before[..., None]
     return OnlineState(top, total, sum)
 
 
-def _joined(x: Tensor) -> Tensor:
-    """[B, G, R, T, K] as [B, G, R * T, K]: the query heads of a key head are rows of one product."""
+def _join_groups(x: Tensor) -> Tensor:
+    """Returns [B, G, R, T, K] as [B, G, R * T, K]: the query heads of a key head are rows of a single product."""
     return x.flatten(-3, -2)
 
 
-def _by_group(x: Tensor, q: Tensor) -> Tensor:
-    """[.., H or 1, Q, K] as [.., G or 1, R or 1, Q, K]."""
+def _split_groups(x: Tensor, q: Tensor) -> Tensor:
+    """Returns [.., H or 1, Q, K] as [.., G or 1, R or 1, Q, K]."""
     if x.ndim == 2:
         return x
     return x.unflatten(-3, tuple(q.shape[-4:-2])) if x.shape[-3] != 1 else x.unsqueeze(-3)

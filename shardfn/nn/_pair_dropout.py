@@ -1,8 +1,7 @@
-"""Dropout of attention: its mask belongs to a sample, a head, a query and a key, and not to a batch or a rank.
+"""Dropout of attention: the mask belongs to a sample, a head, a query and a key, and not to a batch or a rank.
 
-B samples, H query heads, Q queries, S keys.
-Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014,
-https://jmlr.org/papers/v15/srivastava14a.html
+B samples, H query heads, Q queries, S keys. Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from
+Overfitting, 2014, https://jmlr.org/papers/v15/srivastava14a.html
 """
 
 import dataclasses
@@ -25,20 +24,20 @@ class PairDropout(Mask):
 
         y = (keep p / (1 - rate)) v,   p = softmax(scores)
 
-    Every pair counts in the softmax; probabilities are dropped after it. `keep` is a function of (key, sample number,
-    query head, query, key), so it is the same bits for any body, block, number of ranks and microbatches, and when the
-    backward makes it again. `rate` is rounded to a multiple of 2**-16, and the scale is that of the rounded rate.
-    Inside of `step.evaluate` nothing is dropped.
+    Every pair counts in the softmax, and probabilities are dropped after the softmax. `keep` is a function of (key,
+    sample number, query head, query, key), so the bits are the same for any body, block, number of ranks and
+    microbatches, and when the backward makes `keep` again. `rate` is rounded to a multiple of 2**-16, and the scale
+    follows the rounded rate. Inside of `step.evaluate` nothing is dropped.
 
     `Dense()` has the probabilities in memory whole, [B, H, T, S]. The kernels of `BlockSparse()` and `Blockwise()` draw
-    a tile's numbers while they compute it. With several such masks at once `BlockSparse()` raises, and the other bodies
-    use torch's products.
+    a tile's numbers during the computation of the tile. With several such masks at once `BlockSparse()` raises, and the
+    other bodies use torch's products.
 
     Attributes:
-        key: a key for this place and step.
+        key: key for the place and step.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
-        first_head: the query head of the whole layer that is the first one here.
+        first_head: number of the first query head here among the heads of the whole layer.
 
     Raises:
         ValueError: `rate` is outside [0, 1).
@@ -60,7 +59,9 @@ class PairDropout(Mask):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
-            raise ValueError(f"PairDropout(rate={self.rate}): the rate lies in [0, 1); at 1 nothing would be left.")
+            raise ValueError(
+                f"PairDropout: the rate must be in [0, 1), got rate={self.rate}. At 1 nothing would be left."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

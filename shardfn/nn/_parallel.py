@@ -1,14 +1,15 @@
-"""Tensor parallelism's four edges, and linear layers between them.
+"""Four edges of tensor parallelism, and linear layers between the edges.
 
-Between blocks a value is whole on all ranks of `axis`, or each rank has its own rows of the sequence. Inside a block
-each rank has its own features. `enter_parallel` leads in and `leave_parallel` leads out. Each is the other's transpose.
+Between blocks a value is whole on all ranks of `axis`, or each rank has some rows of the sequence (sequence
+parallelism). Inside a block each rank has some features. `enter_parallel` leads in and `leave_parallel` leads out. Each
+is the transpose of the other.
 
     between blocks      enter         inside              leave
     x[T, D]             pvary         h[T, F_axis]        psum
     x[T_axis, D]        all_gather    h[T, F_axis]        psum_scatter
 
-So every block sends twice forward and twice backward. An `axis` that is None, missing in the mesh or of one rank is the
-identity: the same function is the one-device layer.
+So every block sends twice forward and twice backward. With an `axis` of None, missing in the mesh or of size 1 the
+edges are the identity: the same function is the layer of a single device.
 
 D features between blocks, F features inside, T tokens. Shoeybi et al., Megatron-LM, 2019,
 https://arxiv.org/abs/1909.08053 Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
@@ -35,19 +36,19 @@ from shardfn.core import Axes, P, all_coords, block_slices
 
 from ._exact import AnyWeight, ExactWeight, leave_in_order, linear_of, linears_of, own_node
 
-# The size of one dim, or the sizes of several, one of them cut by an axis.
+# The size of a single dim, or the sizes of several dims, a single dim cut by an axis.
 Features = int | Sequence[int] | None
 
 
 def enter_parallel(
     x_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
-    """Into a block whose features are cut along `axis`: all ranks have all tokens, and use them differently.
+    """Enters a block with features cut along `axis`: all ranks have all tokens, for different uses.
 
     Args:
-        x_D: whole, or with `sequence` this rank's rows of the tokens, [*batch, T_axis, D].
-        axis: mesh axes. None is one device.
-        sequence: T, the number of tokens, where `x_D` is cut along them.
+        x_D: whole input, or with `sequence` the rank's rows of the tokens, [*batch, T_axis, D].
+        axis: mesh axes. None means a single device.
+        sequence: number of tokens T, where `x_D` is cut along tokens.
 
     Returns:
         All tokens.
@@ -63,15 +64,15 @@ def enter_parallel(
 def leave_parallel(
     y_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
-    """Out of a block: the sum of the ranks' results of their own features, whole or as rows of the tokens.
+    """Leaves a block: returns the sum of the ranks' results of local features, whole or as rows of the tokens.
 
     Args:
-        y_D: this rank's summand, of all tokens.
-        axis: mesh axes. None is one device.
-        sequence: T where each rank is to have its rows of the tokens. None gives all to all.
+        y_D: summand of the rank, for all tokens.
+        axis: mesh axes. None means a single device.
+        sequence: T where each rank is to have its rows of the tokens. None gives every rank all tokens.
 
     Returns:
-        The sum, or this rank's rows of it.
+        The sum, or the rank's rows of the sum.
 
     Raises:
         ValueError: `sequence` is not the number of tokens.
@@ -89,11 +90,11 @@ def leave_parallel(
 
 
 def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
-    """Returns a whole leaf for use between blocks, such as a norm's: varying where ranks apply it to their own rows.
+    """Returns a whole leaf for use between blocks, such as a norm's: varying where ranks apply the leaf to local rows.
 
     Args:
         w: the leaf, whole on all ranks.
-        axis: mesh axes. None is one device.
+        axis: mesh axes. None means a single device.
         sequence: T where the values between blocks are cut along the tokens.
 
     Example:
@@ -107,11 +108,11 @@ def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
 def own_tokens(
     x_D: Float[Tensor, "*batch t d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch t2 d"]:
-    """This rank's rows of tokens that all ranks hold, such as a table of positions; all of them without `sequence`.
+    """Returns the rank's rows of a tensor on all ranks, such as a table of positions, or all rows without `sequence`.
 
     Args:
         x_D: T rows on all ranks.
-        axis: mesh axes. None is one device.
+        axis: mesh axes. None means a single device.
         sequence: T where the values between blocks are cut along the tokens.
 
     Example:
@@ -131,24 +132,24 @@ def column_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "..."]:
-    """Returns the affine map y = x w^T + b, where each rank computes its own features: w[F_axis, D], b[F_axis].
+    """Returns the affine map y = x w^T + b, where each rank computes some features: w[F_axis, D], b[F_axis].
 
-    A weight may have several output dims, [*F, D], any one of them cut: [3, H, K, D] with `P(None, axis)` is a fused
-    projection cut between heads, [2, F, D] the two halves of a gated layer.
+    A weight may have several output dims, [*F, D], with any of these dims cut: for example [3, H, K, D] with `P(None,
+    axis)` is a fused projection cut between heads, [2, F, D] the two halves of a gated layer.
 
     Args:
-        x_D: whole, or with `sequence` this rank's rows of the tokens.
-        w_FD: this rank's block of the weight.
-        b_F: this rank's block of the bias, or None.
-        features: the output dims of the whole layer, F; needed where the axis has several ranks.
-        axis: mesh axes. None is one device.
+        x_D: whole input, or with `sequence` the rank's rows of the tokens.
+        w_FD: block of the weight of the rank.
+        b_F: block of the bias of the rank, or None.
+        features: output dims F of the whole layer, needed where the axis has several ranks.
+        axis: mesh axes. None means a single device.
         sequence: T where `x_D` is cut along the tokens.
 
     Returns:
-        This rank's features of all tokens.
+        The rank's features of all tokens.
 
     Raises:
-        ValueError: the weight is not this rank's block of a layer of `features`.
+        ValueError: the weight is not the rank's block of a layer of `features`.
 
     Example:
         >>> import torch
@@ -168,25 +169,25 @@ def row_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """Returns the affine map y = x w^T + b, where each rank has its own input features: x[F_axis], w[D, F_axis].
+    """Returns the affine map y = x w^T + b, where each rank has some input features: x[F_axis], w[D, F_axis].
 
-    The bias is whole on all ranks, and is added once, to the sum. That of an `ExactWeight` is by its tree, so that the
-    result has the same bits on any number of ranks.
+    The bias is whole on all ranks, and is added once, to the sum. With an `ExactWeight` the sum goes by the weight's
+    tree, so the result has the same bits on any number of ranks, for example 1, 2 and 4.
 
     Args:
-        x_F: this rank's features, in one last dim.
-        w_DF: this rank's block of the weight. Several input dims, as in [D, H, K], count as one.
+        x_F: features of the rank, in a single last dim.
+        w_DF: block of the weight of the rank. Several input dims, as in [D, H, K], count as a single dim.
         b_D: bias, or None.
-        features: the input dims of the whole layer, F; needed where the axis has several ranks.
-        axis: mesh axes. None is one device.
+        features: input dims F of the whole layer, needed where the axis has several ranks.
+        axis: mesh axes. None means a single device.
         sequence: T where each rank is to have its rows of the tokens.
 
     Returns:
         All features, whole or as rows of the tokens.
 
     Raises:
-        ValueError: the weight is not this rank's block of a layer of `features`, or it is exact, and the rank's chunks
-            are not a node of the tree.
+        ValueError: the weight is not the rank's block of a layer of `features`, or the weight is exact, and the rank's
+            chunks are not a node of the tree.
 
     Example:
         >>> import torch
@@ -216,7 +217,7 @@ def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:
 
 
 def affines(x_D: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`affine` of several layers of one input; in one call where their weights are packed."""
+    """Applies `affine` of several layers to the same input, in a single call where weights are packed."""
     flat = [w.flatten(0, -2) if w.ndim > 2 else w for w in weights]
     ys = linears_of(x_D, flat, [b if b is None else b.flatten() for b in biases])
     return [y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]) for y, w in zip(ys, weights, strict=True)]
@@ -228,17 +229,17 @@ def _product_of_sizes(features: Features) -> int:
 
 
 def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *, option: str) -> None:
-    """Refuses a weight that is not cut as the layer needs it: with whole ones the sum would count features n times.
+    """Raises for a weight with a wrong cut: with whole weights the sum would count features n times.
 
     Args:
-        name: the layer and its weight.
-        block: the dims that the axis may cut, in this rank's sizes.
-        whole: the same dims of the whole layer. The axis cuts one of them. None is allowed on one rank alone.
-        axis: mesh axes. None is one device.
+        name: name of the layer and of the weight.
+        block: dims that the axis may cut, in sizes of the rank.
+        whole: same dims of the whole layer. The axis cuts a single dim. None is allowed only on a single rank.
+        axis: mesh axes. None means a single device.
         option: the layer's name for `whole`.
 
     Raises:
-        ValueError: gives this rank's block, and the remedy.
+        ValueError: wrong block. The message gives the rank's block, and the remedy.
 
     Example:
         >>> check_block("mlp: w_up", (8,), 8, "tp", option="d_ff")
@@ -267,7 +268,7 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
 
 
 def own_range(size: int, axis: Axes) -> tuple[int, int]:
-    """Start and stop of this rank's block of `size` rows.
+    """Returns the start and stop of the rank's block of `size` rows, for example (6, 7) on rank 2 of 3 for 7 rows.
 
     Example:
         >>> own_range(7, "tp")
@@ -277,7 +278,7 @@ def own_range(size: int, axis: Axes) -> tuple[int, int]:
 
 
 def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
-    """Start and stop of the blocks of all ranks along `axis`, by index.
+    """Returns the start and stop of the blocks of all ranks along `axis`, by index.
 
     Example:
         >>> all_ranges(7, "tp")
@@ -291,7 +292,7 @@ def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
 
 
 def ranges_over(size: int, num_ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """As `all_ranges`, over axes of `num_ranks` ranks, major to minor. Ranks without a row have empty blocks.
+    """Returns `all_ranges` over axes of `num_ranks` ranks, major to minor. Ranks without a row have empty blocks.
 
     Example:
         >>> ranges_over(5, [4]), ranges_over(5, [2, 2])

@@ -13,20 +13,21 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardfn._torch import grouped_mm
 from shardfn.kernels import grouped_outer, grouped_product
 
-# (dy, the other operand, own shape) -> the gradient of an operand.
+# (dy, the other operand, shape of the operand) -> the gradient of an operand.
 OperandGrad = Callable[[Tensor, Tensor, torch.Size], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A function of two tensors that is linear in each, as `matmul` is, with the gradient of each by itself.
+    """Function of two tensors, linear in each, such as `matmul`, with a separate gradient of each tensor.
 
-    For a kernel of one's own: called on a weight and an activation, its two gradients come apart where a pipeline's
-    schedule splits backwards, as those of torch's own products do. It can be differentiated again if its gradients can.
+    Use a `Product` for a custom kernel: called on a weight and an activation, the two gradients are computed separately
+    where a pipeline's schedule splits backwards, as for torch's products. The product can be differentiated again if
+    the gradients can.
 
     Attributes:
         forward: `forward(a, b) -> Tensor`.
-        grads: gradients of a and of b: `grad(dy, the other operand, own shape) -> Tensor`.
+        grads: gradients of a and of b: `grad(dy, the other operand, shape of the operand) -> Tensor`.
 
     Example:
         >>> gram = Product(lambda a, b: a @ b.t(), (lambda dy, b, _: dy @ b, lambda dy, a, _: dy.t() @ a))
@@ -47,17 +48,17 @@ class Product:
 
 
 class Weight(abc.ABC):
-    """An object in place of a weight [out, in], with a product of its own for `linear`."""
+    """Object in place of a weight [out, in], with a custom product for `linear`."""
 
     @property
     @abc.abstractmethod
     def source(self) -> Tensor | None:
-        """Returns the weight itself, or None where it has no derivative."""
+        """Returns the weight itself, or None without a derivative."""
 
     @property
     @abc.abstractmethod
     def product(self) -> Product:
-        """Of an input and the weight."""
+        """Returns the product of an input and the weight."""
 
 
 class _TwoOperands(torch.autograd.Function):
@@ -93,7 +94,7 @@ class _TwoOperands(torch.autograd.Function):
 
 
 def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Product | None, tuple[Any, ...]]:
-    """Returns the product that a call of torch computes, and its operands, or None if it is not a known product.
+    """Returns the product computed by a call of torch, and the operands, or None for an unknown product.
 
     Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, `einsum` of two
     operands, `grouped_mm` of rows in groups, and the aten ops `mm`, `bmm` and `_grouped_mm`; with floating-point
@@ -114,28 +115,28 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     return product, tuple(operands)
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
+def _match_linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(weight, Weight):
         return None if weight.source is None else (weight.product, input, weight.source, bias)
     return None if weight.ndim != 2 else (_LINEAR, input, weight, bias)
 
 
-def _matmul(input: Tensor, other: Any, **named: Any) -> Any:
-    """`matmul`, `mm`, `bmm`. The second operand has other names in some."""
+def _match_matmul(input: Tensor, other: Any, **named: Any) -> Any:
+    """Matches `matmul`, `mm` and `bmm`. Some name the second operand differently."""
     if named or not isinstance(other, Tensor) or min(input.ndim, other.ndim) < 2:
         return None
     return _MATMUL, input, other
 
 
 def _matmul_named(input: Tensor, other: Any = None, *, tensor2: Any = None, mat2: Any = None, **named: Any) -> Any:
-    return _matmul(input, next((x for x in (other, tensor2, mat2) if x is not None), None), **named)
+    return _match_matmul(input, next((x for x in (other, tensor2, mat2) if x is not None), None), **named)
 
 
-def _rmatmul(self: Tensor, other: Any) -> Any:
-    return _matmul(other, self) if isinstance(other, Tensor) else None
+def _match_rmatmul(self: Tensor, other: Any) -> Any:
+    return _match_matmul(other, self) if isinstance(other, Tensor) else None
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
+def _match_addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
     if named or not isinstance(mat2, Tensor):
         return None
     return _ADDMM, mat1, mat2, input
@@ -144,7 +145,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
 def _grouped_mm(
     self: Tensor, mat2: Any = None, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None, **named: Any
 ) -> Any:
-    """Groups of rows, each times a matrix of its own. `mat_a` and `mat_b` are other names of the operands."""
+    """Matches groups of rows, each times a separate matrix. `mat_a` and `mat_b` are other names of the operands."""
     other = named.pop("mat_b", mat2)
     if named or bias is not None or not isinstance(other, Tensor) or offs is None:
         return None
@@ -155,18 +156,18 @@ def _grouped_mm(
     def forward(a: Tensor, b: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(a, b, offs=offs)
 
-    def of_a(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_a(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
         del shape
         return grouped_product(dy, b, counts, transposed=True)
 
-    def of_b(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_b(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
         del shape
         return grouped_outer(a, dy, counts)
 
-    return Product(forward, (of_a, of_b)), self, other
+    return Product(forward, (gradient_of_a, gradient_of_b)), self, other
 
 
-def _einsum(equation: Any, *operands: Any) -> Any:
+def _match_einsum(equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or len(tensors) != 2 or not all(isinstance(x, Tensor) for x in tensors):
         return None
@@ -181,60 +182,60 @@ def _einsum_product(equation: str) -> Product | None:
     if not arrow or not comma or "," in b or "." in equation:
         return None
     plain = all(len(set(term)) == len(term) for term in (a, b, out))
-    # A dim in one term alone was summed, or is missing from the inputs of its gradient.
+    # A dim in only a single term was summed, or is missing from the inputs of the gradient.
     if not plain or set(a) - set(b + out) or set(b) - set(a + out):
         return None
 
-    def of_a(dy: Tensor, b_value: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_a(dy: Tensor, b_value: Tensor, shape: torch.Size) -> Tensor:
         return torch.einsum(f"{out},{b}->{a}", dy, b_value).sum_to_size(shape)
 
-    def of_b(dy: Tensor, a_value: Tensor, shape: torch.Size) -> Tensor:
+    def gradient_of_b(dy: Tensor, a_value: Tensor, shape: torch.Size) -> Tensor:
         return torch.einsum(f"{out},{a}->{b}", dy, a_value).sum_to_size(shape)
 
-    return Product(lambda a_value, b_value: torch.einsum(equation, a_value, b_value), (of_a, of_b))
+    return Product(lambda a_value, b_value: torch.einsum(equation, a_value, b_value), (gradient_of_a, gradient_of_b))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
-def _left(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+def _left_gradient(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of a in a @ b."""
     if b.ndim == 2:
-        return (_rows(dy) @ b.mT).reshape(shape)
+        return (_as_rows(dy) @ b.mT).reshape(shape)
     return (dy @ b.mT).sum_to_size(shape)
 
 
-def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+def _right_gradient(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of b in a @ b."""
     if len(shape) == 2:
-        return _rows(a).mT @ _rows(dy)
+        return _as_rows(a).mT @ _as_rows(dy)
     return (a.mT @ dy).sum_to_size(shape)
 
 
 def linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of the input of `linear`."""
-    return (_rows(dy) @ weight).reshape(shape)
+    return (_as_rows(dy) @ weight).reshape(shape)
 
 
 def linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
     """Returns the gradient of the weight of `linear`."""
     del shape
-    return _rows(dy).mT @ _rows(x)
+    return _as_rows(dy).mT @ _as_rows(x)
 
 
 _LINEAR = Product(torch.nn.functional.linear, (linear_input, linear_weight))
-_MATMUL = Product(torch.matmul, (_left, _right))
-_ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left, _right))
+_MATMUL = Product(torch.matmul, (_left_gradient, _right_gradient))
+_ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left_gradient, _right_gradient))
 _READERS: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.linear: _linear,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm: _addmm,
-    torch.einsum: _einsum,
+    torch.nn.functional.linear: _match_linear,
+    torch.addmm: _match_addmm,
+    torch.Tensor.addmm: _match_addmm,
+    torch.einsum: _match_einsum,
     torch.nn.functional.grouped_mm: _grouped_mm,
     grouped_mm: _grouped_mm,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
-    torch.Tensor.__rmatmul__: _rmatmul,
+    torch.Tensor.__rmatmul__: _match_rmatmul,
 } | dict.fromkeys(
     (
         torch.matmul,
@@ -244,7 +245,7 @@ _READERS: dict[Any, Callable[..., Any]] = {
         torch.Tensor.mm,
         torch.bmm,
         torch.Tensor.bmm,
-        torch.ops.aten.mm.default,  # those of a graph that is run op by op
+        torch.ops.aten.mm.default,  # calls of a graph run op by op
         torch.ops.aten.bmm.default,
     ),
     _matmul_named,

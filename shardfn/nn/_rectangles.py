@@ -1,15 +1,15 @@
-"""Attention of some queries over some keys by `kernels.block_sparse_attention`, and of both in parts.
+"""Attention of some queries over some keys by `kernels.block_sparse_attention`, with queries and keys in parts.
 
-A rectangle has the queries of positions (start, stop) and the keys of others. The result of its rows is (y, lse); two
-results over different keys join, with lse = log(e^lse1 + e^lse2), to
+A rectangle has the queries of positions (start, stop) and the keys of other positions. The result of the rows is (y,
+lse). Two results over different keys join, with lse = log(e^lse1 + e^lse2), to
 
     y = e^(lse1 - lse) y1 + e^(lse2 - lse) y2
 
-and the gradients of a rectangle need no more than y and lse over all keys, so they are sums over rectangles.
+and the gradients of a rectangle need only y and lse over all keys, so gradients are sums over rectangles.
 
-B samples, T queries, S keys, H query heads, G key heads, K head dim.
-Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
-Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
+B samples, T queries, S keys, H query heads, G key heads, K head dim. Dao et al., FlashAttention, 2022,
+https://arxiv.org/abs/2205.14135 Liu et al., Ring Attention with Blockwise Transformers, 2023,
+https://arxiv.org/abs/2310.01889
 """
 
 import functools
@@ -29,7 +29,7 @@ from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered
 from ._pair_dropout import PairDropout
 from ._tiles import tiles_of
 
-# The default tile of the kernel: two of them and the products of both fit a core's cache.
+# The default tile of the kernel: two tiles and the products of both fit a core's cache.
 KERNEL_TILE = 64
 # The tile of torch's products.
 TORCH_TILE = 512
@@ -37,7 +37,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Rectangle(NamedTuple):
-    """Positions of queries and keys, and the size of a tile; computed by the kernel or by torch's products."""
+    """Positions of queries and keys, and the size of a tile, computed by the kernel or by torch's products."""
 
     queries: Span
     keys: Span
@@ -46,17 +46,17 @@ class Rectangle(NamedTuple):
 
 
 def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | None:
-    """Returns the tile with which the kernel computes these scores best, or None where torch's products are to do it.
+    """Returns the best tile of the kernel for given scores, or None where torch's products are to compute the scores.
 
-    They do it without the kernel's fast path, which needs a CPU with a compiler, and for masks that do not give the
-    kernel their data.
+    Torch's products compute where the kernel has no fast path, such as on a CPU without a compiler, and for masks
+    without data for the kernel.
     """
     known = all(m.in_kernels for m in how.mask.parts) and sum(isinstance(m, PairDropout) for m in how.mask.parts) <= 1
     return min(block, KERNEL_TILE) if known and device.type == "cpu" and is_native("block_sparse_attention") else None
 
 
 def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T] of a rectangle."""
+    """Returns y [B, T, H, K] and lse [B, H, T] of a rectangle."""
     if not at.kernel:
         return _attend_in_tiles(qkv, how, at)
     found = _tiles_and_given(qkv[0], how, at)
@@ -64,7 +64,7 @@ def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Ten
 
 
 def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, how: OnlineScores, at: Rectangle) -> QKV:
-    """Returns a rectangle's parts of the gradients of q, k and v; y and lse are those over all keys."""
+    """Returns a rectangle's parts of the gradients of q, k and v, from y and lse over all keys."""
     if not at.kernel:
         return _gradients_in_tiles(dy_BTHK, qkv, y_BTHK, lse_BHT, how, at)
     found, scale = _tiles_and_given(qkv[0], how, at), factor(how, qkv[0])
@@ -72,7 +72,7 @@ def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, h
 
 
 def merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(y, lse) over the keys of both.
+    """Returns (y, lse) over the keys of both parts.
 
     Example:
         >>> lse = torch.zeros(1, 1, 1)
@@ -89,7 +89,10 @@ def merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> t
 
 
 def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iterator[tuple[Span, Span, Rectangle]]:
-    """Pairs of stretches of queries and keys that share a pair: the rows of both, and the kernel's rectangle."""
+    """Yields pairs of stretches of queries and keys with a counted pair.
+
+    The rows of both, and the kernel's rectangle.
+    """
     whole = sum(stop - start for start, stop in (*queries, *keys)) or 1
     for query in tiles(queries, whole):
         for key in tiles(keys, whole):
@@ -135,6 +138,6 @@ def _gradients_in_tiles(
 
 
 def by_key_head(qkv: tuple[Tensor, ...]) -> QKV:
-    """Q as [B, G, R, T, K], k and v as [B, G, S, K]."""
+    """Returns q as [B, G, R, T, K], k and v as [B, G, S, K]."""
     q, k, v = (x.transpose(1, 2) for x in qkv)
     return q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1))), k, v

@@ -12,13 +12,13 @@ from torch import Tensor
 def rope_table(
     positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
-    """Returns the cos and sin of position * base^(-2i / K), i = 0 .. K/2 - 1, both halves alike.
+    """Returns the cos and sin of position * base^(-2i / K), i = 0 .. K/2 - 1, both halves equal.
 
     Args:
         positions_T: global positions of the tokens.
         head_dim: K, even.
         base: the longest wave is 2 pi base tokens.
-        dtype: dtype of the result; angles are always formed in float32 or better.
+        dtype: dtype of the result. Angles are always formed in float32 or better.
 
     Returns:
         cos_TK and sin_TK, for `rope`.
@@ -42,9 +42,9 @@ def rope_table(
 def rope(
     x_BTHK: Float[Tensor, "b t h k"], cos_TK: Float[Tensor, "t k"], sin_TK: Float[Tensor, "t k"]
 ) -> Float[Tensor, "b t h k"]:
-    """Rotates each pair (a, b) = (x_k, x_(k + K/2)) by its angle: x cos + (-b, a) sin.
+    """Rotates each pair (a, b) = (x_k, x_(k + K/2)) by the pair's angle: x cos + (-b, a) sin.
 
-    So <rope(q)_s, rope(k)_t> depends on the positions through s - t alone.
+    So <rope(q)_s, rope(k)_t> depends on the positions only through s - t.
 
     Args:
         x_BTHK: queries or keys.

@@ -1,4 +1,4 @@
-"""`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
+"""`scan`: a loop over equal layers with parameters stacked along a leading dim."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-# `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by it.
+# `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by `run`.
 Run = Callable[..., Any]
 Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
 _LOOP = Ambient[Loop]("loop of scans")
@@ -35,27 +35,28 @@ def scan(
 
         carry = init;  for i in range(L):  carry, y[i] = f(carry, xs[i]);  return carry, stack(y)
 
-    A model whose layers are alike keeps each of their parameters stacked, [L, *shape], and runs the layers by `scan`.
-    With specs `Sharding(spec, stacked=True)` a sharded step cuts, gathers, reduces and frees such a leaf layer by
-    layer. In a captured step the body is captured once, forward and backward, and written down for the other layers by
-    substitution, so that a capture takes as long as that of a few layers. The graph is the loop's. Where `f` is the
-    same code over the same objects for each microbatch, the layers of all microbatches are copies of one.
+    A model of equal layers keeps each parameter stacked, [L, *shape], for example [48, 4096, 1024], and runs the layers
+    by `scan`. With specs `Sharding(spec, stacked=True)` a sharded step cuts, gathers, reduces and frees such a leaf
+    layer by layer. In a captured step the body is captured once, forward and backward, and written down for the other
+    layers by substitution, so a capture takes only the time of a few layers. The graph equals the graph of the loop.
+    Where `f` is the same code over the same objects for each microbatch, the layers of all microbatches are copies of a
+    single layer.
 
     Args:
-        f: `f(carry, x) -> (carry, y)`, a pure function: differences between layers are in `x`. In a captured step its
-            Python runs for some layers, of some microbatches, only.
+        f: `f(carry, x) -> (carry, y)`, a pure function: differences between layers are in `x`. In a captured step the
+            Python code runs only for some layers, of some microbatches.
         init: the first carry: a tree of tensors.
-        xs: a tree of tensors with one leading dim; None with `length`.
-        length: the number of layers; must agree with `xs`.
+        xs: tree of tensors with the same leading dim, or None with `length`.
+        length: number of layers, in agreement with `xs`.
 
     Returns:
         The last carry, and the ys, each leaf stacked along a new dim 0.
 
     Raises:
-        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes. The message lists all
+        TypeError: a leaf is not a tensor, or structure, shapes or dtypes of the carry change. The message lists all
             leaves.
         AxisTypeError: `f` makes a leaf of the carry vary along an axis along which `init` is the same on all ranks, as
-            JAX refuses it. The message lists all leaves. Pass `sf.pvary` of the leaf in `init`.
+            in JAX. The message lists all leaves. Pass `sf.pvary` of the leaf in `init`.
         ValueError: leaves of `xs` differ in length, or there is nothing to scan over. The message lists all leaves.
         CaptureError: (in a captured step) `f` does not do the same for all layers.
 
@@ -70,26 +71,26 @@ def scan(
     x_leaves, x_def = tree_flatten(xs)
     num = _num_layers(xs, x_leaves, length)
     _check_tensors("init", init)
-    # unbind and not indices, whose transposes would each make a gradient of all layers.
+    # unbind, not indices: the transpose of each index would make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
     carry, ys = run_layers(ScanBody(f, init), init, layers)
-    return carry, _stacked(ys)
+    return carry, _stack_trees(ys)
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """Returns the loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
+    """Runs the loop of a `scan` on separate layers, and returns the last carry, and the y of each layer."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
 
 
 def looping(loop: Loop) -> AbstractContextManager[Any]:
-    """Lets `loop` run the layers of scans. A capture has its own way."""
+    """Lets `loop` run the layers of scans. A capture has a special way."""
     return _LOOP.bound(loop)
 
 
 def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """One layer after another."""
+    """Runs layers in order."""
     ys: list[PyTree] = []
     for x in layers:
         carry, y = run(carry, x, ys[:1])
@@ -99,28 +100,28 @@ def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
 
 @dataclasses.dataclass(frozen=True)
 class ScanBody:
-    """`(carry, x, first ys) -> f(carry, x)`, whose carry must be like `init`, and y like the first y."""
+    """Function `(carry, x, first ys) -> f(carry, x)`, where the carry must be like `init`, and y like the first y."""
 
     f: Callable[[Any, Any], tuple[Any, Any]]
     init: PyTree
 
     @functools.cached_property
     def _init_looks(self) -> object:
-        return _looks(self.init)
+        return _structure_key(self.init)
 
     def __call__(self, carry: PyTree, x: PyTree, first: list[PyTree]) -> Any:
-        """One layer.
+        """Runs a layer.
 
         Raises:
-            TypeError: the carry or y differs from these. The message lists every leaf with both values.
-            AxisTypeError: a leaf of the carry varies along an axis along which all ranks held the same value before.
+            TypeError: the carry or y differs from `init` or the first y. The message lists every leaf with both values.
+            AxisTypeError: a leaf of the carry varies along an axis where all ranks held the same value before.
         """
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
-                f"scan's f must return (carry, y), got {_shape_text(out)}; with nothing to stack return (carry, None)."
+                f"scan's f must return (carry, y), got {_shape_text(out)}. With nothing to stack return (carry, None)."
             )
-        if _looks(out[0]) != self._init_looks:
+        if _structure_key(out[0]) != self._init_looks:
             _check_tensors("carry", out[0])
             _check_alike("carry", out[0], "init", self.init)
         _check_axes(out[0], carry)
@@ -131,27 +132,29 @@ class ScanBody:
         return out
 
 
-def _looks(tree: PyTree) -> object:
-    """Returns a key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
+def _structure_key(tree: PyTree) -> object:
+    """Returns a key with equality exactly for trees of tensors of the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
     leaves, treedef = tree_flatten(tree)
     return treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else object() for x in leaves)
 
 
-def _stacked(ys: list[PyTree]) -> PyTree:
-    """Trees of one structure as one tree with a new dim 0."""
+def _stack_trees(ys: list[PyTree]) -> PyTree:
+    """Stacks trees of the same structure along a new dim 0."""
     columns = zip(*(tree_leaves(y) for y in ys), strict=True)
     return tree_unflatten(tree_structure(ys[0]), [torch.stack(column) for column in columns])
 
 
 def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
     _check_tensors("xs", xs)
-    # Paths are made for errors only: they take longer than small layers.
+    # Paths are made only for errors, as paths take longer than small layers.
     sizes = [tuple(x.shape[:1]) for x in leaves]
     if () in sizes:
         flat = [path for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True) if not size]
-        what = [f"{path} is 0-d; give it a leading dim, or close over it" for path in flat]
+        what = [
+            f"{path} must have a leading dim, got a 0-d tensor. Add a dim, or close over the tensor" for path in flat
+        ]
         raise_all(ValueError, "scan goes along dim 0 of each leaf of xs:", what)
     lengths = {size[0] for size in sizes} | ({length} if length is not None else set())
     if not lengths:
@@ -162,7 +165,9 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
         raise_all(ValueError, "the lengths of a scan differ:", differing)
     (num,) = lengths
     if num < 1:
-        raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")
+        raise ValueError(
+            "a scan must have at least one layer for a y to stack, got none. Leave the y out, or give a layer."
+        )
     return num
 
 
@@ -170,14 +175,14 @@ def _check_tensors(name: str, tree: PyTree) -> None:
     if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
         return
     named = named_leaves(tree, name)
-    wrong = [f"{path} is {_shape_text(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
+    wrong = [f"{path} must be a tensor, got {_shape_text(x)}" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
 
 
 def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
     if tree_structure(got) != tree_structure(want):
         raise TypeError(
-            f"scan's f returns a {name} of structure {tree_structure(got)}; {like} has {tree_structure(want)}."
+            f"scan's f returns a {name} of structure {tree_structure(got)}, but {like} has {tree_structure(want)}."
             " Return the same tree from every call."
         )
     pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
@@ -185,15 +190,15 @@ def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
         return
     rows = [(path, *pair) for path, pair in zip(tree_paths(got, name), pairs, strict=True)]
     changed = [
-        f"{path} is {_shape_text(a)}; in {like} it is {_shape_text(b)}"
+        f"{path} must be {_shape_text(b)}, as in {like}, got {_shape_text(a)}"
         for path, a, b in rows
         if a.shape != b.shape or a.dtype != b.dtype
     ]
-    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay; cast or reshape:", changed)
+    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay. Cast or reshape:", changed)
 
 
 def _check_axes(got: PyTree, given: PyTree) -> None:
-    """Refuses a carry that varies along more axes than the carry before.
+    """Raises for a carry that varies along more axes than the carry before.
 
     Raises:
         AxisTypeError: lists all leaves, with the axes and the remedy.
@@ -206,7 +211,7 @@ def _check_axes(got: PyTree, given: PyTree) -> None:
     if not any(more):
         return
     wrong = [
-        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}; in init all ranks hold the same there:"
+        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}, but in init all ranks hold the same there:"
         f" pass sf.pvary({path.replace('carry', 'init', 1)}, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
         for path, x, axes in zip(tree_paths(got, "carry"), tree_leaves(got), more, strict=True)
         if axes

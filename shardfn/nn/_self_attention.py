@@ -1,12 +1,12 @@
 """Self-attention as a block of a model: projections, attention and output, with heads cut along a mesh axis.
 
-Query heads are cut as `torch.chunk` cuts them, and so are key heads. Any numbers will do. Where each rank's own key
-heads are those that its query heads read, nothing more is sent. Elsewhere (fewer key heads than ranks, or borders that
-do not meet) the projections of keys and values are gathered, in one message, and each rank uses the heads it needs. The
-transpose sums their gradients.
+Query heads and key heads are cut as by `torch.chunk`. Any numbers will do, for example 6 query and 2 key heads on 4
+ranks. Where each rank's query heads read only local key heads, nothing more is sent. Elsewhere (fewer key heads than
+ranks, or borders that do not meet) the projections of keys and values are gathered, in a single message, and each rank
+uses the needed heads. The transpose sums the gradients.
 
 B batch, T tokens, D model, H query heads, G key and value heads, K head dim. A projection is [H * K, D] or [H, K, D]:
-the second is cut between heads by any axis, the first by those that divide H.
+the second is cut between heads by any axis, the first by axes that divide H.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Heads(NamedTuple):
 
     Attributes:
         queries: H.
-        keys: G, which divides H.
+        keys: number G of key heads, a divisor of H.
         dim: K.
     """
 
@@ -43,7 +43,7 @@ class Heads(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """This rank's blocks: of wq, wk, wv and their biases along heads, of wo along its columns; bo is whole.
+    """Blocks of the rank: wq, wk, wv and biases along heads, wo along columns, and the whole bo.
 
     Attributes:
         wq: [H * K, D] or [H, K, D].
@@ -77,33 +77,32 @@ def self_attention(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
-    """attention(x wq^T, x wk^T, x wv^T) wo^T, with biases.
+    """Returns attention(x wq^T, x wk^T, x wv^T) wo^T, with biases.
 
     Args:
-        x_BTD: whole, or with `sequence` this rank's rows of the tokens.
-        w: this rank's blocks of the weights.
+        x_BTD: whole input, or with `sequence` the rank's rows of the tokens.
+        w: blocks of the weights of the rank.
         heads: heads of the whole layer.
         table: cos and sin for `rope`, of all tokens. None: no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
-        how: the mask and the body of attention; where `how.impl` cuts the tokens, x has this rank's, and so has the
-            table.
-        axis: mesh axes that cut the heads. None is one device.
-        sequence: T where x and the result are this rank's rows of the tokens.
+        how: mask and body of attention. Where `how.impl` cuts the tokens, x and the table have only the rank's tokens.
+        axis: mesh axes along which heads are cut. None means a single device.
+        sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Returns:
         The shape of `x_BTD`.
 
     Raises:
-        ValueError: the axis would cut a head in two, or a weight is not a block of these heads.
+        ValueError: the axis would cut a head in two, or a weight is not a block of the heads.
 
     Example:
         >>> w = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
         >>> self_attention(torch.ones(2, 5, 8), w, Heads(queries=2, keys=2, dim=4), axis="tp").shape
         torch.Size([2, 5, 8])
     """
-    start, stop = _own_heads(w.wq, heads, axis)
+    start, stop = _local_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    first, q_BTHK, k_BTGK, v_BTGK = _projected(x_BTD, w, heads, axis)
+    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -128,28 +127,28 @@ def fused_self_attention(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
-    """Causal self-attention with one projection for queries, keys and values, group by group.
+    """Returns causal self-attention with a single projection for queries, keys and values, group by group.
 
-    Each of the G groups has its H / G query heads, its key head and its value head one after another: R = H / G + 2.
-    With R = 3 that is BLOOM's layout. An axis cuts between groups, by `P(axis)`.
+    Each of the G groups has H / G query heads, a key head and a value head in order: R = H / G + 2. For example R = 3
+    is BLOOM's layout. An axis cuts between groups, by `P(axis)`.
 
     Args:
-        x_BTD: whole, or with `sequence` this rank's rows of the tokens.
-        w_GRKD: this rank's groups of the projection.
-        w_DHK: this rank's columns of the output projection; H in the order of groups.
-        b_GRK: this rank's groups of the bias, or None.
+        x_BTD: whole input, or with `sequence` the rank's rows of the tokens.
+        w_GRKD: groups of the projection of the rank.
+        w_DHK: columns of the output projection of the rank, with H in the order of groups.
+        b_GRK: groups of the bias of the rank, or None.
         b_D: bias of the output projection, or None.
-        groups: G of the whole layer; needed where the axis has several ranks.
+        groups: number G of groups of the whole layer, needed where the axis has several ranks.
         table: cos and sin for `rope`, of all tokens. None: no rotation.
-        axis: mesh axes that cut the groups. None is one device. `w_DHK` is cut in step with them where H = G, or the
-            axis divides G.
-        sequence: T where x and the result are this rank's rows of the tokens.
+        axis: mesh axes along which groups are cut. None means a single device. `w_DHK` is cut in step with the groups
+            where H = G, or the axis divides G.
+        sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Returns:
         The shape of `x_BTD`.
 
     Raises:
-        ValueError: R < 3, the two weights have different numbers of heads, or they are not this rank's blocks.
+        ValueError: R < 3, the two weights have different numbers of heads, or the weights are not the rank's blocks.
 
     Example:
         >>> fused_self_attention(torch.ones(2, 5, 8), torch.ones(2, 3, 4, 8), torch.ones(8, 2, 4)).shape
@@ -160,7 +159,7 @@ def fused_self_attention(
     if R < 3 or w_DHK.shape[1] != G * (R - 2):
         raise ValueError(
             f"fused_self_attention: {G} groups of {R} heads, keys and values among them, and {w_DHK.shape[1]}"
-            " heads on the way back; it takes groups of 3 or more, and an axis that cuts both weights alike."
+            " heads on the way back. Groups must have 3 or more, and the axis must cut both weights equally."
         )
     y_BTGRK = affine(enter_parallel(x_BTD, axis, sequence), w_GRKD, b_GRK)
     q_BTHK, k_BTGK, v_BTGK = y_BTGRK[..., :-2, :].flatten(2, 3), y_BTGRK[..., -2, :], y_BTGRK[..., -1, :]
@@ -171,17 +170,17 @@ def fused_self_attention(
     return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, features=columns, axis=axis, sequence=sequence)
 
 
-def _own_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
-    """Returns the query heads of this rank.
+def _local_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
+    """Returns the query heads of the rank.
 
     Raises:
-        ValueError: the axis would cut a head in two, or the weight is not a block of these heads.
+        ValueError: the axis would cut a head in two, or the weight is not a block of the heads.
     """
     n, (start, stop) = axis_size(axis), own_range(heads.queries, axis)
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
     if wq.ndim == 2 and by_row != [(a * heads.dim, b * heads.dim) for a, b in by_head]:
         raise ValueError(
-            f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head; keep the weights"
+            f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head. Keep the weights"
             " by heads, [H, K, D] (of models.gpt: Config(per_head=True)), or take an axis that divides them."
         )
     _check_rows("wq", wq, heads.queries, heads, axis)
@@ -189,13 +188,13 @@ def _own_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
 
 
 def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_head: bool = False) -> None:
-    """Refuses a projection of `num` heads, or its bias, that is not this rank's block."""
+    """Raises unless a projection of `num` heads, or the bias, is the rank's block."""
     whole = num if by_head or w.ndim == 3 else num * heads.dim
     check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
-def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Returns the first key head that this rank needs; its queries, keys and values [B, T, heads, K]."""
+def _project_inputs(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Returns the first needed key head, and the rank's queries, keys and values [B, T, heads, K]."""
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
@@ -203,24 +202,24 @@ def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> 
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
         if x is not None:
             _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
-    # Rows that are cut inside a head are always joined.
+    # Rows cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        return held[int(axis_index(axis))][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
-    q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
+        return held[int(axis_index(axis))][0], _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
+    q_BTHK = _split_heads(affine(x_BTD, w.wq, w.bq), heads)
     (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
-    if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
+    if isinstance(w.wk, ExactWeight):  # with joined keys, as panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
         k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
-        return start, q_BTHK, _by_head(k, heads), _by_head(v, heads)
-    wk, wv, bk, bv = _joined_weights(w, axis, size, own)
-    return start, q_BTHK, _by_head(affine(x_BTD, wk, bk), heads), _by_head(affine(x_BTD, wv, bv), heads)
+        return start, q_BTHK, _split_heads(k, heads), _split_heads(v, heads)
+    wk, wv, bk, bv = _gather_weights(w, axis, size, own)
+    return start, q_BTHK, _split_heads(affine(x_BTD, wk, bk), heads), _split_heads(affine(x_BTD, wv, bv), heads)
 
 
-def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:
-    """Some rows of wk, wv, bk and bv, of which each rank has a block; sent in one message."""
+def _gather_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:
+    """Gathers some rows of wk, wv, bk and bv from the ranks' blocks, in a single message."""
     biases = [b[..., None] for b in (w.bk, w.bv) if b is not None]
     parts: list[Any] = [w.wk, w.wv, *biases]
     whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=size)[own]
@@ -229,6 +228,6 @@ def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> t
     return *found[:2], *(None if b is None else next(rest)[..., 0] for b in (w.bk, w.bv))
 
 
-def _by_head(y: Tensor, heads: Heads) -> Tensor:
-    """[B, T, heads of this rank, K]."""
+def _split_heads(y: Tensor, heads: Heads) -> Tensor:
+    """Returns [B, T, heads of the rank, K]."""
     return y if y.ndim == 4 else y.unflatten(-1, (-1, heads.dim) if y.shape[-1] else (0, heads.dim))

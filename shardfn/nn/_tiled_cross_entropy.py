@@ -1,8 +1,9 @@
 """The loss of a language model without its logits in memory as a whole: a tile of tokens at a time.
 
-The gradients are computed beside the loss, in the forward, while a tile's logits are in memory. The backward multiplies
-them by its cotangent. They are kept in float32 or better. So the memory beside x is two tensors like a tile of logits
-and, if a gradient is needed, one tensor like x and two like w (one while two of the logits are alive).
+The gradients are computed together with the loss, in the forward, while a tile's logits are in memory. The backward
+multiplies the gradients by the cotangent. Gradients are kept in float32 or better. So the memory in addition to x is
+two tensors like a tile of logits and, if a gradient is needed, a tensor like x and two tensors like w (a single such
+tensor while two tiles of logits are alive).
 
 N tokens, D model, V vocabulary. Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996 Hsu et
 al., Liger Kernel, 2024, https://arxiv.org/abs/2410.10989
@@ -24,7 +25,7 @@ from ._parallel import enter_parallel
 
 
 class _How(NamedTuple):
-    """Tokens of a tile, the target that does not count, this rank's classes, the axis, and whether gradients follow."""
+    """Tokens of a tile, the target without a loss, the rank's classes, the axis, and whether gradients follow."""
 
     tile: int
     ignore_index: int
@@ -44,23 +45,24 @@ def tiled_cross_entropy(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """`cross_entropy_sum(x w^T, targets)` with no more than `tile` rows of logits in memory at a time.
+    """Returns `cross_entropy_sum(x w^T, targets)` with at most `tile` rows of logits in memory at a time.
 
     Args:
-        x_BTD: the input of the output layer, whole, or with `sequence` this rank's rows of the tokens.
-        w_VD: the output layer; with `axis`, this rank's classes.
+        x_BTD: input of the output layer, whole, or with `sequence` the rank's rows of the tokens.
+        w_VD: weight of the output layer, with `axis` the rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         tile: tokens.
-        ignore_index: the target that does not count.
-        axis: mesh axes that cut V. None is one device.
-        vocab_size: V; needed where the axis has several ranks.
+        ignore_index: target without a loss, such as padding.
+        axis: mesh axes along which V is cut. None means a single device.
+        vocab_size: V, needed where the axis has several ranks.
         sequence: T where `x_BTD` is cut along the tokens.
 
     Returns:
         (total, count), 0-d, both of the dtype of the sum. The total is differentiable once.
 
     Raises:
-        ValueError: `tile` is less than 1, there is not one target a token, or the layer is not this rank's block.
+        ValueError: `tile` is less than 1, the numbers of targets and tokens differ, or the layer is not the rank's
+            block.
 
     Example:
         >>> x, w, targets = torch.zeros(1, 2, 4), torch.zeros(8, 4), torch.tensor([[3, -100]])
@@ -72,8 +74,8 @@ def tiled_cross_entropy(
     x_BTD = enter_parallel(x_BTD, axis, sequence)
     if tile < 1 or x_BTD.shape[:-1] != targets_BT.shape:
         raise ValueError(
-            f"tiled_cross_entropy: tile={tile}, tokens {tuple(x_BTD.shape[:-1])}, targets {tuple(targets_BT.shape)};"
-            " give one target a token, and a tile of 1 or more."
+            f"tiled_cross_entropy: tile={tile}, tokens {tuple(x_BTD.shape[:-1])}, targets {tuple(targets_BT.shape)}."
+            " Each token must have a target, and tile must be 1 or more."
         )
     how = _How(tile, ignore_index, classes, axis, torch.is_grad_enabled())
     total: Any = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)
@@ -90,16 +92,16 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, ...]:
         work = wide(x_ND.dtype)
         total, dxs, dw_VD = torch.zeros((), dtype=work, device=x_ND.device), [], torch.zeros_like(w_VD, dtype=work)
-        own = _own(targets_N, how)
+        own = _locate_targets(targets_N, how)
         tiles = (x.split(how.tile) for x in (x_ND, *own))
         for x, *found in zip(*tiles, strict=True):
             targets = _Targets(*found)
-            loss, p = _tile(x, w_VD, targets, how)
+            loss, p = _compute_tile(x, w_VD, targets, how)
             total = total + loss
             if how.differentiated:
-                dxs.append(_gradient(p, w_VD.to(work), targets))
+                dxs.append(_input_gradient(p, w_VD.to(work), targets))
                 dw_VD = torch.addmm(dw_VD, p.mT, x.to(work) * targets.counts[:, None])
-            del p  # before those of the next tile are made
+            del p  # before the next tile's tensors are made
         dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
         if how.differentiated and len(w_VD):
             dw_VD = dw_VD.index_add(0, own.classes, x_ND.to(work) * own.hits[:, None], alpha=-1)
@@ -120,7 +122,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """The identity without a derivative, for gradients of a loss whose second derivatives are not supported."""
+    """Identity without a derivative, for gradients of a loss without support for second derivatives."""
 
     generate_vmap_rule = True
 
@@ -142,30 +144,32 @@ class _Once(torch.autograd.Function):
 
 
 class _Targets(NamedTuple):
-    """The tokens' classes among this rank's, whether they count, and whether they count and have their class here."""
+    """Classes of tokens among the rank's classes, counted tokens, and counted tokens with a local class."""
 
     classes: Tensor
     counts: Tensor
     hits: Tensor
 
 
-def _own(targets_N: Tensor, how: _How) -> _Targets:
+def _locate_targets(targets_N: Tensor, how: _How) -> _Targets:
     counts_N = targets_N != how.ignore_index
     index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), *how.classes)
     return _Targets(index_N, counts_N, counts_N & ~missing_N)
 
 
-def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
-    """(p - one-hot targets) w. The targets' part is subtracted from the product, which is narrower than the logits."""
+def _input_gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
+    """Returns (p - one-hot targets) w.
+
+    The targets' part is subtracted from the product, as narrower than the logits.
+    """
     dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
     return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
 
 
-def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+def _compute_tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
     """Returns the sum over the tokens of a tile, and the probabilities of all classes.
 
-    No more than two tensors of the size of the logits are alive at once: each is freed when the next has been made of
-    it.
+    No more than two tensors of the size of the logits are alive at once: each tensor is freed once the next is made.
     """
     logits_NV = F.linear(x_ND, w_VD)
     logits_NV = logits_NV.to(wide(logits_NV.dtype))
@@ -174,15 +178,15 @@ def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Ten
         del logits_NV
         loss_N = -log_p_NV.gather(-1, targets.classes[:, None])[:, 0]
     else:
-        lse_N, loss_N = _over_ranks(logits_NV, targets, how)
+        lse_N, loss_N = _reduce_over_ranks(logits_NV, targets, how)
         log_p_NV = logits_NV - lse_N[:, None]
         del logits_NV
     loss = loss_N.masked_fill(~targets.counts, 0.0).sum()
     return loss, log_p_NV.exp() if how.differentiated else loss
 
 
-def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
-    """Returns the log sum exp and the loss of tokens whose classes are cut over ranks."""
+def _reduce_over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+    """Returns the log sum exp and the loss of tokens, with classes cut over ranks."""
     start, stop, _ = how.classes
     if start == stop:
         hit_N = logits_NV.sum(-1)

@@ -1,8 +1,8 @@
-"""Linear maps whose weight is a grid of tiles, each a leaf of its own: memory-centric tiling.
+"""Linear maps with a grid of tiles as the weight, each tile a separate leaf: memory-centric tiling.
 
-Where leaves are fetched when they are used (ZeRO's stage 3, host, disk), no more of the weight is in memory than the
-tile at work and those that are read ahead, in the forward and in the backward, so is the weight's gradient. Rajbhandari
-et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+Where leaves are fetched at use (ZeRO's stage 3, host, disk), only the tile at work and tiles read ahead are in memory,
+in the forward and in the backward, and the same holds for the weight's gradient. Rajbhandari et al., ZeRO-Infinity,
+2021, https://arxiv.org/abs/2104.07857
 
 D features in, F features out. A grid is a list of rows of tiles: rows along F, and the tiles of a row along D.
 """
@@ -23,21 +23,21 @@ Grid = Sequence[Sequence[Float[Tensor, "_ _"]]]
 def tiled_linear(
     x_D: Float[Tensor, "*batch d"], w_FD: Grid, b_F: Float[Tensor, " f"] | None = None
 ) -> Float[Tensor, "*batch f"]:
-    """Y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
+    """Returns y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
 
-    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added. With one column of tiles
-    also bit for bit, where a matrix product's bits do not depend on its number of outputs F.
+    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added. With a single column of
+    tiles also bit for bit, where a matrix product's bits do not depend on the number of outputs F.
 
     Args:
         x_D: any leading dims.
-        w_FD: the tiles w_ij of [F_i, D_j]; sizes need not be equal. From `tiles` or `init_tiles`.
-        b_F: bias, or None; added once.
+        w_FD: grid of tiles w_ij of [F_i, D_j], from `tiles` or `init_tiles`. Sizes need not be equal.
+        b_F: bias, added once, or None.
 
     Returns:
         The leading dims of `x_D` and F.
 
     Raises:
-        ValueError: the tiles are not a grid, or their columns do not add up to D, or their rows to the bias's F.
+        ValueError: the tiles are not a grid, or the columns do not add up to D, or the rows to F of the bias.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def tiled_linear(
         >>> torch.equal(tiled_linear(x, tiles(w, in_splits=2, out_splits=2)), x @ w.t())
         True
     """
-    rows, columns = _sizes(w_FD)
+    rows, columns = _grid_sizes(w_FD)
     if x_D.shape[-1] != sum(columns):
         raise ValueError(f"tiled_linear: x has {x_D.shape[-1]} features, the tiles' columns are {columns}.")
     if b_F is not None and b_F.shape[0] != sum(rows):
@@ -54,7 +54,7 @@ def tiled_linear(
     # Contiguous here, once: the products of all rows of tiles then save the same parts of x.
     parts = [x_D] if len(columns) == 1 else [part.contiguous() for part in x_D.split(columns, -1)]
     biases = [None] * len(rows) if b_F is None else b_F.split(rows)
-    outs = [_row(parts, row, b) for row, b in zip(w_FD, biases, strict=True)]
+    outs = [_multiply_row(parts, row, b) for row, b in zip(w_FD, biases, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
@@ -70,7 +70,7 @@ def tiles(
         tile_bytes: tile bytes in place of both: the largest tile.
 
     Returns:
-        Tiles of their own memory; together they are as large as the weight.
+        Tiles in new memory, together as large as the weight.
 
     Raises:
         ValueError: as `tile_shapes`.
@@ -94,7 +94,7 @@ def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
         >>> untile(tiles(torch.arange(6.0).view(2, 3), in_splits=2, out_splits=2)).tolist()
         [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
-    _sizes(w_FD)
+    _grid_sizes(w_FD)
     return torch.cat([torch.cat(list(row), 1) for row in w_FD])
 
 
@@ -108,10 +108,10 @@ def init_tiles(
     stddev: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[Tensor]]:
-    """Draws the tiles of a weight, normal(0, stddev), each with a key of its own; deferred inside `core.deferred()`.
+    """Draws the tiles of a weight, normal(0, stddev), each with a separate key. Deferred inside of `core.deferred()`.
 
     Args:
-        key: the key; tile k, counted row by row, is drawn with `fold_in(key, k)`.
+        key: random key. Tile k, counted row by row, is drawn with `fold_in(key, k)`.
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
@@ -120,7 +120,7 @@ def init_tiles(
         dtype: a floating dtype.
 
     Returns:
-        The grid. Specs for it need no grid of their own: `P()` for all tiles is a prefix of it.
+        The grid. Specs need no grid: `P()` for all tiles is a prefix of the grid.
 
     Raises:
         ValueError: as `tile_shapes`.
@@ -146,13 +146,14 @@ def tile_shapes(
     tile_bytes: int | None = None,
     itemsize: int = 4,
 ) -> list[list[tuple[int, int]]]:
-    """Returns the shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
+    """Returns the shapes of the tiles of a weight. Sizes along a dim differ by at most 1, such as 3, 2, 2 for 7 rows.
 
     Args:
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: tile bytes in place of both: the fewest tiles of at most this size. Whole rows where a row fits.
+        tile_bytes: size of a tile in bytes, in place of both numbers: the fewest tiles of at most the size. Whole rows
+            where a row fits.
         itemsize: bytes of an element.
 
     Raises:
@@ -167,23 +168,23 @@ def tile_shapes(
     if tile_bytes is not None:
         if (in_splits, out_splits) != (1, 1):
             raise ValueError("tiles: give tile_bytes, or in_splits and out_splits, not both.")
-        in_splits, out_splits = _splits(shape, tile_bytes // itemsize)
+        in_splits, out_splits = _choose_splits(shape, tile_bytes // itemsize)
     for name, n, size in (("in_splits", in_splits, shape[1]), ("out_splits", out_splits, shape[0])):
         if not 1 <= n <= max(size, 1):
-            raise ValueError(f"tiles: {name}={n} of {size} features; it must be between 1 and their number.")
-    columns = _even(shape[1], in_splits)
-    return [[(f, d) for d in columns] for f in _even(shape[0], out_splits)]
+            raise ValueError(f"tiles: {name} must be between 1 and {size}, the number of features, got {n}.")
+    columns = _split_evenly(shape[1], in_splits)
+    return [[(f, d) for d in columns] for f in _split_evenly(shape[0], out_splits)]
 
 
-def _row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One row of tiles: the products along D, added one by one."""
+def _multiply_row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """Multiplies a row of tiles: the products along D, added in order."""
     out = F.linear(parts[0], row[0], bias)
     for part, tile in zip(parts[1:], row[1:], strict=True):
         out = out + F.linear(part, tile)
     return out
 
 
-def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
+def _grid_sizes(grid: Grid) -> tuple[list[int], list[int]]:
     """Returns the numbers of rows and columns of the tiles."""
     shapes = [[tuple(t.shape) for t in row] for row in grid]
     if not shapes or not shapes[0]:
@@ -203,7 +204,7 @@ def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
     return rows, columns
 
 
-def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
+def _choose_splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
     """Returns the fewest tiles of at most `numel` elements, along D and along F."""
     if numel < 1:
         raise ValueError("tiles: tile_bytes is less than one element.")
@@ -211,5 +212,5 @@ def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
     return (1, math.ceil(shape[0] / rows) or 1) if rows else (math.ceil(shape[1] / numel), shape[0])
 
 
-def _even(size: int, n: int) -> list[int]:
+def _split_evenly(size: int, n: int) -> list[int]:
     return [size // n + (i < size % n) for i in range(n)]

@@ -1,6 +1,6 @@
-"""The tiles of a grid that a mask of positions leaves, as lists that kernels iterate over.
+"""Tiles of a grid left by a mask of positions, as lists for kernels.
 
-It is computed once a mask and length: masks are values, and another layout is another value.
+The lists are computed once for each mask and length: masks are values, and another layout is another value.
 """
 
 import functools
@@ -30,10 +30,10 @@ class HostTiles(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def tiles_of(mask: Mask, queries: Span, keys: Span, block: int) -> HostTiles:
-    """Returns the tiles of `block` queries and keys of a rectangle in which a pair counts.
+    """Returns the tiles of `block` queries and keys of a rectangle with a counted pair.
 
     Args:
-        mask: mask of positions alone.
+        mask: mask of only positions.
         queries: positions.
         keys: positions.
         block: block of a tile.
@@ -51,7 +51,7 @@ def tiles_of(mask: Mask, queries: Span, keys: Span, block: int) -> HostTiles:
     for layout, i, j in np.argwhere(grid == SOME).tolist():
         (a, b), (c, d) = rows[i : i + 2].tolist(), columns[j : j + 2].tolist()
         pattern = np.zeros((block, block), np.uint8)
-        with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
+        with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in the program
             pattern[: b - a, : d - c] = own[layout].pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
         if not pattern.any():
             grid[layout, i, j] = NONE

@@ -1,4 +1,4 @@
-"""Functions of two tensors that are linear in each, three by three: each is a derivative of the other two.
+"""Functions of two tensors, linear in each, three by three: each function is a derivative of the other two.
 
     t(a, b, c), linear in a, b and c      da(b, c), db(a, c), dc(a, b): its derivatives
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The three derivatives, each as a function of the two other tensors in order, and of integers that all three share.
+# The three derivatives, each as a function of the two other tensors in order, and of shared integers.
 Trilinear = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
 
 
 def derivative(form: Trilinear, at: int, a: Tensor, b: Tensor, *integers: Tensor) -> Tensor:
-    """Returns the derivative of `form` with regard to its tensor `at`, of the other two tensors in order.
+    """Returns the derivative of `form` with regard to tensor `at`, as a function of the other two tensors in order.
 
     Differentiable.
     """

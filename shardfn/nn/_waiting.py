@@ -1,4 +1,4 @@
-"""Tensors of chunks that wait on the host or on disk, and come back one chunk ahead of their use."""
+"""Tensors of chunks that wait on the host or on disk, and come back a chunk ahead of use."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ class Waiting:
     """Bundles of tensors that wait on the host or on disk.
 
     Args:
-        device: the device to which bundles return.
+        device: device to which bundles return.
         pool: pool of files. None is the host.
-        kept: tensors and tokens that wait already.
+        kept: waiting tensors and tokens.
         width: the number of tensors of a bundle in `kept`.
     """
 
@@ -28,12 +28,12 @@ class Waiting:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Host tensors, and tokens of tensors on disk, when all have left."""
+        """Returns host tensors, and tokens of tensors on disk, once all have left."""
         self.settle()
         return self._kept
 
     def send(self, bundle: Bundle) -> None:
-        """Sends a bundle away, when the one before it has left."""
+        """Sends a bundle away, once the bundle before has left."""
         self.settle()
         self._width = len(bundle)
         self._going = [(to_host(x), x.numel() > 0) for x in bundle]
@@ -48,17 +48,17 @@ class Waiting:
             self._kept.append(host)
 
     def come(self, order: Iterable[int]) -> Iterator[Bundle]:
-        """Yields the bundles of these numbers. The next is on its way while one is in use."""
+        """Yields the bundles of given numbers. The next bundle is on the way while a bundle is in use."""
         before: list[Fetch] | None = None
         for i in order:
-            coming = [self._fetch(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
+            coming = [self._fetch_tensor(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
             if before is not None:
                 yield tuple(x.result() for x in before)
             before = coming
         if before is not None:
             yield tuple(x.result() for x in before)
 
-    def _fetch(self, x: Tensor) -> Fetch:
+    def _fetch_tensor(self, x: Tensor) -> Fetch:
         on_disk = self._pool is not None and x.dtype == torch.int64
         fetch = Fetch(stored_of(x).read() if on_disk else x, self._device)
         if not on_disk:

@@ -183,7 +183,7 @@ def test_a_kept_result_must_not_be_written() -> None:
         return z.exp().sum()
 
     with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2})):
-        with pytest.raises(ValueError, match=r"the result of psum is kept by its name.*write to a clone\(\)"):
+        with pytest.raises(ValueError, match=r"the result of psum is kept by its name.*Write to a clone\(\)"):
             _counted(sf.remat(late, KEPT), torch.linspace(-1, 1, 5))
 
 

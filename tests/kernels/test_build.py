@@ -230,7 +230,7 @@ def test_a_rank_that_is_not_the_first_builds_in_silence(builders: Builders) -> N
 def test_without_a_compiler_one_warning_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sources, "compiler", lambda: None)
     monkeypatch.setattr(_sources, "SHIPPED", pathlib.Path("/nowhere"))
-    for cached in (_build._library, _build._warn_once):
+    for cached in (_build._load_library, _build._warn_once):
         monkeypatch.setattr(_build, cached.__name__, functools.cache(cached.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

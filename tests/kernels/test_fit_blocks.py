@@ -74,7 +74,7 @@ def test_weights_without_a_spread() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="rows of 95, and a block of codes has 32 elements; pad it"):
+    with pytest.raises(ValueError, match=r"a multiple of 32, a block of codes, got 95\. Pad with"):
         fit_blocks(weight()[:, :95], "int4")
     with pytest.raises(ValueError, match=r"moments are \(4,\), and a weight \(48, 96\) has inputs of \(96,\)"):
         fit_blocks(weight(), "int4", torch.ones(4))

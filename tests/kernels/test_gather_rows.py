@@ -100,12 +100,12 @@ X, INDEX = torch.ones(3, 2), torch.zeros(4, 1, dtype=torch.int64)
         (lambda: kernels.gather_rows(X, INDEX, X), ValueError, r"weights is of shape \(3, 2\), must be \(4, 1\)"),
         (lambda: kernels.row_dots(X, X.double(), INDEX), TypeError, "y is torch.float64, must be torch.float32"),
         (lambda: kernels.row_dots(X, X, INDEX), ValueError, r"y is of shape \(3, 2\), must be \(4, 2\)"),
-        (lambda: kernels.gather_rows(X, INDEX + 3), IndexError, "an index is not from -1 to 2, the last row of x"),
+        (lambda: kernels.gather_rows(X, INDEX + 3), IndexError, "an index must be from -1 to 2, the last row of x"),
         (lambda: kernels.row_dots(X, torch.ones(4, 2), INDEX - 2), IndexError, "-1 adds nothing"),
         (
             lambda: kernels.gather_rows(X.clone().requires_grad_(), INDEX).sum().backward(),
             NotImplementedError,
-            r"gather_rows has no derivative; use nn\.moe\.dispatch",
+            r"gather_rows has no derivative: use nn\.moe\.dispatch",
         ),
     ],
 )

@@ -143,21 +143,21 @@ X, W, COUNTS_2 = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([1, 2])
         (
             lambda: kernels.grouped_product(X, W.mT, COUNTS_2),
             ValueError,
-            r"w is of shape \(2, 5, 3\), must be \(e, k, n\) with k = 3, the last dim of x; transposed=True takes",
+            r"w must be of shape \(e, k, n\) with k = 3, the last dim of x, got \(2, 5, 3\). Pass transposed=True",
         ),
         (lambda: kernels.grouped_product(X, W, COUNTS_2[:1]), ValueError, r"counts is of shape \(1,\), must be \(2,\)"),
-        (lambda: kernels.grouped_product(X, W, COUNTS_2 + 1), ValueError, r"counts is \[2, 3\], of sum 5; .* 4 rows"),
-        (lambda: kernels.grouped_product(X, W, -COUNTS_2), ValueError, r"counts is \[-1, -2\]"),
+        (lambda: kernels.grouped_product(X, W, COUNTS_2 + 1), ValueError, r"4 rows, got \[2, 3\], of sum 5"),
+        (lambda: kernels.grouped_product(X, W, -COUNTS_2), ValueError, r"got \[-1, -2\]"),
         (
             lambda: kernels.grouped_product(X.half(), W.half(), COUNTS_2, exact=True),
             TypeError,
-            "x is torch.float16; exact products are float32 or float64",
+            "x must be float32 or float64 for exact products, got torch.float16",
         ),
         (lambda: kernels.grouped_outer(X, X[:3], COUNTS_2), ValueError, r"y is of shape \(3, 3\), must be \(4, 3\)"),
         (
             lambda: kernels.grouped_product(X.clone().requires_grad_(), W, COUNTS_2).sum().backward(),
             NotImplementedError,
-            r"grouped_product has no derivative; use nn\.moe\.grouped",
+            r"grouped_product has no derivative: use nn\.moe\.grouped",
         ),
     ],
 )

@@ -112,13 +112,13 @@ def test_repetition_is_that_of_transformers(penalty: float) -> None:
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"history": 5}, "history is 5 in row 1; must be from -1 to 4"),
-        ({"history": -2}, "history is -2 in row 1; must be from -1 to 4"),
-        ({"prompts": 4}, "prompts is 4 in row 1; must be from 0 to 3"),
-        ({"repetition": 0.0}, r"repetition is 0\.0 in row 1; must be above 0 and finite"),
-        ({"repetition": math.nan}, "repetition is nan in row 1"),
-        ({"presence": math.inf}, "presence is inf in row 1; must be finite"),
-        ({"frequency": math.nan}, "frequency is nan in row 1"),
+        ({"history": 5}, "history must be from -1 to 4, got 5 in row 1"),
+        ({"history": -2}, "history must be from -1 to 4, got -2 in row 1"),
+        ({"prompts": 4}, "prompts must be from 0 to 3, got 4 in row 1"),
+        ({"repetition": 0.0}, r"repetition must be above 0 and finite, got 0\.0 in row 1"),
+        ({"repetition": math.nan}, "repetition must be .*, got nan in row 1"),
+        ({"presence": math.inf}, "presence must be finite, got inf in row 1"),
+        ({"frequency": math.nan}, "frequency must be .*, got nan in row 1"),
     ],
 )
 @pytest.mark.parametrize("kind", ["native", "reference"])
@@ -135,5 +135,5 @@ def test_values_out_of_range_are_refused(kind: str, change: dict[str, float], sa
 def test_a_backward_is_refused() -> None:
     logits = torch.zeros(2, 6, requires_grad=True)
     y = kernels.penalise(logits, torch.zeros(2, 3).int(), torch.zeros(2).int(), **_of(2))
-    with pytest.raises(NotImplementedError, match=r"kernels\.penalise has no derivative; call it on logits\.detach"):
+    with pytest.raises(NotImplementedError, match=r"kernels\.penalise has no derivative: call it on logits\.detach"):
         y.sum().backward()

@@ -154,7 +154,7 @@ def test_a_mapped_dim_joins_the_rows() -> None:
         (
             lambda: kernels.gelu(torch.ones(2, requires_grad=True)).sum().backward(),
             NotImplementedError,
-            r"gelu has no derivative; use nn\.mlp",
+            r"gelu has no derivative: use nn\.mlp",
         ),
     ],
 )

@@ -154,19 +154,23 @@ def test_errors_are_below_those_of_a_single_chain() -> None:
 @pytest.mark.parametrize(
     "call, kind, said",
     [
-        (lambda: kernels.pack_rows(torch.ones(2, 2, dtype=torch.float16)), TypeError, "weight is torch.float16"),
-        (lambda: _own(torch.ones(2, 3).double(), torch.ones(2, 3)), TypeError, "x is torch.float64"),
+        (
+            lambda: kernels.pack_rows(torch.ones(2, 2, dtype=torch.float16)),
+            TypeError,
+            "weight must be .*, got torch.float16",
+        ),
+        (lambda: _own(torch.ones(2, 3).double(), torch.ones(2, 3)), TypeError, "got x of torch.float64"),
         (
             lambda: _own(torch.ones(2, 4), torch.ones(2, 3)),
             ValueError,
             r"packed is of shape \(1, 3, 64\), must be \(1, 4, 64\)",
         ),
-        (lambda: _own(torch.ones(2, 3), torch.ones(2, 3), chunks=0), ValueError, "chunks is 0"),
+        (lambda: _own(torch.ones(2, 3), torch.ones(2, 3), chunks=0), ValueError, "chunks must be from 1 to .*, got 0"),
         (lambda: _own(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3)), ValueError, r"bias is of shape \(3,\)"),
         (
             lambda: kernels.row_linears(torch.ones(2, 3), [kernels.pack_rows(torch.ones(2, 3))], [2, 2]),
             ValueError,
-            "1 weights, 2 nums and 1 biases; give one of each a layer",
+            "1 weights, 2 nums and 1 biases. Each layer must have one of each",
         ),
     ],
 )
@@ -187,7 +191,7 @@ def test_no_rows_and_no_inputs() -> None:
 def test_a_backward_is_refused() -> None:
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     for y in (_own(x, weight.detach()), _own(x.detach(), weight)):
-        with pytest.raises(NotImplementedError, match=r"row_linear has no derivative; call it on x\.detach"):
+        with pytest.raises(NotImplementedError, match=r"row_linear has no derivative: call it on x\.detach"):
             y.sum().backward()
     assert x.grad is None and weight.grad is None
 

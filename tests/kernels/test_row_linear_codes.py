@@ -141,8 +141,12 @@ def test_scales_are_read_where_subnormal_numbers_are_flushed() -> None:
 @pytest.mark.parametrize(
     "call, kind, said",
     [
-        (lambda: kernels.pack_rows(torch.ones(2, 2), cast("Any", "int3")), ValueError, "codes is 'int3'"),
-        (lambda: kernels.code_blocks(torch.ones(2, 33), "int8"), ValueError, "weight has rows of 33"),
+        (lambda: kernels.pack_rows(torch.ones(2, 2), cast("Any", "int3")), ValueError, "codes must be .*, got 'int3'"),
+        (
+            lambda: kernels.code_blocks(torch.ones(2, 33), "int8"),
+            ValueError,
+            "rows of weight must be a multiple of 32, .*, got 33",
+        ),
         (lambda: kernels.pack_blocks(torch.ones(2, 34), 32), TypeError, "blocks are torch.float32"),
         (
             lambda: kernels.pack_blocks(torch.ones(2, 35, dtype=torch.uint8), 32),
@@ -152,7 +156,7 @@ def test_scales_are_read_where_subnormal_numbers_are_flushed() -> None:
         (
             lambda: kernels.row_linear(torch.ones(2, 3), torch.ones(1, 3, 64, dtype=torch.uint8), 4),
             ValueError,
-            "packed is of bytes",
+            "packed must be from pack_rows or pack_blocks, got bytes",
         ),
         (
             lambda: kernels.row_linear(torch.ones(2, 33), kernels.pack_rows(torch.ones(4, 32), "int8"), 4),

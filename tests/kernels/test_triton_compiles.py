@@ -30,63 +30,64 @@ from shardfn.kernels.signs import _triton as signs
 
 LANES = dict(LANES=1024, SPAN=1 << 18, TILE=256)
 CASES = [
-    (signs._pack, "*bf16 *u8 i64", dict(BYTES=128)),
-    (signs._unpack, "*u8 *fp32 *fp32 i32 i32", dict(WIDTH=1024)),
-    (compress._add, "*fp16 *fp32 *fp64 i32 i32 i32", LANES),
-    (compress._subtract, "*fp32 *fp32 *u8 i32 i32", dict(BYTES=128)),
-    (step._step, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i64", dict(DECAYS=True, ADDS=True, WIDTH=1024)),
-    (average._average, "*fp32 *fp32 fp32 fp32 i32", dict(WIDTH=1024)),
+    (signs._pack_kernel, "*bf16 *u8 i64", dict(BYTES=128)),
+    (signs._unpack_kernel, "*u8 *fp32 *fp32 i32 i32", dict(WIDTH=1024)),
+    (compress._add_kernel, "*fp16 *fp32 *fp64 i32 i32 i32", LANES),
+    (compress._subtract_kernel, "*fp32 *fp32 *u8 i32 i32", dict(BYTES=128)),
+    (step._step_kernel, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i64",
+     dict(DECAYS=True, ADDS=True, WIDTH=1024)),
+    (average._average_kernel, "*fp32 *fp32 fp32 fp32 i32", dict(WIDTH=1024)),
     (mean._add_mean, "*u8 *fp32 *fp32 *fp64 i32 i32", LANES),
-    (draw._weigh, "*fp32 *fp64 *fp64 *fp64 *fp64 i32 i32 i32", dict(TERMS=13, WIDTH=1024)),
-    (draw._blocks, "*fp64 *fp64 i32", dict(WIDTH=1024)),
-    (draw._running, "*fp64 *fp64 i32", {}),
-    (draw._nucleus, "*fp64 *i64 *fp64 *i64 i32", {}),
-    (draw._in_block, "*fp64 *fp64 *fp64 *i64 *i64 i32", dict(BLOCK=64)),
-    (draw._uniforms, "*i64 *i64 *fp64 i32", dict(WIDTH=1024)),
-    (penalise._penalise, "*fp32 *i32 *i32 *fp64 *fp64 *fp64 *i32 *fp32 i32 i32 i32", dict(WIDTH=1024)),
+    (draw._weights_kernel, "*fp32 *fp64 *fp64 *fp64 *fp64 i32 i32 i32", dict(TERMS=13, WIDTH=1024)),
+    (draw._block_sums_kernel, "*fp64 *fp64 i32", dict(WIDTH=1024)),
+    (draw._running_sums_kernel, "*fp64 *fp64 i32", {}),
+    (draw._nucleus_kernel, "*fp64 *i64 *fp64 *i64 i32", {}),
+    (draw._find_in_block_kernel, "*fp64 *fp64 *fp64 *i64 *i64 i32", dict(BLOCK=64)),
+    (draw._uniforms_kernel, "*i64 *i64 *fp64 i32", dict(WIDTH=1024)),
+    (penalise._penalise_kernel, "*fp32 *i32 *i32 *fp64 *fp64 *fp64 *i32 *fp32 i32 i32 i32", dict(WIDTH=1024)),
 ]
 for bits, code in ((8, "*i8"), (4, "*u8")):
     block, tile = dict(BITS=bits, WIDTH=256), dict(BITS=bits, WIDTH=1024)
     CASES += [
-        (quantize._quantize, f"*bf16 {code} *fp32 i32 i32 i32", block),
-        (quantize._dequantize, f"{code} *fp32 *bf16 i32 i32 i32 i32", tile),
+        (quantize._quantize_kernel, f"*bf16 {code} *fp32 i32 i32 i32", block),
+        (quantize._dequantize_kernel, f"{code} *fp32 *bf16 i32 i32 i32 i32", tile),
         (sums._dequantize_sum, f"{code} *fp32 *fp32 i32 i32 i32 i32 i32 i32", tile),
         (sums._sum_quantize, f"{code} *fp32 {code} *fp32 i32 i32 i32 i32 i32", block),
     ]
 for x, double in (("bf16", False), ("fp64", True)):
     wide = "fp64" if double else "fp32"
     row = f"*{x} *i64 *{wide} *{x} i32 i32 i32 i32"
-    CASES += [(gather._gather, row, dict(WEIGHTED=True, DOUBLE=double, WIDTH=1024))]
+    CASES += [(gather._gather_kernel, row, dict(WEIGHTED=True, DOUBLE=double, WIDTH=1024))]
 EXACT = len(CASES)
 # The chains of a linear layer, exponentials and norms are fused on purpose.
-CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
+CASES += [(rows._chain_kernel, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
 for record, bits in ((2176, 8), (1280, 4)):
     code = dict(ROWS=16, N=64, BITS=bits, GROUP=32, RECORD=record)
     CASES += [(rows._coded_chain, "*fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
 CASES += [
-    (ragged._row, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
+    (ragged._row_kernel, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
     for x in ("fp32", "bf16")
 ]
 CASES += [
     (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
-    (pointwise._gelu, "*fp32 *fp32 i64", dict(WIDTH=1024)),
-    (pointwise._rotate, "*fp32 *fp32 *fp32 *fp32 i64 i64 i64", dict(WIDTH=1024)),
+    (pointwise._gelu_kernel, "*fp32 *fp32 i64", dict(WIDTH=1024)),
+    (pointwise._rotate_kernel, "*fp32 *fp32 *fp32 *fp32 i64 i64 i64", dict(WIDTH=1024)),
 ]
 for case in (dict(CENTERED=True, BIASED=True), dict(CENTERED=False, BIASED=False)):
-    CASES += [(norm._norm, "*fp32 *fp32 *fp32 *fp32 i32 fp32", dict(case, LANES=64))]
+    CASES += [(norm._norm_kernel, "*fp32 *fp32 *fp32 *fp32 i32 fp32", dict(case, LANES=64))]
 for x, chain in (("bf16", False), ("fp32", False), ("fp32", True), ("fp64", True)):
     tile = dict(CHAIN=chain, WIDENED=False, N=64, K=32)
     CASES += [
-        (grouped._product, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32 i32 i32 i32 i32 i32", dict(tile, ROWS=32)),
-        (grouped._outer, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32", dict(tile, M=64)),
+        (grouped._product_kernel, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32 i32 i32 i32 i32 i32", dict(tile, ROWS=32)),
+        (grouped._outer_kernel, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32", dict(tile, M=64)),
     ]
-CASES += [(gather._dots, "*bf16 *bf16 *i64 *fp32 i32 i32 i32", dict(DOUBLE=False, WIDTH=1024))]
+CASES += [(gather._dots_kernel, "*bf16 *bf16 *i64 *fp32 i32 i32 i32", dict(DOUBLE=False, WIDTH=1024))]
 for x in ("bf16", "fp32"):
     told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 *i64 i32 fp32"
     told += " i32 i32 i32 i32 i32 i32 i32 i32 fp32"
     sides = dict(K=64, BLOCK=64, WIDTH=64, ROWS=64, PARTS=1, WIDENED=False)
     CASES += [
-        (sparse._forward, f"{told} *{x} *fp32", sides),
+        (sparse._forward_kernel, f"{told} *{x} *fp32", sides),
         (sparse._backward_queries, f"{told} *{x} *fp32 *fp32 *{x}", sides),
         (sparse._backward_keys, f"{told} *{x} *fp32 *fp32 *i32 *i32 *i32 *{x} *{x}", sides),
     ]

@@ -160,10 +160,10 @@ def test_a_mixture_with_float32_is_refused() -> None:
     panels, at = kernels.pack_rows(W), torch.zeros(1, dtype=torch.int32)
     q, cache = torch.zeros(1, 1, 4, dtype=F64), torch.zeros(2, 2, 1, 8, 4)
     for call, words in (
-        (lambda: kernels.row_linear(X.float(), panels, OUTPUTS), "x is torch.float32 and packed is torch.float64"),
+        (lambda: kernels.row_linear(X.float(), panels, OUTPUTS), "got x of torch.float32 and packed of torch.float64"),
         (
             lambda: kernels.row_linear(X, kernels.pack_rows(W.float()), OUTPUTS),
-            "x is torch.float64 and packed is torch.float32",
+            "got x of torch.float64 and packed of torch.float32",
         ),
         (
             lambda: kernels.row_linear(X, panels, OUTPUTS, bias=BIAS.float()),
@@ -175,11 +175,11 @@ def test_a_mixture_with_float32_is_refused() -> None:
         (lambda: kernels.gelu(X.half()), "x is torch.float16, must be torch.float32 or torch.float64"),
         (
             lambda: kernels.ragged_attention(q, q, q, cache, at, at, at, at[None]),
-            "cache is torch.float32; must be one of torch.float64, as q is torch.float64",
+            "cache must be one of torch.float64 for q of torch.float64, got torch.float32",
         ),
         (
             lambda: kernels.ragged_attention(q.float(), q.float(), q.float(), cache.double(), at, at, at, at[None]),
-            "cache is torch.float64; must be one of torch.float32, torch.bfloat16, .*as q is torch.float32",
+            "cache must be one of torch.float32, torch.bfloat16, .*for q of torch.float32, got torch.float64",
         ),
     ):
         with pytest.raises(TypeError, match=words):

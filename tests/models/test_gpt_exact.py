@@ -259,7 +259,7 @@ def test_settings_that_are_not_exact_are_refused(changes: dict[str, Any], said: 
 def test_narrow_parameters_and_documents_are_refused() -> None:
     config = config_of("gpt2")
     params = params_of(config)
-    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32, .*; leave out mixed precision"):
+    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32, .*\. Leave out mixed precision"):
         gpt.apply(config, tree_map(torch.Tensor.bfloat16, params), tokens_of(1, 3))
     batch = {"tokens": tokens_of(1, 4), "segment_ids": torch.zeros(1, 4, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"(?s)attention by Exact\(\):.*Segments"):

@@ -191,7 +191,7 @@ def test_refusals() -> None:
         def with_tensors(self, tensors: Any) -> nn.Mask:
             return self
 
-    with pytest.raises(ValueError, match="does not know the data of Drawn; give that mask a method given"):
+    with pytest.raises(ValueError, match=r"does not know the data of Drawn\. Give that mask a method given"):
         attend(mask=nn.Causal() & Drawn(9))
 
 

@@ -431,7 +431,7 @@ def test_zigzag_is_balanced_and_sends_no_more() -> None:
     """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice the mean."""
     for T, P in ((4096, 4), (4097, 3), (1000, 8)):
         ranges = _parallel.ranges_over(T, [P])
-        cuts = _bodies._zigzag(ranges)
+        cuts = _bodies._deal_zigzag(ranges)
         work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
         assert sum(work) == T * (T + 1) // 2
         assert max(work) <= 1.02 * sum(work) / P
@@ -462,8 +462,8 @@ def test_one_number_for_a_ring_of_two_axes_is_refused() -> None:
 
 def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    usual = _online._scores
-    monkeypatch.setattr(_online, "_scores", lambda *args: (seen.append(1), usual(*args))[1])
+    usual = _online._compute_scores
+    monkeypatch.setattr(_online, "_compute_scores", lambda *args: (seen.append(1), usual(*args))[1])
     monkeypatch.setattr(_ring, "kernel_tile", lambda *args: None)
     x = torch.randn(1, 64, 1, 2, requires_grad=True)
     nn.attention(x, x, x, mask=nn.Causal() & nn.Window(7), impl=nn.Blockwise(8)).sum().backward()
@@ -505,15 +505,15 @@ def test_sequences_that_a_body_cannot_cut_are_refused(impl: Any) -> None:
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)
     with bind_mesh(mesh):
-        with pytest.raises(ValueError, match="5 query heads over 2 key heads; the latter must divide the former"):
+        with pytest.raises(ValueError, match="5 query heads over 2 key heads: the latter must divide the former"):
             nn.attention(q, k, k, impl=impl)
         with pytest.raises(
-            ValueError, match="3 queries and 4 keys on a rank of a sequence of 6; pass the same number of both"
+            ValueError, match="3 queries and 4 keys on a rank of a sequence of 6: both numbers must be equal"
         ):
             nn.attention(q, other, other, mask=nn.Full(), impl=impl)
         with pytest.raises(ValueError, match="this rank has 4 tokens, but of 6 over 2 ranks of 'sp' its part is 3"):
             nn.attention(other, other, other, impl=impl)
         with pytest.raises(ValueError, match=r"axis 'seq' is not in the mesh, which has \('sp',\)"):
             nn.attention(q, q, q, impl=dataclasses.replace(impl, axis="seq"))
-    with pytest.raises(ValueError, match=r"4 queries over 9 keys.*take Blockwise\(\)"):
+    with pytest.raises(ValueError, match=r"4 queries over 9 keys.*Take Blockwise\(\)"):
         nn.attention(other, *[torch.ones(1, 9, 5, 2)] * 2, mask=nn.Full(), impl=nn.Chunked(2))

@@ -161,15 +161,15 @@ def test_refusals_of_layouts() -> None:
         )
     refused("num_global_blocks=3 must divide num_local_blocks=4", layouts.fixed, num_global_blocks=3)
     refused(
-        "windows of 4 blocks have 1 to 2 groups of 2", layouts.fixed, num_global_blocks=2, num_patterns=3, num_heads=3
+        "windows of 4 blocks have 2 groups of 2, got 3", layouts.fixed, num_global_blocks=2, num_patterns=3, num_heads=3
     )
-    refused("differ between heads; pass num_heads", layouts.fixed, num_patterns=2)
-    refused("give one or more sizes", layouts.variable, local_window_blocks=[])
-    refused("give one or more sizes", layouts.variable, local_window_blocks=[2, 0])
+    refused("differ between heads. Pass num_heads", layouts.fixed, num_patterns=2)
+    refused("must be one or more sizes", layouts.variable, local_window_blocks=[])
+    refused("must be one or more sizes", layouts.variable, local_window_blocks=[2, 0])
     refused(r"\[\(3, 3\)\] are not 0 <= start < stop", layouts.variable, global_blocks=[1, (3, 3)])
-    refused("17 random blocks of 16", layouts.variable, random=(17, sf.key(0)))
+    refused("random blocks must be at most 16, the number of blocks, got 17", layouts.variable, random=(17, sf.key(0)))
     refused(
-        "cannot have num_window_blocks=17, random=20; take smaller",
+        "cannot have num_window_blocks=17, random=20. Take smaller",
         layouts.bigbird,
         num_window_blocks=17,
         random=(20, sf.key(0)),
@@ -200,7 +200,7 @@ def test_layouts_are_made_while_a_program_is_captured() -> None:
     q = torch.randn(1, 16, 2, 4)
     torch.testing.assert_close(sf.jit(f, backend="graph")(q), f(q))
     torch.testing.assert_close(torch.func.vmap(f)(q[None])[0], f(q))
-    with pytest.raises(ValueError, match="their key is computed by it"):
+    with pytest.raises(ValueError, match="their key is computed by the program"):
         torch.func.vmap(lambda k: torch.tensor(layouts.bigbird(16, block=4, num_window_blocks=1, random=(1, k)).block))(
             key[None]
         )

@@ -128,8 +128,8 @@ def test_refusals() -> None:
         nn.attention(q, q, q, mask=nn.Segments(IDS[:, :9]))
     with pytest.raises(ValueError, match="the counts must agree"):
         nn.attention(q, q[:, :9], q[:, :9], mask=nn.Window(3))
-    with pytest.raises(ValueError, match="write both in the mask"):
+    with pytest.raises(ValueError, match="Write both in the mask"):
         nn.attention(q, q, q, mask=nn.Full(), causal=True)
-    with pytest.raises(ValueError, match="looks back only"):
+    with pytest.raises(ValueError, match="must look back only"):
         nn.attention(q, q, q, mask=nn.Prefix(3), slopes_H=torch.ones(3))
     assert sf.nn.Mask is nn.Mask

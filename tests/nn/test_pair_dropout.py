@@ -259,7 +259,7 @@ def test_several_dropouts_and_masks_without_data() -> None:
     one, two = (nn.PairDropout(sf.key(n), 0.3, torch.arange(2)) for n in (1, 2))
     mask = nn.Causal() & one & two
     torch.testing.assert_close(nn.attention(q, q, q, mask=mask, impl=nn.Blockwise(4)), nn.attention(q, q, q, mask=mask))
-    with pytest.raises(ValueError, match=r"drops by one PairDropout, but the mask has several; take Blockwise\(\)"):
+    with pytest.raises(ValueError, match=r"drops by one PairDropout, but the mask has several. Take Blockwise\(\)"):
         nn.attention(q, q, q, mask=mask, impl=nn.BlockSparse())
 
     class Halved(nn.Causal):
@@ -275,7 +275,7 @@ def test_several_dropouts_and_masks_without_data() -> None:
 def test_refusals() -> None:
     q = torch.randn(2, 5, 2, 3)
     mask = nn.Causal() & nn.PairDropout(sf.key(0), 0.25, torch.arange(2))
-    with pytest.raises(ValueError, match=r"numbers 2 samples, and the queries are of 1; give index_B"):
+    with pytest.raises(ValueError, match=r"numbers 2 samples, and the queries are of 1\. index_B must"):
         nn.attention(q[:1], q[:1], q[:1], mask=mask)
-    with pytest.raises(ValueError, match=r"PairDropout\(rate=1\)"):
+    with pytest.raises(ValueError, match=r"PairDropout: the rate must be .*, got rate=1\."):
         nn.PairDropout(sf.key(0), 1, torch.arange(2))

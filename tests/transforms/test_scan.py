@@ -300,11 +300,13 @@ def test_errors_name_leaves_and_values() -> None:
         sf.scan(lambda c, x: (c, None), one, torch.ones(3), length=4)
     with pytest.raises(ValueError, match="needs xs or length"):
         sf.scan(lambda c, x: (c, None), one)
-    with pytest.raises(TypeError, match=r"carry\['h'\] is \(2,\) torch.float32; in init it is \(\) torch.float32"):
+    with pytest.raises(
+        TypeError, match=r"carry\['h'\] must be \(\) torch.float32, as in init, got \(2,\) torch.float32"
+    ):
         sf.scan(lambda c, x: ({"h": torch.ones(2)}, None), {"h": one}, length=2)
     with pytest.raises(TypeError, match="structure"):
         sf.scan(lambda c, x: ((c, c), None), one, length=2)
-    with pytest.raises(TypeError, match=r"init\['h'\] is a float"):
+    with pytest.raises(TypeError, match=r"init\['h'\] must be a tensor, got a float"):
         sf.scan(lambda c, x: (c, None), {"h": 1.0}, length=2)
     with pytest.raises(TypeError, match=r"return \(carry, None\)"):
         sf.scan(lambda c, x: c, one, length=2)

@@ -11,7 +11,7 @@ from shardfn.testing import distributed
 from tests.mistakes import Mistake, cases, check, check_on_all_ranks, loss_of, made, mesh_of, run
 
 sf: Any = shardfn  # many of these are errors of types, too
-_HIDEN = "the policy goes by 'hiden', which no value of the function is called; it has 'hidden'"
+_HIDEN = "the policy goes by 'hiden', but no value of the function has the name"
 _SINGLE = torch.float32
 
 

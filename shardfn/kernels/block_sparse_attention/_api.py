@@ -21,13 +21,13 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
-    """The computed tiles, row by row: those of row i of layout l are starts[l, i] .. starts[l, i + 1].
+    """Computed tiles, row by row: row i of layout l has the tiles starts[l, i] .. starts[l, i + 1].
 
     Attributes:
         starts: [L, N + 1].
-        columns: of each tile, its block of keys, [tiles].
-        kinds: kinds of each tile, -1 if all its pairs count, else its pattern, [tiles].
-        patterns: the pairs that count, [patterns, block, block].
+        columns: column of each tile, the tile's block of keys, [tiles].
+        kinds: kind of each tile, -1 if all pairs of the tile count, else the pattern of the tile, [tiles].
+        patterns: counted pairs of each pattern, [patterns, block, block].
     """
 
     starts: Int32[Tensor, "l n1"]
@@ -37,11 +37,11 @@ class Tiles(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Dropout of probabilities after the softmax. Those that are kept are scaled by 2^16 / (2^16 - level).
+    """Dropout of probabilities after the softmax. Kept probabilities are scaled by 2^16 / (2^16 - level).
 
-    Each pair has a number of 16 bits, and is dropped where that is below `level`. With (k0, k1) = threefry2x32(key of
-    the sample, (0, head)) those of the keys 4 i .. 4 i + 3 of a query are the quarters of threefry2x32((k0, k1),
-    (query, i)), from the low half of its first word on.
+    Each pair has a number of 16 bits, and is dropped where the number is below `level`. For example level 6554 drops a
+    tenth of the pairs. With (k0, k1) = threefry2x32(key of the sample, (0, head)) the numbers of the keys 4 i .. 4 i +
+    3 of a query are the quarters of threefry2x32((k0, k1), (query, i)), from the low half of the first word on.
 
     Attributes:
         keys: keys of each sample, two words of 32 bits, [B, 2].
@@ -62,12 +62,12 @@ class Dropped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The parts of a pair's score beside q k. None for a field leaves it out.
+    """Parts of a pair's score in addition to q k. None for a field leaves the part out.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
         ids_k: [B, S].
-        added: to the scores, [B or 1, H or 1, T or 1, S or 1]; -inf leaves a pair out.
+        added: numbers added to the scores, [B or 1, H or 1, T or 1, S or 1]. -inf leaves a pair out.
         table: added by distance: at s - t + T - 1 for query t and key s, [H or 1, T + S - 1].
         dropped: the dropout of probabilities.
     """
@@ -89,7 +89,7 @@ def block_sparse_attention(
     block: int,
     scale: float,
 ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b h t"]]:
-    """Softmax(scale q k^T + added) c v over the pairs of some tiles; query head h reads key head h // (H / G).
+    """Returns softmax(scale q k^T + added) c v over the pairs of some tiles. Query head h reads key head h // (H / G).
 
         lse = log sum of e^s over the pairs of a row        -inf without pairs
         y = sum of c e^(s - lse) v                          0 without pairs
@@ -99,10 +99,10 @@ def block_sparse_attention(
     Computed in fp32, for fp64 in fp64. Time and memory are proportional to the tiles.
 
     Args:
-        q_BTHK: queries; fp64, fp32, bf16 or fp16.
-        k_BSGK: keys, of the same dtype; G divides H.
+        q_BTHK: queries in fp64, fp32, bf16 or fp16.
+        k_BSGK: keys of the same dtype. G divides H, for example 8 and 32.
         v_BSGK: values.
-        tiles: the computed tiles; of 1 layout for all heads, or of H.
+        tiles: computed tiles, of a single layout for all heads, or of H layouts.
         given: the other parts of scores.
         block: queries, and keys, of a tile.
         scale: of q k.
@@ -111,8 +111,8 @@ def block_sparse_attention(
         y, of the dtype of q, and lse, fp32 or fp64.
 
     Raises:
-        TypeError: for other dtypes, or dtypes that differ.
-        ValueError: shapes that do not fit, or G does not divide H.
+        TypeError: other dtypes, or unequal dtypes.
+        ValueError: shapes do not fit, or G does not divide H.
 
     Example:
         >>> diagonal = Tiles(*(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 2]], [0, 1], [-1, -1])),
@@ -125,8 +125,8 @@ def block_sparse_attention(
         Child et al., Generating Long Sequences with Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
         Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
     """
-    _check(q_BTHK, k_BSGK, v_BSGK, tiles, given, block)
-    rest = *tiles, *_flat(given), block, float(scale)
+    _check_shapes(q_BTHK, k_BSGK, v_BSGK, tiles, given, block)
+    rest = *tiles, *_flatten_given(given), block, float(scale)
     return torch.ops.shardfn_kernels.block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, *rest)
 
 
@@ -159,8 +159,8 @@ def block_sparse_attention_backward(
         dq, dk and dv, of the shapes and dtype of q, k and v.
 
     Raises:
-        TypeError: for other dtypes, or dtypes that differ.
-        ValueError: shapes that do not fit.
+        TypeError: other dtypes, or unequal dtypes.
+        ValueError: shapes do not fit.
 
     Example:
         >>> one = Tiles(*(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1]], [0], [-1])),
@@ -170,12 +170,12 @@ def block_sparse_attention_backward(
         >>> block_sparse_attention_backward(v, (v * 0, v, v), y, lse, one, block=2, scale=1.0)[2].flatten()
         tensor([0.5000, 0.5000])
     """
-    _check(*qkv, tiles, given, block)
+    _check_shapes(*qkv, tiles, given, block)
     for name, x in (("dy", dy_BTHK), ("y", y_BTHK)):
         check_dtype(name, x, qkv[0].dtype)
         check_shape(name, x, tuple(qkv[0].shape), "that of q")
     return torch.ops.shardfn_kernels.block_sparse_attention_backward(
-        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *_flat(given), block, float(scale)
+        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *_flatten_given(given), block, float(scale)
     )
 
 
@@ -184,18 +184,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: int) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: int) -> None:
     if q.dtype not in _FLOATS:
-        raise TypeError(f"q is {q.dtype}; attention is computed of fp64, fp32, bf16 or fp16: convert it")
+        raise TypeError(f"q must be fp64, fp32, bf16 or fp16, got {q.dtype}. Convert q")
     (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
     for name, x in (("k", k), ("v", v)):
         check_dtype(name, x, q.dtype)
         check_shape(name, x, (B, S, G, K), "samples and head dim of q, keys and key heads of k")
     if H % max(G, 1):
-        raise ValueError(f"{H} query heads over {G} key heads; the latter must divide the former")
+        raise ValueError(f"{H} query heads over {G} key heads: the latter must divide the former")
     L = tiles.starts.shape[0]
     if L not in (1, H):
-        raise ValueError(f"tiles of {L} layouts for {H} query heads; give 1 for all, or one a head")
+        raise ValueError(f"tiles must have 1 layout for all heads, or {H} layouts for {H} query heads, got {L}")
     check_shape("tiles.starts", tiles.starts, (L, -(-T // block) + 1), f"{T} queries in blocks of {block}")
     check_shape("tiles.kinds", tiles.kinds, tuple(tiles.columns.shape), "one a tile")
     check_shape("tiles.patterns", tiles.patterns, (tiles.patterns.shape[0], block, block), f"blocks of {block}")
@@ -215,33 +215,33 @@ def _check_given(given: Given, sizes: tuple[int, int, int, int]) -> None:
             raise ValueError(f"given.dropped.level is {given.dropped.level}, must be in [1, 2**16): leave it out for 0")
 
 
-def _flat(given: Given) -> tuple[Any, ...]:
+def _flatten_given(given: Given) -> tuple[Any, ...]:
     return *given[:4], *(given.dropped or (None, 0, 0, 0, 0))
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
+def _split_arguments(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
     """Makes the op's last arguments into (tiles, given, block, scale)."""
     *found, block, scale = args
     dropped = None if found[8] is None else Dropped(*found[8:])
     return Tiles(*found[:4]), Given(*found[4:8])._replace(dropped=dropped), block, scale
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if not q.numel() or not k.numel():
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), _lse(q).fill_(-torch.inf)
-    return implementation("block_sparse_attention", "forward", q.device)((q, k, v), *_split(args))
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), _empty_lse(q).fill_(-torch.inf)
+    return implementation("block_sparse_attention", "forward", q.device)((q, k, v), *_split_arguments(args))
 
 
-def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *args: Any) -> Any:
+def _run_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *args: Any) -> Any:
     if not q.numel() or not k.numel():
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtype = wide(q.dtype)
     delta_BHT = (dy.to(dtype) * y.to(dtype)).sum(-1).transpose(1, 2).contiguous()
     run = implementation("block_sparse_attention", "backward", q.device)
-    return run(dy, (q, k, v), lse, delta_BHT, *_split(args))
+    return run(dy, (q, k, v), lse, delta_BHT, *_split_arguments(args))
 
 
-def _lse(q: Tensor) -> Tensor:
+def _empty_lse(q: Tensor) -> Tensor:
     B, T, H, _ = q.shape
     return q.new_empty(B, H, T, dtype=wide(q.dtype))
 
@@ -253,14 +253,14 @@ _TAKES = (
 
 define(
     f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_TAKES}) -> (Tensor, Tensor)",
-    _forward,
-    lambda q, *_: (torch.empty_like(q, memory_format=torch.contiguous_format), _lse(q)),
+    _run_forward,
+    lambda q, *_: (torch.empty_like(q, memory_format=torch.contiguous_format), _empty_lse(q)),
     scratch=_scratch.forward,
 )
 define(
     f"block_sparse_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, {_TAKES})"
     " -> (Tensor, Tensor, Tensor)",
-    _backward,
+    _run_backward,
     lambda dy, q, k, v, *_: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
     scratch=_scratch.backward,
 )

@@ -1,6 +1,6 @@
-"""The factors of dropout, which multiply probabilities after the softmax: threefry2x32 of each pair, in plain torch.
+"""Factors of dropout on probabilities after the softmax: threefry2x32 of each pair, in plain torch.
 
-It is the definition. `core` draws the same numbers, but kernels import no other room.
+The file is the definition. `core` draws the same numbers, but kernels import no other room.
 """
 
 import torch
@@ -21,14 +21,16 @@ def factors(dropped: Dropped, head: int, queries: Tensor, keys: Tensor, dtype: t
         >>> factors(dropped, 0, torch.arange(2), torch.arange(4), torch.float32).tolist()
         [[[2.0, 2.0, 0.0, 0.0], [0.0, 2.0, 2.0, 0.0]]]
     """
-    own = _threefry(dropped.keys.unbind(-1), torch.zeros_like(keys[:1]), torch.full_like(keys[:1], dropped.head + head))
+    own = _apply_threefry(
+        dropped.keys.unbind(-1), torch.zeros_like(keys[:1]), torch.full_like(keys[:1], dropped.head + head)
+    )
     key, at = (own[0][:, None, None], own[1][:, None, None]), keys + dropped.key
-    first, second = _threefry(key, (queries + dropped.query)[:, None], at // 4)
+    first, second = _apply_threefry(key, (queries + dropped.query)[:, None], at // 4)
     lanes = torch.where(at % 4 < 2, first, second) >> 16 * (at % 2) & LEVELS - 1
     return (lanes >= dropped.level).to(dtype) * (LEVELS / (LEVELS - dropped.level))
 
 
-def _threefry(key: tuple[Tensor, ...], hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_threefry(key: tuple[Tensor, ...], hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the two words of the counters (hi, lo), as numbers in [0, 2^32)."""
     ks = (*key, key[0] ^ key[1] ^ _PARITY)
     x0, x1 = hi + ks[0] & _MASK, lo + ks[1] & _MASK

@@ -9,8 +9,11 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def factors(keys, b, head, t, s, level, kept):
-    """The factors [m, n] of queries [m, 1] and keys [1, n], by global positions: `kept`, or 0 if a pair is dropped."""
-    own, zero = keys + b * 2, s * 0  # the interpreter wraps around in tensors alone
+    """Returns the factors [m, n] of queries [m, 1] and keys [1, n], by global positions.
+
+    `kept`, or 0 for dropped pairs.
+    """
+    own, zero = keys + b * 2, s * 0  # the interpreter wraps around only in tensors
     k0, k1 = tl.load(own + zero).to(tl.uint32), tl.load(own + 1 + zero).to(tl.uint32)
     k0, k1 = threefry(k0, k1, zero.to(tl.uint32), (head + zero).to(tl.uint32))
     x0, x1 = threefry(k0, k1, (t + zero).to(tl.uint32), (s // 4 + 0 * t).to(tl.uint32))
@@ -22,7 +25,7 @@ def factors(keys, b, head, t, s, level, kept):
 @triton.jit
 @no_type_check
 def threefry(k0, k1, x0, x1):
-    """The two words of threefry2x32 with 20 rounds."""
+    """Returns the two words of threefry2x32 with 20 rounds."""
     k2 = k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = four(x0 + k0, x1 + k1, 13, 15, 26, 6)
     x0, x1 = four(x0 + k1, x1 + k2 + 1, 17, 29, 16, 24)
@@ -35,7 +38,7 @@ def threefry(k0, k1, x0, x1):
 @triton.jit
 @no_type_check
 def four(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Four rounds of threefry2x32."""
+    """Returns the words after four rounds of threefry2x32."""
     x0 += x1
     x1 = ((x1 << A) | (x1 >> (32 - A))) ^ x0
     x0 += x1

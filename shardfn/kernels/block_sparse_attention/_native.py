@@ -17,13 +17,13 @@ SOURCE = "block_sparse_attention/_native.cpp"
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     if library(SOURCE) is None:
         return _reference.forward(qkv, tiles, given, block, scale)
     B, T, H, _ = qkv[0].shape
-    q, k, v = (_wide(x) for x in qkv)
+    q, k, v = (_widen_input(x) for x in qkv)
     y, lse = torch.empty_like(q), q.new_empty(B, H, T)
-    _run((q, k, v), tiles, given, block, scale, (y, lse), back=False)
+    _run_kernel((q, k, v), tiles, given, block, scale, (y, lse), back=False)
     return y.to(qkv[0].dtype), lse
 
 
@@ -33,18 +33,20 @@ def backward(
     """Returns the gradients of q, k and v."""
     if library(SOURCE) is None:
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
-    q, k, v = (_wide(x) for x in qkv)
+    q, k, v = (_widen_input(x) for x in qkv)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    outer = None, lse.contiguous(), _wide(dy), delta, dq, dk, dv
-    _run((q, k, v), tiles, given, block, scale, outer, back=True)
+    outer = None, lse.contiguous(), _widen_input(dy), delta, dq, dk, dv
+    _run_kernel((q, k, v), tiles, given, block, scale, outer, back=True)
     return dq.to(qkv[0].dtype), dk.to(qkv[0].dtype), dv.to(qkv[0].dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen_input(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype)).contiguous()
 
 
-def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: tuple[Any, ...], *, back: bool) -> None:
+def _run_kernel(
+    qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: tuple[Any, ...], *, back: bool
+) -> None:
     q, k, _ = qkv
     (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
     added = None if given.added is None else given.added.to(q.dtype).expand(B, H, T, S)
@@ -54,7 +56,7 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     keys, *places = given.dropped or (None, 0, 0, 0, 0)
     sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, *places
     data = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k, keys))
-    # Held until the call returns, because it receives their addresses.
+    # Held until the call returns, because the call receives the addresses.
     tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
     tensors += (None,) * (19 - len(tensors))
     at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)

@@ -1,4 +1,7 @@
-"""Attention over the tiles of a layout, in plain torch: a block of queries of a head at a time, over its keys."""
+"""Attention over the tiles of a layout, in plain torch.
+
+A block of queries of a head at a time, over the block's keys.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class QueryRow(NamedTuple):
-    """A block of queries of one head, of all samples: heads, positions of queries and keys, and which pairs count."""
+    """Block of queries of a head, of all samples: heads, positions of queries and keys, and counted pairs."""
 
     head: int
     key_head: int
@@ -25,14 +28,14 @@ class QueryRow(NamedTuple):
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     q, k, v = (x.to(wide(x.dtype)) for x in qkv)
     y, lse = torch.zeros_like(q), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-    for row in _rows(qkv, tiles, block):
-        s = _scores(q, k, row, given, scale)
+    for row in _iterate_rows(qkv, tiles, block):
+        s = _compute_scores(q, k, row, given, scale)
         own = s.logsumexp(-1)
         p = (s - own.masked_fill(own == -torch.inf, 0.0)[..., None]).exp()
-        y[:, row.queries, row.head] = p * _factors(row, given, p.dtype) @ v[:, row.keys, row.key_head]
+        y[:, row.queries, row.head] = p * _dropout_factors(row, given, p.dtype) @ v[:, row.keys, row.key_head]
         lse[:, row.head, row.queries] = own
     return y.to(qkv[0].dtype), lse
 
@@ -43,10 +46,10 @@ def backward(
     """Returns the gradients of q, k and v."""
     q, k, v = (x.to(wide(x.dtype)) for x in qkv)
     dq, dk, dv, dy = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dy.to(q.dtype)
-    for row in _rows(qkv, tiles, block):
+    for row in _iterate_rows(qkv, tiles, block):
         own = lse[:, row.head, row.queries]
-        p = (_scores(q, k, row, given, scale) - own.masked_fill(own == -torch.inf, 0.0)[..., None]).exp()
-        out, c = dy[:, row.queries, row.head], _factors(row, given, p.dtype)
+        p = (_compute_scores(q, k, row, given, scale) - own.masked_fill(own == -torch.inf, 0.0)[..., None]).exp()
+        out, c = dy[:, row.queries, row.head], _dropout_factors(row, given, p.dtype)
         ds = p * (c * (out @ v[:, row.keys, row.key_head].mT) - delta[:, row.head, row.queries, None]) * scale
         dq[:, row.queries, row.head] = ds @ k[:, row.keys, row.key_head]
         dk[:, row.keys, row.key_head] += ds.mT @ q[:, row.queries, row.head]
@@ -55,7 +58,7 @@ def backward(
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[QueryRow]:
+def _iterate_rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[QueryRow]:
     (T, H), (S, G), device = qkv[0].shape[1:3], qkv[1].shape[1:3], qkv[0].device
     starts, columns, kinds = (x.tolist() for x in tiles[:3])
     for h in range(H):
@@ -66,18 +69,20 @@ def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[QueryRow]:
             if spans:
                 keys = torch.cat([torch.arange(*span, device=device) for span in spans])
                 found = zip(kinds[a:b], spans, strict=True)
-                pairs = torch.cat([_pairs(tiles, kind, len(queries), d - c, device) for kind, (c, d) in found], -1)
+                pairs = torch.cat(
+                    [_load_pattern(tiles, kind, len(queries), d - c, device) for kind, (c, d) in found], -1
+                )
                 yield QueryRow(h, h // (H // G), queries, keys, pairs)
 
 
-def _pairs(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Tensor:
+def _load_pattern(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Tensor:
     if kind < 0:
         return torch.ones(m, n, dtype=torch.bool, device=device)
     return tiles.patterns[kind, :m, :n].bool()
 
 
-def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
-    """Returns the scores [B, m, n]; -inf where a pair does not count."""
+def _compute_scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
+    """Returns the scores [B, m, n], -inf where a pair does not count."""
     s = q[:, row.queries, row.head] @ k[:, row.keys, row.key_head].mT * scale
     (B, T, H), S = q.shape[:3], k.shape[1]
     pairs = row.pairs
@@ -92,6 +97,6 @@ def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> 
     return s.masked_fill(~pairs, -torch.inf)
 
 
-def _factors(row: QueryRow, given: Given, dtype: torch.dtype) -> Tensor | float:
+def _dropout_factors(row: QueryRow, given: Given, dtype: torch.dtype) -> Tensor | float:
     """Returns the factors of the probabilities, [B, m, n], or 1 if there is no dropout."""
     return 1.0 if given.dropped is None else factors(given.dropped, row.head, row.queries, row.keys, dtype)

@@ -1,4 +1,4 @@
-"""The bytes that the C++ allocates while it runs, computed from the shapes of an op's arguments."""
+"""Bytes that the C++ allocates during a run, computed from the shapes of an op's arguments."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardfn.kernels._num_threads import num_threads
 
-_WIDE = 512  # columns of scores that pass through the softmax together, where blocks are smaller
+_WIDE = 512  # columns of scores that pass through the softmax together, if blocks are smaller
 _PARTS = 16  # the least number of units of work in a backward
 
 
@@ -18,35 +18,35 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
         >>> forward(q, q, q, 16, 1.0) - torch.get_num_threads() * 4 * 16 * (2 * 16 + 512 + 2)
         1280
     """
-    block, size = int(rest[-2]), _size(q)
-    W, P = _padded(q.shape[-1]), _padded(block)
+    block, size = int(rest[-2]), _element_bytes(q)
+    W, P = _pad_length(q.shape[-1]), _pad_length(block)
     own = block * (2 * W + P * max(_WIDE // P, 1) + 2)
-    return _packed(k, block) + num_threads() * own * size + sum(map(_widened, (q, q, k, v)))
+    return _packed_bytes(k, block) + num_threads() * own * size + sum(map(_widened_bytes, (q, q, k, v)))
 
 
 def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> int:
     """Backward: keys and values in two layouts, and their gradients once for each part of the queries."""
     del y, lse
     (B, T, H, K), S, block = q.shape, k.shape[1], int(rest[-2])
-    W, P = _padded(K), _padded(block)
+    W, P = _pad_length(K), _pad_length(block)
     parts = min(-(-T // block), -(-_PARTS // max(B * H, 1)))
     sums, own = B * H * parts * 2 * S * W, block * (3 * W + 2 * P)
-    widened = sum(map(_widened, (dy, q, q, k, k, v, v)))
-    return 2 * _packed(k, block) + (sums + num_threads() * own) * _size(q) + widened
+    widened = sum(map(_widened_bytes, (dy, q, q, k, k, v, v)))
+    return 2 * _packed_bytes(k, block) + (sums + num_threads() * own) * _element_bytes(q) + widened
 
 
-def _packed(k: Tensor, block: int) -> int:
+def _packed_bytes(k: Tensor, block: int) -> int:
     B, S, G, K = k.shape
-    return B * G * (-(-S // block) * K * _padded(block) + S * _padded(K)) * _size(k)
+    return B * G * (-(-S // block) * K * _pad_length(block) + S * _pad_length(K)) * _element_bytes(k)
 
 
-def _padded(n: int) -> int:
+def _pad_length(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def _size(x: Tensor) -> int:
+def _element_bytes(x: Tensor) -> int:
     return max(x.element_size(), 4)
 
 
-def _widened(x: Tensor) -> int:
+def _widened_bytes(x: Tensor) -> int:
     return 4 * x.numel() if x.element_size() == 2 else 0

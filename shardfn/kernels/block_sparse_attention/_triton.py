@@ -1,7 +1,7 @@
 """Attention over the tiles of a layout, in Triton: a program walks along the tiles of some queries, or of some keys.
 
-Products of 16-bit values are of those values, summed in fp32: probabilities and their gradients are rounded to 16 bits
-in between. fp64 is computed by the reference.
+Products of 16-bit values are summed in fp32: probabilities and gradients of probabilities are rounded to 16 bits in
+between. fp64 is computed by the reference.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -20,18 +20,18 @@ from ._dropped import LEVELS
 from ._dropped_triton import factors
 from ._reference import QKV
 
-MOST = 64  # rows that one program holds, where they are not too wide
+MOST = 64  # rows held by a program, unless the rows are too wide
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Y [B, T, H, K] and lse [B, H, T]."""
+    """Returns y [B, T, H, K] and lse [B, H, T]."""
     if qkv[0].dtype == torch.float64:
         return _reference.forward(qkv, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
-    (B, T, H, _), M = q.shape, _sides(q, block)
+    (B, T, H, _), M = q.shape, _block_sides(q, block)
     y, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
     num = B * H * ceil(T, block) * M["PARTS"]
-    launch(_forward, num, q.device, q, k, v, *_kernel_arguments(q, k, tiles, given, scale), y, lse, **M)
+    launch(_forward_kernel, num, q.device, q, k, v, *_kernel_arguments(q, k, tiles, given, scale), y, lse, **M)
     return y, lse
 
 
@@ -43,23 +43,23 @@ def backward(
         return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _sides(q, block)
+    (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _block_sides(q, block)
     outer, arguments = (dy.contiguous(), lse.contiguous(), delta), _kernel_arguments(q, k, tiles, given, scale)
     num = B * H * ceil(T, block) * sides["PARTS"]
     launch(_backward_queries, num, q.device, q, k, v, *arguments, *outer, dq, **sides)
-    turned = _by_column(tiles, ceil(S, block))
+    turned = _sort_by_column(tiles, ceil(S, block))
     num = B * G * ceil(S, block) * sides["PARTS"]
     launch(_backward_keys, num, q.device, q, k, v, *arguments, *outer, *turned, dk, dv, **sides)
     return dq, dk, dv
 
 
 class Turned(NamedTuple):
-    """The tiles column by column: those of column j of layout l are order[starts[l, j] .. starts[l, j + 1]].
+    """Tiles column by column: column j of layout l has the tiles order[starts[l, j] .. starts[l, j + 1]].
 
     Attributes:
         starts: [L, M + 1].
         order: numbers of tiles.
-        rows: rows of each tile, by its number, its block of queries.
+        rows: row of each tile by number, the tile's block of queries.
     """
 
     starts: Tensor
@@ -67,7 +67,7 @@ class Turned(NamedTuple):
     rows: Tensor
 
 
-def _by_column(tiles: Tiles, num_columns: int) -> Turned:
+def _sort_by_column(tiles: Tiles, num_columns: int) -> Turned:
     (L, N), device = (tiles.starts.shape[0], tiles.starts.shape[1] - 1), tiles.starts.device
     counts = tiles.starts.diff(dim=1).flatten().long()
     row = torch.arange(L * N, device=device).repeat_interleave(counts, output_size=tiles.columns.numel())
@@ -78,8 +78,8 @@ def _by_column(tiles: Tiles, num_columns: int) -> Turned:
     return Turned(starts.int(), order.int(), (row % max(N, 1)).int())
 
 
-def _sides(q: Tensor, block: int) -> dict[str, Any]:
-    """Returns the sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
+def _block_sides(q: Tensor, block: int) -> dict[str, Any]:
+    """Returns the sizes of a program's blocks: rows of a tile, and the width of a row, rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))
@@ -105,18 +105,18 @@ def _kernel_arguments(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: f
 @triton.jit
 @no_type_check
 def _rows_of(x, at, mask, d, stride, K: tl.constexpr, WIDENED: tl.constexpr):
-    """Loads rows [ROWS, WIDTH] of a head; zeros beyond its end."""
+    """Loads rows [ROWS, WIDTH] of a head, zeros beyond the end."""
     rows = tl.load(x + at[:, None] * stride + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
     return rows.to(tl.float32) if WIDENED else rows
 
 
 @triton.jit
 @no_type_check
-def _scores(
+def _compute_scores(
     q, k, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scores [ROWS, ROWS]; -inf where a pair does not count. r and c are rows and columns of tile (i, j)."""
+    """Returns the scores [ROWS, ROWS], -inf where a pair does not count. r and c lie in tile (i, j)."""
     t, s = (i * BLOCK + r)[:, None], (j * BLOCK + c)[None, :]
     counts = ((r < BLOCK)[:, None] & (t < T)) & ((c < BLOCK)[None, :] & (s < S))
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -135,13 +135,13 @@ def _scores(
 
 @triton.jit
 @no_type_check
-def _forward(
+def _forward_kernel(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
     keys, level, kept, head0, query0, key0, T, S, H, G, L, scale, y, lse,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The forward of some queries of one head."""
+    """Computes the forward of some queries of a head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
     r, i = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % N
     h, b = program // PARTS // N % H, program // PARTS // N // H
@@ -157,7 +157,7 @@ def _forward(
             c = c0 + tl.arange(0, ROWS)
             theirs, head = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
             key = _rows_of(k + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
-            x = _scores(
+            x = _compute_scores(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
             )  # fmt: skip
@@ -186,7 +186,7 @@ def _backward_queries(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some queries of one head."""
+    """Computes the gradient of some queries of a head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
     r, i = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % N
     h, b = program // PARTS // N % H, program // PARTS // N // H
@@ -208,7 +208,7 @@ def _backward_queries(
             theirs, place = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
             key = _rows_of(k + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             value = _rows_of(v + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
-            x = _scores(
+            x = _compute_scores(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
             )  # fmt: skip
@@ -229,7 +229,10 @@ def _backward_keys(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and values of one key head: sums over the query heads that read it."""
+    """Computes the gradients of some keys and values of a key head.
+
+    Sums over the query heads that read the key head.
+    """
     program, M = tl.program_id(0).to(tl.int64), (S + BLOCK - 1) // BLOCK
     c, j = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % M
     g, b = program // PARTS // M % G, program // PARTS // M // G
@@ -253,7 +256,7 @@ def _backward_keys(
                 by = tl.load(lse + (b * H + h) * T + t, mask=theirs, other=0.0)
                 by = tl.where(by == float("-inf"), 0.0, by)
                 less = tl.load(delta + (b * H + h) * T + t, mask=theirs, other=0.0)
-                x = _scores(
+                x = _compute_scores(
                     own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table,
                     table_head, T, S, scale, BLOCK,
                 )  # fmt: skip

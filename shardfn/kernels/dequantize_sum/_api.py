@@ -21,7 +21,7 @@ def dequantize_sum(
     """Returns the sum over k of dequantized codes of `quantize`, in fp32, added in the order of k.
 
     Args:
-        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
+        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits, with k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`.
@@ -40,7 +40,7 @@ def dequantize_sum(
         >>> dequantize_sum(codes[:, None], scales[:, None], 2)
         tensor([[-3.0000,  1.5000]])
     """
-    _check(codes, scales, c, bits, block)
+    _check_inputs(codes, scales, c, bits, block)
     return torch.ops.shardfn_kernels.dequantize_sum(codes, scales, c, bits, block)
 
 
@@ -52,19 +52,21 @@ def dequantize_sum_quantize(
     bits: int = 8,
     block: int = 256,
 ) -> tuple[Integer[Tensor, "r codes"], Float32[Tensor, "r blocks"]]:
-    """`quantize(dequantize_sum(...))` without the floats between: the middle of a reduction in two hops.
+    """Returns `quantize(dequantize_sum(...))` without the floats between.
 
-    It sums in fp32, and does not divide: for the mean divide once, at the end.
+    The middle of a reduction in two hops.
+
+    The op sums in fp32, and does not divide: for the mean divide once, at the end.
 
     Args:
-        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
+        codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits, with k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
         bits: 8 or 4, as in `quantize`, of the argument and of the result.
         block: see `quantize`.
 
     Returns:
-        Codes and scales of the sum, as `quantize` makes them.
+        Codes and scales of the sum, as from `quantize`.
 
     Raises:
         TypeError: for other dtypes.
@@ -80,11 +82,11 @@ def dequantize_sum_quantize(
         Wang et al.: ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023,
         https://arxiv.org/abs/2306.10209
     """
-    _check(codes, scales, c, bits, block)
+    _check_inputs(codes, scales, c, bits, block)
     return torch.ops.shardfn_kernels.dequantize_sum_quantize(codes, scales, c, bits, block)
 
 
-def _check(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> None:
+def _check_inputs(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> None:
     check_block(bits, block)
     check_codes(codes, scales, tuple(codes.shape[:2]), c, bits, block)
     if codes.shape[0] < 1:

@@ -1,4 +1,4 @@
-"""Sums of quantized rows, on a CPU: the definition, applied to parts that fit in a core's cache."""
+"""Sums of quantized rows, on a CPU: the definition, applied to parts of the size of a core's cache."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from shardfn.kernels.quantize._slabs import slabs
 
 
 def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes the sum over the first dim, in its order, into fp32 [r, c]."""
+    """Writes the sum over the first dim, in order, into fp32 [r, c]."""
     quantizer.dequantize_into(codes[0], scales[0], bits, block, out)
     for more, factors in zip(codes[1:], scales[1:], strict=True):
         for part, some, these in slabs(out, more, factors, bits, block, BLOCK):
@@ -17,7 +17,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Te
 
 
 def dequantize_sum_quantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[k, r, ...], [k, r, blocks] -> [r, ...], [r, blocks]."""
+    """Maps [k, r, ...], [k, r, blocks] to [r, ...], [r, blocks]."""
     total = scales.new_empty(codes.shape[1], c)
     dequantize_sum(codes, scales, bits, block, total)
     return quantizer.quantize(total, bits, block)

@@ -12,7 +12,7 @@ from shardfn.kernels.quantize._triton import WIDTH, width_of
 
 
 def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes the sum over the first dim, in its order, into fp32 [r, c]."""
+    """Writes the sum over the first dim, in order, into fp32 [r, c]."""
     r, c = out.shape
     tiles = ceil(c, WIDTH)
     sizes = codes.shape[0], r, c, block, codes.shape[2], tiles
@@ -20,7 +20,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Te
 
 
 def dequantize_sum_quantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[k, r, ...], [k, r, blocks] -> [r, ...], [r, blocks]."""
+    """Maps [k, r, ...], [k, r, blocks] to [r, ...], [r, blocks]."""
     k, r, width = codes.shape
     into, factors = empty_codes(scales, c, bits, block)
     sizes, constants = (k, r, c, block, width), {"BITS": bits, "WIDTH": width_of(block, c)}
@@ -30,7 +30,7 @@ def dequantize_sum_quantize(codes: Tensor, scales: Tensor, c: int, bits: int, bl
 
 @triton.jit
 @no_type_check
-def _sum(codes, scales, row, column, mask, k, r, c, block, num_codes, BITS: tl.constexpr):
+def _sum_codes(codes, scales, row, column, mask, k, r, c, block, num_codes, BITS: tl.constexpr):
     blocks = (c + block - 1) // block
     total = decode(codes + row * num_codes, column, mask, BITS)
     total *= tl.load(scales + row * blocks + column // block, mask=mask, other=0.0)
@@ -46,7 +46,7 @@ def _sum(codes, scales, row, column, mask, k, r, c, block, num_codes, BITS: tl.c
 def _dequantize_sum(codes, scales, out, k, r, c, block, num_codes, tiles, BITS: tl.constexpr, WIDTH: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row, column = program // tiles, program % tiles * WIDTH + tl.arange(0, WIDTH)
-    total = _sum(codes, scales, row, column, column < c, k, r, c, block, num_codes, BITS)
+    total = _sum_codes(codes, scales, row, column, column < c, k, r, c, block, num_codes, BITS)
     tl.store(out + row * c + column, total, mask=column < c)
 
 
@@ -60,13 +60,13 @@ def _sum_quantize(codes, scales, into, factors, k, r, c, block, num_codes, BITS:
     into += row * num_codes
     if BITS == 8:
         column = lo + tl.arange(0, WIDTH)
-        total = _sum(codes, scales, row, column, column < most, k, r, c, block, num_codes, BITS)
+        total = _sum_codes(codes, scales, row, column, column < most, k, r, c, block, num_codes, BITS)
         factor, scale = factor_and_scale(tl.reduce(magnitude(total), 0, greatest), 128)
         tl.store(into + column, encode(total, factor, 128).to(tl.int8), mask=column < most)
     else:
         pair = lo // 2 + tl.arange(0, WIDTH // 2)
-        high = _sum(codes, scales, row, 2 * pair, 2 * pair < most, k, r, c, block, num_codes, BITS)
-        low = _sum(codes, scales, row, 2 * pair + 1, 2 * pair + 1 < most, k, r, c, block, num_codes, BITS)
+        high = _sum_codes(codes, scales, row, 2 * pair, 2 * pair < most, k, r, c, block, num_codes, BITS)
+        low = _sum_codes(codes, scales, row, 2 * pair + 1, 2 * pair + 1 < most, k, r, c, block, num_codes, BITS)
         factor, scale = factor_and_scale(tl.reduce(tl.maximum(magnitude(high), magnitude(low)), 0, greatest), 8)
         both = (encode(high, factor, 8) & 15) << 4 | (encode(low, factor, 8) & 15)
         tl.store(into + pair, both.to(tl.uint8), mask=2 * pair < most)

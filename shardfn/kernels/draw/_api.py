@@ -24,22 +24,23 @@ def draw(
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Returns a token of each row, and its log probability.
 
-    A row's token is a function of the row's own arguments, with the same bits on every processor: weights exp((logit -
-    largest) / temperature), without those that the filters leave out, are added up in float64 in the order of their
-    indices, until the sum is above `uniform` times the total. One number serves a draw, so a guessed token is accepted
-    exactly if it is the token that would be drawn.
+    A row's token is a function of only the row's arguments (batch-invariant), with the same bits on every processor.
+    The weights exp((logit - largest) / temperature) that pass the filters are added up in float64 in the order of
+    indices, until the sum is above `uniform` times the total. A single number serves a draw. So speculative decoding
+    accepts a guessed token exactly if the token would be drawn.
 
-    The filters apply in the order top k, top p, min p. Of equal logits the one of the lower index comes first. Apply
-    penalties, biases and masks to the logits before.
+    The filters apply in the order top k, top p, min p. Of equal logits the lower index comes first. Apply penalties,
+    biases and masks to the logits before.
 
     Args:
-        logits: float32 or float64; -inf excludes a token.
+        logits: logits in float32 or float64. -inf excludes a token.
         uniform: float64 in [0, 1), not read where the temperature is 0 or a target is given.
-        temperature: float64; 0 takes the largest logit, as every temperature below 1e-5 does.
-        top_k: int64; the number of largest logits that are kept. 0 keeps all.
-        top_p: float64. The largest ones are kept until their weights reach this part of all that are left. 1 keeps all.
-        min_p: float64. A token is kept if its weight is at least this part of the largest one's. 0 keeps all.
-        targets: int64. A token whose log probability is wanted, instead of a draw. -1 draws.
+        temperature: temperature in float64. 0 takes the largest logit, as does every temperature below 1e-5.
+        top_k: number of largest logits that are kept, int64. 0 keeps all.
+        top_p: part of the remaining weights, float64. The largest weights are kept until their sum reaches the part,
+            for example 0.9. 1 keeps all.
+        min_p: part of the largest weight, float64. A token with at least this weight is kept. 0 keeps all.
+        targets: token to take in place of a draw, for its log probability, int64. -1 draws.
 
     Returns:
         Tokens int64, and log probabilities in the dtype of the logits, under the softmax of the logits as given, before
@@ -48,8 +49,8 @@ def draw(
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: shapes differ, there is no token, or an argument is out of range. The message names it and the first
-            row.
+        ValueError: shapes differ, there is no token, or an argument is out of range. The message names the argument and
+            the first row.
         NotImplementedError: in a backward.
 
     Example:
@@ -83,15 +84,15 @@ def draw(
 def top_logprobs(
     logits: Float[Tensor, "rows vocab"], num: int
 ) -> tuple[Int[Tensor, "rows num"], Float[Tensor, "rows num"]]:
-    """Returns the most probable tokens of each row, and their log probabilities, by the expression of `draw`.
+    """Returns the most probable tokens of each row, and the log probabilities, by the expression of `draw`.
 
     Args:
         logits: float32 or float64.
         num: number of tokens, from 1 to the number of logits.
 
     Returns:
-        Tokens int64, the most probable first, of equal logits that of the lower index first, and log probabilities, in
-        the dtype of the logits, under their softmax, with the bits that `draw` gives for that token. A row with a NaN,
+        Tokens int64, the most probable first, of equal logits the lower index first, and log probabilities, in the
+        dtype of the logits, under the softmax of the logits, with the bits of `draw` for the token. A row with a NaN,
         or without a finite largest logit, gives -1 and NaN.
 
     Raises:
@@ -105,19 +106,20 @@ def top_logprobs(
     """
     check_exact("logits", logits)
     if not 1 <= num <= logits.shape[1]:
-        raise ValueError(f"num is {num}; must be from 1 to {logits.shape[1]}, the number of logits")
+        raise ValueError(f"num must be from 1 to {logits.shape[1]}, the number of logits, got {num}")
     return torch.ops.shardfn_kernels.top_logprobs(logits, num)
 
 
 def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]) -> Float64[Tensor, " rows"]:
-    """Returns a number from 0 to 1 for each row, as a function of the row's key and place alone.
+    """Returns a number from 0 to 1 for each row, as a function of only the row's key and place.
 
-    It is made of the words of threefry2x32 for that key and counter: of `jax.random.bits(key, dtype=uint64)` at that
-    place, the upper 53 bits. A request draws its tokens by one key and their positions, whatever is computed beside it.
+    The number is made of the words of threefry2x32 for the key and the place as counter: the upper 53 bits of
+    `jax.random.bits(key, dtype=uint64)` at the place. A request draws tokens by a key and positions, for example the
+    token at position 17 by place 17, whatever else is in the batch.
 
     Args:
         keys: int64 or uint64, the 64 bits of a key.
-        places: int64 or int32. A negative one is a place of its own, as 64 bits.
+        places: places in int64 or int32. A negative place is a place, too, as 64 bits.
 
     Returns:
         float64 in [0, 1), multiples of 2^-53.
@@ -140,7 +142,7 @@ def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]
     return torch.ops.shardfn_kernels.draw_uniforms(keys, places)
 
 
-def _draw(
+def _draw_tokens(
     logits: Tensor,
     uniform: Tensor,
     temperature: Tensor,
@@ -163,7 +165,7 @@ def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     return run(keys.view(torch.int64).contiguous(), places.to(torch.int64).contiguous())
 
 
-def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
+def _scratch_bytes(logits: Tensor, *rest: Tensor | None) -> int:
     del rest
     return 8 * _native.room(logits.shape[1]) * min(num_threads(), len(logits))
 
@@ -171,16 +173,16 @@ def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
 define(
     "draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? targets)"
     " -> (Tensor, Tensor)",
-    _draw,
+    _draw_tokens,
     lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
-    scratch=_scratch,
+    scratch=_scratch_bytes,
 )
 refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")
 define(
     "top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
     _top_logprobs,
     lambda logits, num: (logits.new_empty(len(logits), num, dtype=torch.int64), logits.new_empty(len(logits), num)),
-    scratch=_scratch,
+    scratch=_scratch_bytes,
 )
 refuse_backward("top_logprobs", "call it on logits.detach().")
 define(

@@ -14,7 +14,7 @@ from . import _reference
 from ._values import check_values
 
 SOURCE = "draw/_native.cpp"
-# Logits below which a second thread costs more than it saves.
+# Logits up to which a second thread does not pay.
 FEW = 1 << 16
 
 
@@ -28,7 +28,7 @@ def draw(
     targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log probabilities of logits [r, v]."""
-    found = _functions(library(SOURCE))
+    found = _load_functions(library(SOURCE))
     arguments = uniform, temperature, top_k, top_p, min_p, targets
     if found is None:
         return _reference.draw(logits, *arguments)
@@ -44,8 +44,8 @@ def draw(
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
-    found = _functions(library(SOURCE))
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
+    found = _load_functions(library(SOURCE))
     if found is None:
         return _reference.top_logprobs(logits, num)
     r, v = logits.shape
@@ -59,7 +59,7 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
-    found = _functions(library(SOURCE))
+    found = _load_functions(library(SOURCE))
     if found is None:
         return _reference.draw_uniforms(keys, places)
     out = torch.empty(keys.shape, dtype=torch.float64)
@@ -68,7 +68,7 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def room(vocab: int) -> int:
-    """Returns the float64 numbers of memory that one thread needs.
+    """Returns the float64 numbers of memory that a thread needs.
 
     Example:
         >>> room(49152)
@@ -79,8 +79,8 @@ def room(vocab: int) -> int:
 
 
 @functools.cache
-def _functions(found: ctypes.CDLL | None) -> Any:
-    """Returns the library, with the types of its arguments, which keeps calls of few rows cheap.
+def _load_functions(found: ctypes.CDLL | None) -> Any:
+    """Returns the library, with the types of arguments, so that calls of few rows are cheap.
 
     None without a compiler.
     """

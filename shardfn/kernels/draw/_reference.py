@@ -35,21 +35,21 @@ def draw(
     given = torch.full_like(top_k, -1) if targets is None else targets
     tokens, logprobs = [], []
     for row, *how in zip(logits, *arguments, given, strict=True):
-        token, logprob = _one(row, *(x.item() for x in how))
+        token, logprob = _draw_row(row, *(x.item() for x in how))
         tokens.append(token)
         logprobs.append(logprob)
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device), logits.new_tensor(logprobs)
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
     tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
     logprobs = torch.full((len(logits), num), math.nan, dtype=logits.dtype)
     for i, row in enumerate(logits.cpu()):
         shifted = row.double() - float(row.max())
         if math.isfinite(float(row.max())):
             tokens[i] = row.sort(descending=True, stable=True).indices[:num]
-            logprobs[i] = shifted[tokens[i]] - logarithm(_sums(exponential(shifted))[-1])
+            logprobs[i] = shifted[tokens[i]] - logarithm(_sum_blocks(exponential(shifted))[-1])
     return tokens.to(logits.device), logprobs.to(logits.device)
 
 
@@ -66,15 +66,15 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     return (x0 << 21 | x1 >> 11).double() * 2.0**-53
 
 
-def _one(
+def _draw_row(
     row: Tensor, u: float, temperature: float, top_k: int, top_p: float, min_p: float, target: int
 ) -> tuple[int, float]:
     x = row.double()
     most = float(x.max())
-    if not math.isfinite(most):  # also a NaN, which is the maximum
+    if not math.isfinite(most):  # also a NaN as the maximum
         return -1, math.nan
     shifted = x - most
-    sums = _sums(exponential(shifted))
+    sums = _sum_blocks(exponential(shifted))
     if target >= 0:
         token = target
     elif temperature < COLDEST:
@@ -82,18 +82,18 @@ def _one(
     else:
         # An excluded logit at an infinite temperature is NaN, and has no weight.
         weights = exponential(shifted / temperature).nan_to_num(0.0)
-        token = _drawn(_kept(weights, row, top_k, top_p, min_p), u)
+        token = _find_token(_filter_weights(weights, row, top_k, top_p, min_p), u)
     return token, float(shifted[token]) - logarithm(sums[-1])
 
 
-def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Returns the weights, with zeros for those that the filters leave out."""
+def _filter_weights(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Returns the weights, with zeros where the filters leave a token out."""
     order = row.sort(descending=True, stable=True).indices.tolist()
     order = order[:top_k] if top_k else order
     if top_p < 1:
         left = torch.zeros_like(weights)
         left[order] = weights[order]
-        values, wanted, so_far, num = weights.tolist(), top_p * _sums(left)[-1], 0.0, 0
+        values, wanted, so_far, num = weights.tolist(), top_p * _sum_blocks(left)[-1], 0.0, 0
         while num < len(order) and (num == 0 or so_far < wanted):
             so_far += values[order[num]]
             num += 1
@@ -103,12 +103,12 @@ def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) 
     return torch.where(kept >= min_p, kept, 0.0)
 
 
-def _drawn(weights: Tensor, u: float) -> int:
+def _find_token(weights: Tensor, u: float) -> int:
     """Returns the first token at which the sum of weights is above `u` times the total.
 
-    Else the last that has a weight.
+    Else returns the last token with a weight.
     """
-    sums = _sums(weights)
+    sums = _sum_blocks(weights)
     target = u * sums[-1]
     at = next((i for i, end in enumerate(sums[1:]) if end > target), None)
     if at is None:
@@ -122,8 +122,8 @@ def _drawn(weights: Tensor, u: float) -> int:
     return last
 
 
-def _sums(weights: Tensor) -> list[float]:
-    """For each block the sum of all before it; at the end the total."""
+def _sum_blocks(weights: Tensor) -> list[float]:
+    """Returns, for each block, the sum of all earlier blocks, and at the end the total."""
     x = torch.nn.functional.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK // LANES, LANES)
     lanes = x[:, 0]
     for i in range(1, x.shape[1]):

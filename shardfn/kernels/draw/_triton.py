@@ -1,6 +1,6 @@
 """Tokens drawn from logits, in Triton: weights, and sums in the order of the definition. Torch sorts and selects.
 
-Sums of blocks are added one after another, as the definition has it, in a program for each row.
+Sums of blocks are added in order, as in the definition, in a program for each row.
 """
 
 from typing import no_type_check
@@ -36,22 +36,22 @@ def draw(
     largest, index = logits.amax(1), torch.arange(v, device=logits.device)
     first = torch.where(logits == largest[:, None], index, v).amin(1)
     most, draws = largest.double(), (temperature >= COLDEST) & (given < 0)
-    total = _sums(_weights(logits, most, torch.ones_like(temperature)))[:, -1]
-    weights = _weights(logits, most, torch.where(draws, temperature, 1.0))
-    drawn = _drawn(_kept(weights, logits, top_k, top_p, min_p), torch.where(draws, uniform, 0.0))
+    total = _sum_blocks(_compute_weights(logits, most, torch.ones_like(temperature)))[:, -1]
+    weights = _compute_weights(logits, most, torch.where(draws, temperature, 1.0))
+    drawn = _find_tokens(_filter_weights(weights, logits, top_k, top_p, min_p), torch.where(draws, uniform, 0.0))
     tokens = torch.where(given >= 0, given, torch.where(draws, drawn, first))
     valid = largest.isfinite()
     tokens = torch.where(valid, tokens, -1)
     shifted = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].double() - most
-    return tokens, torch.where(valid, shifted - _logarithm(total), torch.nan).float()
+    return tokens, torch.where(valid, shifted - _compute_logarithm(total), torch.nan).float()
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    """Returns the most probable tokens of logits [r, v], and the log probabilities [r, num]."""
     most = logits.amax(1).double()
-    total = _sums(_weights(logits, most, torch.ones_like(most)))[:, -1]
+    total = _sum_blocks(_compute_weights(logits, most, torch.ones_like(most)))[:, -1]
     tokens = logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
-    logprobs = (logits.gather(1, tokens).double() - most[:, None]) - _logarithm(total)[:, None]
+    logprobs = (logits.gather(1, tokens).double() - most[:, None]) - _compute_logarithm(total)[:, None]
     valid = most.isfinite()[:, None]
     return torch.where(valid, tokens, -1), torch.where(valid, logprobs, torch.nan).float()
 
@@ -59,11 +59,11 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
     out = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
-    launch(_uniforms, ceil(len(keys), WIDTH), keys.device, keys, places, out, len(keys), WIDTH=WIDTH)
+    launch(_uniforms_kernel, ceil(len(keys), WIDTH), keys.device, keys, places, out, len(keys), WIDTH=WIDTH)
     return out
 
 
-def _weights(logits: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
+def _compute_weights(logits: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     """Weights [r, wide], with zeros up to whole blocks."""
     r, v = logits.shape
     wide = ceil(v, BLOCK) * BLOCK
@@ -72,49 +72,49 @@ def _weights(logits: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     table = most.new_tensor(constants)
     weights, tiles, terms = most.new_empty(r, wide), ceil(wide, WIDTH), WIDE_TERMS
     launch(
-        *(_weigh, r * tiles, logits.device, logits, most, temperature, table, weights, v, wide, tiles),
+        *(_weights_kernel, r * tiles, logits.device, logits, most, temperature, table, weights, v, wide, tiles),
         TERMS=terms,
         WIDTH=WIDTH,
     )
     return weights
 
 
-def _sums(weights: Tensor) -> Tensor:
-    """For each block of a row the sum of all before it; at the end the total."""
+def _sum_blocks(weights: Tensor) -> Tensor:
+    """Returns, for each block of a row, the sum of all earlier blocks, and at the end the total."""
     r, blocks = weights.shape[0], weights.shape[1] // BLOCK
     parts, sums = weights.new_empty(r, blocks), weights.new_zeros(r, blocks + 1)
-    launch(_blocks, ceil(r * blocks, WIDTH), weights.device, weights, parts, r * blocks, WIDTH=WIDTH)
-    launch(_running, r, weights.device, parts, sums, blocks)
+    launch(_block_sums_kernel, ceil(r * blocks, WIDTH), weights.device, weights, parts, r * blocks, WIDTH=WIDTH)
+    launch(_running_sums_kernel, r, weights.device, parts, sums, blocks)
     return sums
 
 
-def _kept(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Returns the weights, with zeros for those that the filters leave out."""
+def _filter_weights(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Returns the weights, with zeros where the filters leave a token out."""
     v, place = logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
     order = logits.sort(dim=1, descending=True, stable=True).indices
     limit = torch.where(top_k > 0, top_k, v)
 
-    def first(num: Tensor) -> Tensor:
+    def keep_first(num: Tensor) -> Tensor:
         kept = torch.zeros_like(weights, dtype=torch.bool).scatter(1, order, place < num[:, None])
         return torch.where(kept, weights, 0.0)
 
-    left = first(limit)
-    wanted, ordered, taken = top_p * _sums(left)[:, -1], left.gather(1, order), torch.empty_like(limit)
-    launch(_nucleus, len(logits), logits.device, ordered, limit, wanted, taken, v)
-    left = first(torch.where(top_p < 1, taken, limit))
+    left = keep_first(limit)
+    wanted, ordered, taken = top_p * _sum_blocks(left)[:, -1], left.gather(1, order), torch.empty_like(limit)
+    launch(_nucleus_kernel, len(logits), logits.device, ordered, limit, wanted, taken, v)
+    left = keep_first(torch.where(top_p < 1, taken, limit))
     return torch.where(left >= min_p[:, None], left, 0.0)
 
 
-def _drawn(weights: Tensor, uniform: Tensor) -> Tensor:
-    sums, index = _sums(weights), torch.arange(weights.shape[1], device=weights.device)
+def _find_tokens(weights: Tensor, uniform: Tensor) -> Tensor:
+    sums, index = _sum_blocks(weights), torch.arange(weights.shape[1], device=weights.device)
     target, blocks = uniform * sums[:, -1], weights.shape[1] // BLOCK
     at = torch.where(sums[:, 1:] > target[:, None], index[:blocks], blocks).amin(1)
     tokens = torch.where(weights > 0, index, -1).amax(1)  # if no sum is above
-    launch(_in_block, len(weights), weights.device, weights, sums, target, at, tokens, blocks, BLOCK=BLOCK)
+    launch(_find_in_block_kernel, len(weights), weights.device, weights, sums, target, at, tokens, blocks, BLOCK=BLOCK)
     return tokens
 
 
-def _logarithm(x: Tensor) -> Tensor:
+def _compute_logarithm(x: Tensor) -> Tensor:
     m, e = torch.frexp(x)
     low = m < 0.7071067811865476
     m, e = torch.where(low, m * 2, m), torch.where(low, e - 1, e).double()
@@ -128,7 +128,9 @@ def _logarithm(x: Tensor) -> Tensor:
 
 @triton.jit
 @no_type_check
-def _weigh(logits, most, temperature, table, weights, v, wide, tiles, TERMS: tl.constexpr, WIDTH: tl.constexpr):
+def _weights_kernel(
+    logits, most, temperature, table, weights, v, wide, tiles, TERMS: tl.constexpr, WIDTH: tl.constexpr
+):
     # Constants come from memory, for a literal would be rounded to fp32.
     program = tl.program_id(0).to(tl.int64)
     row, at = program // tiles, program % tiles * WIDTH + tl.arange(0, WIDTH)
@@ -148,17 +150,21 @@ def _weigh(logits, most, temperature, table, weights, v, wide, tiles, TERMS: tl.
 
 @triton.jit
 @no_type_check
-def _blocks(weights, parts, num, WIDTH: tl.constexpr):
+def _block_sums_kernel(weights, parts, num, WIDTH: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     start, mask = weights + block * 64, block < num
-    even = (_lane(start, mask) + _lane(start + 4, mask)) + (_lane(start + 2, mask) + _lane(start + 6, mask))
-    odd = (_lane(start + 1, mask) + _lane(start + 5, mask)) + (_lane(start + 3, mask) + _lane(start + 7, mask))
+    even = (_sum_lane(start, mask) + _sum_lane(start + 4, mask)) + (
+        _sum_lane(start + 2, mask) + _sum_lane(start + 6, mask)
+    )
+    odd = (_sum_lane(start + 1, mask) + _sum_lane(start + 5, mask)) + (
+        _sum_lane(start + 3, mask) + _sum_lane(start + 7, mask)
+    )
     tl.store(parts + block, even + odd, mask=mask)
 
 
 @triton.jit
 @no_type_check
-def _lane(start, mask):
+def _sum_lane(start, mask):
     total = tl.load(start, mask=mask, other=0.0)
     for i in range(1, 8):
         total += tl.load(start + i * 8, mask=mask, other=0.0)
@@ -167,7 +173,7 @@ def _lane(start, mask):
 
 @triton.jit
 @no_type_check
-def _running(parts, sums, blocks):
+def _running_sums_kernel(parts, sums, blocks):
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(sums + row * (blocks + 1))  # 0
     for i in range(blocks):
@@ -177,7 +183,7 @@ def _running(parts, sums, blocks):
 
 @triton.jit
 @no_type_check
-def _nucleus(ordered, limit, wanted, taken, v):
+def _nucleus_kernel(ordered, limit, wanted, taken, v):
     row = tl.program_id(0).to(tl.int64)
     most, enough = tl.load(limit + row), tl.load(wanted + row)
     so_far, num = tl.load(ordered + row * v), most * 0 + 1
@@ -191,7 +197,7 @@ def _nucleus(ordered, limit, wanted, taken, v):
 
 @triton.jit
 @no_type_check
-def _in_block(weights, sums, target, at, tokens, blocks, BLOCK: tl.constexpr):
+def _find_in_block_kernel(weights, sums, target, at, tokens, blocks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block, wanted = tl.load(at + row), tl.load(target + row)
     if block < blocks:
@@ -208,7 +214,7 @@ def _in_block(weights, sums, target, at, tokens, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _uniforms(keys, places, out, num, WIDTH: tl.constexpr):
+def _uniforms_kernel(keys, places, out, num, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     key, place = tl.load(keys + at, mask=at < num, other=0), tl.load(places + at, mask=at < num, other=0)
     k0, k1 = (key >> 32).to(tl.uint32), key.to(tl.uint32)

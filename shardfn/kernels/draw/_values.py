@@ -1,11 +1,11 @@
-"""The ranges of a draw's arguments. Each implementation checks them when it runs, for captured programs, too."""
+"""Ranges of a draw's arguments. Each implementation checks the ranges at the run, for captured programs, too."""
 
 import math
 
 import torch
 from torch import Tensor
 
-# A lower temperature counts as 0: a quotient by it could overflow.
+# A lower temperature counts as 0: a quotient by such a temperature could overflow.
 COLDEST = 1e-5
 
 
@@ -42,4 +42,4 @@ def check_values(
         if torch.any(wrong):
             row = int(wrong.nonzero()[0])
             below = " and below" if name == "uniform" else " to"
-            raise ValueError(f"{name} is {x[row].item()} in row {row}; must be from {low}{below} {high}")
+            raise ValueError(f"{name} must be from {low}{below} {high}, got {x[row].item()} in row {row}")

@@ -1,4 +1,4 @@
-"""Weighted sums of rows by their numbers, and the dot products that are their derivative."""
+"""Weighted sums of rows by number, and the dot products in the derivative."""
 
 import torch
 from jaxtyping import Float, Int
@@ -14,18 +14,21 @@ from ._values import wide
 def gather_rows(
     x: Float[Tensor, "n d"], index: Int[Tensor, "m j"], weights: Float[Tensor, "rows choices"] | None = None
 ) -> Float[Tensor, "m d"]:
-    """Row i is the sum over j, in order, of `weights[i, j] * x[index[i, j]]`. An index of -1 adds nothing.
+    """Returns rows: row i is the sum over j, in order, of `weights[i, j] * x[index[i, j]]`.
+
+    An index of -1 adds nothing.
 
         out[i] = w[i, 0] x[index[i, 0]] + w[i, 1] x[index[i, 1]] + ...
 
-    Each row of the result is written by one thread, and each product and each sum is rounded by itself, so that results
-    have the same bits on any number of threads. A row whose indices are all -1 is exact zeros, whatever x holds.
-    Tensors of 16 bits are summed in float32. `nn.moe.dispatch` and `nn.moe.combine` are it with derivatives.
+    Each row of the result is written by a single thread, and each product and each sum is rounded separately, so
+    results have the same bits on any number of threads. A row of indices [-1, -1], for example, is exact zeros,
+    whatever x holds. Tensors of 16 bits are summed in float32. `nn.moe.dispatch` and `nn.moe.combine` are `gather_rows`
+    with derivatives.
 
     Args:
         x: rows, of any floating-point dtype.
         index: numbers of rows of `x`, or -1.
-        weights: None for ones. In any floating-point dtype; converted to that of the sums.
+        weights: weights in any floating-point dtype, converted to the dtype of the sums. None means weights of 1.
 
     Raises:
         TypeError: `x` or `weights` is not floating point, or `index` is not int64.
@@ -53,8 +56,9 @@ def row_dots(
 ) -> Float[Tensor, "m j"]:
     """Returns the dot products of `x[index[i, j]]` and `y[i]`, or 0 where an index is -1.
 
-    They are the derivative of `gather_rows` with regard to its weights. Results are float32 for tensors of 16 bits,
-    else in the dtype of `x`. They have the same bits on any number of threads; implementations agree up to rounding.
+    The products are the derivative of `gather_rows` with regard to the weights. Results are float32 for tensors of 16
+    bits, else in the dtype of `x`. Results have the same bits on any number of threads, and implementations agree up to
+    rounding.
 
     Args:
         x: rows, of any floating-point dtype.
@@ -82,7 +86,7 @@ def row_dots(
 
 def _check_float(name: str, x: Tensor) -> None:
     if not x.is_floating_point():
-        raise TypeError(f"{name} is {x.dtype}; sums of rows are of floating-point numbers: convert it")
+        raise TypeError(f"{name} must be of floating-point numbers, got {x.dtype}. Convert {name}")
 
 
 def _gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:

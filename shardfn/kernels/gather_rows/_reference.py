@@ -1,4 +1,4 @@
-"""Weighted sums of rows by their numbers: the definition."""
+"""Weighted sums of rows by number: the definition."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from ._values import refuse_index, wide
 
 
 def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """From x [n, d], index [m, j], and weights [m, j] of the dtype of sums, to [m, d]."""
-    _check(x, index)
+    """Maps x [n, d], index [m, j], and weights [m, j] of the dtype of sums to [m, d]."""
+    _check_index(x, index)
     out = x.new_zeros(index.shape[0], x.shape[1], dtype=wide(x.dtype))
     begun = torch.zeros_like(index[:, :1], dtype=torch.bool)
     for j in range(index.shape[1]):
@@ -22,8 +22,8 @@ def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """From x [n, d], y [m, d] and index [m, j] to [m, j]."""
-    _check(x, index)
+    """Maps x [n, d], y [m, d] and index [m, j] to [m, j]."""
+    _check_index(x, index)
     out = x.new_zeros(tuple(index.shape), dtype=wide(x.dtype))
     for j in range(index.shape[1] if x.shape[0] else 0):
         at = index[:, j]
@@ -32,6 +32,6 @@ def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def _check(x: Tensor, index: Tensor) -> None:
+def _check_index(x: Tensor, index: Tensor) -> None:
     if index.device.type == "cpu" and bool(((index < -1) | (index >= x.shape[0])).any()):
         refuse_index(x.shape[0])

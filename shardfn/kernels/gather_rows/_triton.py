@@ -1,4 +1,4 @@
-"""Weighted sums of rows by their numbers, in Triton: a program for each block of each row of the result."""
+"""Weighted sums of rows by number, in Triton: a program for each block of each row of the result."""
 
 from typing import no_type_check
 
@@ -14,28 +14,30 @@ WIDTH = 1024
 
 
 def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """From x [n, d], index [m, j], and weights [m, j] of the dtype of sums, to [m, d]."""
+    """Maps x [n, d], index [m, j], and weights [m, j] of the dtype of sums to [m, d]."""
     (n, d), (m, j) = x.shape, index.shape
     out, blocks = x.new_empty(m, d), ceil(d, WIDTH)
     factors = out if weights is None else weights
     sizes = n, d, j, blocks
     constants = {"WEIGHTED": weights is not None, "DOUBLE": wide(x.dtype).itemsize == 8, "WIDTH": WIDTH}
-    launch(_gather, m * blocks, x.device, x, index, factors, out, *sizes, **constants)
+    launch(_gather_kernel, m * blocks, x.device, x, index, factors, out, *sizes, **constants)
     return out
 
 
 def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """From x [n, d], y [m, d] and index [m, j] to [m, j]."""
+    """Maps x [n, d], y [m, d] and index [m, j] to [m, j]."""
     (n, d), (m, j) = x.shape, index.shape
     out = x.new_empty(m, j, dtype=wide(x.dtype))
     constants = {"DOUBLE": out.dtype.itemsize == 8, "WIDTH": WIDTH}
-    launch(_dots, m * j, x.device, x, y, index, out, n, d, j, **constants)
+    launch(_dots_kernel, m * j, x.device, x, y, index, out, n, d, j, **constants)
     return out
 
 
 @triton.jit
 @no_type_check
-def _gather(x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
+def _gather_kernel(
+    x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOUBLE: tl.constexpr, WIDTH: tl.constexpr
+):
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row, k = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
     total, begun = tl.full((WIDTH,), 0.0, kind), 0
@@ -53,7 +55,7 @@ def _gather(x, index, weights, out, n, d, j, blocks, WEIGHTED: tl.constexpr, DOU
 
 @triton.jit
 @no_type_check
-def _dots(x, y, index, out, n, d, j, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
+def _dots_kernel(x, y, index, out, n, d, j, DOUBLE: tl.constexpr, WIDTH: tl.constexpr):
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     place, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     row, at = place // j, tl.load(index + place)

@@ -23,19 +23,21 @@ def grouped_product(
 
         torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), w)])
 
-    Rows past the sum of the counts are exact zeros. Such rows of `x` are not read, so that they may be uninitialised.
-    Tensors of 16 bits are multiplied in float32. With C++, results of float32 and wider have the same bits on any
-    number of threads, and those of a row do not depend on the other rows. `nn.moe.grouped` is it with derivatives.
+    For example counts [2, 0, 3] of 7 rows leave a tail of 2 rows. Rows past the sum of the counts are exact zeros. Such
+    rows of `x` are not read, and may be uninitialised. Tensors of 16 bits are multiplied in float32. With C++, results
+    of float32 and wider have the same bits on any number of threads, and the bits of a row do not depend on the other
+    rows. `nn.moe.grouped` is `grouped_product` with derivatives.
 
     Args:
         x: rows, of any floating-point dtype.
         w: a matrix [k, n] for each group, in the dtype of `x`.
-        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
-        transposed: `w` has matrices [n, k], as `torch.nn.functional.linear` takes them.
-        exact: every implementation has the bits of `row_linear` for each row; float32, or float64, which is slow.
+        counts: number of rows of each group, not negative, on the device of `x`. The host of a GPU does not read the
+            counts.
+        transposed: whether `w` has matrices [n, k], as for `torch.nn.functional.linear`.
+        exact: whether every implementation has the bits of `row_linear` for each row. For float32, or float64 (slow).
 
     Raises:
-        TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32 and float64.
+        TypeError: dtypes differ, are not floating point, or `exact` is asked of another dtype than float32 and float64.
         ValueError: shapes do not fit. On a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
@@ -44,14 +46,14 @@ def grouped_product(
         >>> grouped_product(x, w, torch.tensor([1, 2])).T
         tensor([[ 2., 10., 10.,  0.]])
     """
-    _check("w", x, w, counts)
+    _check_operands("w", x, w, counts)
     if exact and x.dtype not in EXACT:
-        raise TypeError(f"x is {x.dtype}; exact products are float32 or float64: leave out exact=True")
+        raise TypeError(f"x must be float32 or float64 for exact products, got {x.dtype}. Leave out exact=True")
     at = 2 if transposed else 1
     if w.ndim != 3 or w.shape[at] != x.shape[1]:
         raise ValueError(
-            f"w is of shape {tuple(w.shape)}, must be (e, {'n, k' if transposed else 'k, n'}) with k = {x.shape[1]}, "
-            f"the last dim of x; transposed={not transposed} takes the other layout"
+            f"w must be of shape (e, {'n, k' if transposed else 'k, n'}) with k = {x.shape[1]}, "
+            f"the last dim of x, got {tuple(w.shape)}. Pass transposed={not transposed} for the other layout"
         )
     check_shape("counts", counts, (w.shape[0],), "one for each matrix")
     return torch.ops.shardfn_kernels.grouped_product(x, w, counts, transposed, exact)
@@ -60,17 +62,18 @@ def grouped_product(
 def grouped_outer(
     x: Float[Tensor, "m k"], y: Float[Tensor, "rows n"], counts: Int[Tensor, " e"]
 ) -> Float[Tensor, "e k n"]:
-    """For each group of rows the product of the transpose of its rows of `x` and its rows of `y`; zeros for no rows.
+    """Returns, for each group, the product of the transpose of rows of `x` and rows of `y`, or zeros for no rows.
 
         torch.stack([a.T @ b for a, b in zip(x.split(counts), y.split(counts))])
 
-    It is the derivative of `grouped_product` with regard to its matrices. Rows past the sum of the counts are not read.
-    Tensors of 16 bits are multiplied in float32.
+    The op is the derivative of `grouped_product` with regard to the matrices. Rows past the sum of the counts are not
+    read. Tensors of 16 bits are multiplied in float32.
 
     Args:
         x: rows, of any floating-point dtype.
         y: a row for each row of `x`, of the same dtype.
-        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
+        counts: number of rows of each group, not negative, on the device of `x`. The host of a GPU does not read the
+            counts.
 
     Raises:
         TypeError: dtypes differ, or are not floating point.
@@ -81,14 +84,14 @@ def grouped_outer(
         >>> grouped_outer(torch.ones(3, 2), torch.ones(3, 1), torch.tensor([0, 2])).tolist()
         [[[0.0], [0.0]], [[2.0], [2.0]]]
     """
-    _check("y", x, y, counts)
+    _check_operands("y", x, y, counts)
     check_shape("y", y, (x.shape[0], *y.shape[1:2]), "a row for each row of x")
     return torch.ops.shardfn_kernels.grouped_outer(x, y, counts)
 
 
-def _check(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
+def _check_operands(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
     if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; grouped products are of floating-point numbers: convert it")
+        raise TypeError(f"x must be of floating-point numbers, got {x.dtype}. Convert x")
     check_dtype(name, other, x.dtype)
     check_dtype("counts", counts, torch.int64)
 
@@ -107,7 +110,7 @@ def _grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 
 
 def _cast_bytes(*operands: Tensor) -> int:
-    """Of copies in float32 of tensors of 16 bits."""
+    """Returns the bytes of float32 copies of 16-bit tensors."""
     return sum(4 * x.numel() for x in operands if x.element_size() < 4)
 
 

@@ -13,7 +13,7 @@ _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float64: "
 
 
 def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
-    """From x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
+    """Maps x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
     kind = torch.promote_types(x.dtype, torch.float32)
     w = w if w.dtype in _WEIGHTS else w.to(kind)
     run = (
@@ -32,7 +32,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
 
 
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-    """From x [m, k] and y [m, n] to [e, k, n]."""
+    """Maps x [m, k] and y [m, n] to [e, k, n]."""
     kind = torch.promote_types(x.dtype, torch.float32)
     run = function(SOURCE, f"grouped_outer_{_WEIGHTS[kind]}", "p" * 5 + "i" * 5) if kind in _WEIGHTS else None
     if run is None:

@@ -1,7 +1,7 @@
 """Products of groups of rows with a matrix each, in Triton: a program for each tile of the result.
 
-Tiles of rows lie within a group. There are at most m / ROWS + e + 1 of them, a number that no count decides: the last
-group has the rows past all counts, and programs without rows end at once. So counts stay on the device.
+Tiles of rows lie within a group. There are at most m / ROWS + e + 1 tiles, whatever the counts: the last group has the
+rows past all counts, and programs without rows end at once. So counts stay on the device.
 """
 
 from typing import no_type_check
@@ -15,17 +15,17 @@ from shardfn.kernels._triton import ceil, launch
 from shardfn.kernels.row_linear._reference import joined
 
 ROWS, COLUMNS, DEPTH = 32, 64, 32
-# Of k, whose sums are added by a tree, where a row must have the bits of `row_linear`.
+# Chunks of k, with sums added by a tree, where a row must have the bits of `row_linear`.
 CHUNKS = 8
 
 
 def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
-    """From x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
+    """Maps x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
     m, k = x.shape
     n = w.shape[1 if transposed else 2]
     chunks = CHUNKS if exact else 1
     parts = x.new_empty(chunks, m, n)
-    tiles = _tiles(counts, m)
+    tiles = _list_tiles(counts, m)
     across = ceil(n, COLUMNS)
     strides = (1, k) if transposed else (n, 1)
     sizes = m, k, n, w.shape[0], chunks, across, tiles.shape[1], *strides
@@ -37,17 +37,17 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
         "N": COLUMNS,
         "K": DEPTH,
     }
-    launch(_product, chunks * across * tiles.shape[1], x.device, x, w, tiles, parts, *sizes, **constants)
+    launch(_product_kernel, chunks * across * tiles.shape[1], x.device, x, w, tiles, parts, *sizes, **constants)
     return joined(list(parts.unbind())) if exact else parts[0]
 
 
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-    """From x [m, k] and y [m, n] to [e, k, n]."""
+    """Maps x [m, k] and y [m, n] to [e, k, n]."""
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
     out, ends = x.new_empty(e, k, n), counts.cumsum(0).clamp(max=m)
     down, across = ceil(k, COLUMNS), ceil(n, COLUMNS)
     constants = {"CHAIN": x.dtype == torch.float64, "WIDENED": _is_widened(x), "M": COLUMNS, "N": COLUMNS, "K": DEPTH}
-    launch(_outer, e * down * across, x.device, x, y, ends, out, k, n, down, across, **constants)
+    launch(_outer_kernel, e * down * across, x.device, x, y, ends, out, k, n, down, across, **constants)
     return out
 
 
@@ -56,10 +56,10 @@ def _is_widened(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.bfloat16
 
 
-def _tiles(counts: Tensor, m: int) -> Tensor:
+def _list_tiles(counts: Tensor, m: int) -> Tensor:
     """Returns the group, the first row and the end of each tile of rows.
 
-    Int64 [3, tiles], with tiles that have no row.
+    The result is int64 [3, tiles], including tiles without a row.
     """
     ends = counts.cumsum(0).clamp(max=m)
     ends = torch.cat([ends, ends.new_full((1,), m)])
@@ -73,7 +73,7 @@ def _tiles(counts: Tensor, m: int) -> Tensor:
 
 @triton.jit
 @no_type_check
-def _product(
+def _product_kernel(
     x, w, tiles, parts, m, k, n, e, chunks, across, num, along, aside,
     CHAIN: tl.constexpr, WIDENED: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def _product(
 
 @triton.jit
 @no_type_check
-def _outer(
+def _outer_kernel(
     x, y, ends, out, k, n, down, across,
     CHAIN: tl.constexpr, WIDENED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip

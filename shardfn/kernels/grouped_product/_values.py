@@ -6,17 +6,17 @@ from torch import Tensor
 
 from shardfn.kernels._num_threads import threads_for as threads_for_work
 
-# Columns that are computed together.
+# Number of columns computed together.
 PANEL = 64
-# Of `grouped_outer`: rows whose products are added up by themselves, and columns of x for each turn of a thread.
+# Of `grouped_outer`: rows with separately added products, and columns of x for each turn of a thread.
 _DEPTH, _COLUMNS = 512, 504
-# Rows of a group from which a transposed copy of its result costs less than it saves.
+# Rows of a group from which a transposed copy of the result pays.
 _MANY = 4096
-# Multiply-adds below which a second thread costs more than it saves.
+# Multiply-adds up to which a second thread does not pay.
 FEW = 1 << 20
 
 
-# The threads that share a number of multiply-adds.
+# Threads that share a number of multiply-adds.
 threads_for = functools.partial(threads_for_work, few=FEW)
 
 
@@ -26,26 +26,26 @@ def panel_bytes(work: int, depth: int, itemsize: int) -> int:
 
 
 def outer_depth(rows: int) -> int:
-    """Rows of PANEL numbers that each thread of `grouped_outer` needs, for groups of at most `rows` rows."""
+    """Returns the rows of PANEL numbers for each thread of `grouped_outer`, with at most `rows` rows a group."""
     return rows if rows <= _DEPTH else _DEPTH + _COLUMNS
 
 
 def turns(m: int, k: int, n: int, e: int) -> bool:
-    """Returns whether `grouped_outer` computes its transpose.
+    """Returns whether `grouped_outer` computes the transpose.
 
-    Rows of the narrower operand are read by columns, which lie nearer to one another there. With fewer rows of a group
-    this saves less than the transposed copy of the result takes.
+    Rows of the narrower operand are read by columns, nearer to each other in memory. With few rows of a group the
+    transposed copy of the result costs more than the order saves.
     """
     return k > n and m >= _MANY * e
 
 
 def check_counts(counts: Tensor, rows: int) -> int:
-    """Returns the largest count. Reads counts on the host, so it is for a CPU.
+    """Checks counts, and returns the largest count. Reads counts on the host, so only for a CPU.
 
     Raises:
         ValueError: a count is negative, or the counts are more than the rows.
     """
     sizes = counts.tolist()
     if any(size < 0 for size in sizes) or sum(sizes) > rows:
-        raise ValueError(f"counts is {sizes}, of sum {sum(sizes)}; sizes of groups of x's {rows} rows are expected")
+        raise ValueError(f"counts must be sizes of groups of x's {rows} rows, got {sizes}, of sum {sum(sizes)}")
     return max(sizes, default=0)

@@ -10,7 +10,7 @@ from shardfn.kernels._library import define
 
 
 def moving_average_(m: Float32[Tensor, "*shape"], x: Float32[Tensor, "*shape"], b: float) -> None:
-    """`m = b m + (1 - b) x` in one pass over memory, each operation rounded once.
+    """Computes `m = b m + (1 - b) x` in a single pass over memory, each operation rounded once.
 
     Args:
         m: the average, contiguous, overwritten.

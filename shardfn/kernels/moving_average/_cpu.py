@@ -7,7 +7,7 @@ from shardfn.kernels._cpu_blocks import array, cuts, room
 
 
 def moving_average(m: Tensor, x: Tensor, b: float) -> None:
-    """Flat fp32 [n] each. Overwrites m."""
+    """Overwrites m. All tensors are flat fp32 [n]."""
     average, more, spare = array(m), array(x), room(m.numel(), np.float32)
     for lo, hi in cuts(m.numel()):
         part = average[lo:hi]

@@ -6,5 +6,5 @@ from shardfn.kernels._build import call
 
 
 def moving_average(m: Tensor, x: Tensor, b: float) -> None:
-    """Flat fp32 [n] each. Overwrites m."""
+    """Overwrites m. All tensors are flat fp32 [n]."""
     call("moving_average", m, x, m.numel(), float(b), float(1 - b))

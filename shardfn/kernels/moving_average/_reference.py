@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def moving_average(m: Tensor, x: Tensor, b: float) -> None:
-    """Flat fp32 [n] each. Overwrites m."""
+    """Overwrites m. All tensors are flat fp32 [n]."""
     m.mul_(b).add_((1 - b) * x)

@@ -1,3 +1,3 @@
-"""Penalties on the logits of tokens that a sequence has already."""
+"""Penalties on the logits of tokens already in a sequence, such as a repetition penalty."""
 
 from ._api import penalise as penalise

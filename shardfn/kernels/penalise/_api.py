@@ -1,4 +1,4 @@
-"""Penalties on the logits of tokens that a sequence has already."""
+"""Penalties on the logits of tokens already in a sequence, such as a repetition penalty."""
 
 import torch
 from jaxtyping import Float, Int
@@ -18,27 +18,29 @@ def penalise(
     presence: Float[Tensor, " rows"],
     frequency: Float[Tensor, " rows"],
 ) -> Float[Tensor, "rows vocab"]:
-    """Logits, changed for the tokens of each row's history.
+    """Returns the logits, changed for the tokens of each row's history.
 
-    For a token of the history, first positive logits are divided by `repetition`, others multiplied by it. For one of
-    the output, `frequency` times its number there and then `presence` are subtracted. Arithmetic is float64, and the
-    result is rounded to the dtype of the logits at the end. Apply it before biases, masks and `draw`.
+    For a token of the history, first positive logits are divided by `repetition`, negative logits multiplied by
+    `repetition`. For a token of the output, `frequency` times the token's count there and then `presence` are
+    subtracted. For example a token that occurs 3 times in the output loses 3 `frequency` + `presence`. Arithmetic is
+    float64, and the result is rounded to the dtype of the logits at the end. Apply penalties before biases, masks and
+    `draw`.
 
     Args:
         logits: float32 or float64.
-        history: int32; ids of the prompt and then of the output. -1 anywhere is left out.
-        prompts: int32; the first ids of a row that are its prompt.
-        repetition: float64 above 0; over prompt and output. 1 changes nothing.
-        presence: float64; over the output. 0 changes nothing.
-        frequency: float64; over the output. 0 changes nothing.
+        history: ids of the prompt and then of the output, int32. -1 anywhere is left out.
+        prompts: number of first ids of a row in the prompt, int32.
+        repetition: penalty over prompt and output, float64 above 0. 1 changes nothing.
+        presence: penalty over the output, float64. 0 changes nothing.
+        frequency: penalty over the output, float64. 0 changes nothing.
 
     Returns:
-        New logits. A row whose three penalties change nothing, and every logit of a token that is not in the history,
-        has its bits unchanged.
+        New logits. A row with three penalties that change nothing has unchanged bits, and so has every logit of a token
+        outside of the history.
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: shapes differ, or a value is out of range. The message names it and the first row.
+        ValueError: shapes differ, or a value is out of range. The message names the value and the first row.
         NotImplementedError: in a backward.
 
     Example:
@@ -58,7 +60,7 @@ def penalise(
     return torch.ops.shardfn_kernels.penalise(logits, history, *given.values())
 
 
-def _penalise(
+def _penalise_rows(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     run = implementation_of_rows("penalise", "penalise", logits)
@@ -68,7 +70,7 @@ def _penalise(
 define(
     "penalise(Tensor logits, Tensor history, Tensor prompts, Tensor repetition, Tensor presence, Tensor frequency)"
     " -> Tensor",
-    _penalise,
+    _penalise_rows,
     lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 refuse_backward("penalise", "call it on logits.detach().")

@@ -14,16 +14,16 @@ from . import _reference
 from ._values import check_values
 
 SOURCE = "penalise/_native.cpp"
-# Logits below which a second thread costs more than it saves.
+# Logits up to which a second thread does not pay.
 FEW = 1 << 20
 
 
 def penalise(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """From logits [r, v] and history [r, w] to logits [r, v]."""
+    """Maps logits [r, v] and history [r, w] to logits [r, v]."""
     arguments = history, prompts, repetition, presence, frequency
-    run = _function()
+    run = _load_function()
     if run is None:
         return _reference.penalise(logits, *arguments)
     r, v = logits.shape
@@ -37,8 +37,8 @@ def penalise(
 
 
 @functools.cache
-def _function() -> Any:
-    """Returns the function, with the types of its arguments, which keeps calls of few rows cheap.
+def _load_function() -> Any:
+    """Returns the function, with the types of arguments, so that calls of few rows are cheap.
 
     None without a compiler.
     """

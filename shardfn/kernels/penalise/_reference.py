@@ -12,10 +12,10 @@ from ._values import check_values
 def penalise(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """From logits [r, v] and history [r, w] to logits [r, v]."""
+    """Maps logits [r, v] and history [r, w] to logits [r, v]."""
     (r, v), width = logits.shape, history.shape[1]
     check_values(v, history, prompts, repetition, presence, frequency)
-    ids = torch.where(history < 0, v, history).long()  # the place after all tokens, which is dropped
+    ids = torch.where(history < 0, v, history).long()  # the place after all tokens, dropped
     output = torch.arange(width, device=history.device) >= prompts[:, None]
     counts = logits.new_zeros(r, v + 1, dtype=torch.float64)
     seen = counts.scatter_add(1, ids, torch.ones_like(ids, dtype=torch.float64))[:, :v]

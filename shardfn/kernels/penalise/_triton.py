@@ -17,13 +17,13 @@ WIDTH = 1024
 def penalise(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """From logits [r, v] and history [r, w] to logits [r, v]."""
+    """Maps logits [r, v] and history [r, w] to logits [r, v]."""
     arguments = history, prompts, repetition, presence, frequency
     (r, v), out = logits.shape, torch.empty_like(logits)
     check_values(v, *arguments)
     changes, tiles = ((repetition != 1) | (presence != 0) | (frequency != 0)).int(), ceil(v, WIDTH)
     launch(
-        *(_penalise, r * tiles, logits.device, logits, *arguments, changes, out, v, history.shape[1], tiles),
+        *(_penalise_kernel, r * tiles, logits.device, logits, *arguments, changes, out, v, history.shape[1], tiles),
         WIDTH=WIDTH,
     )
     return out
@@ -31,7 +31,7 @@ def penalise(
 
 @triton.jit
 @no_type_check
-def _penalise(
+def _penalise_kernel(
     logits, history, prompts, repetition, presence, frequency, changes, out, v, width, tiles, WIDTH: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)

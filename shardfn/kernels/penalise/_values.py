@@ -1,4 +1,4 @@
-"""The ranges of the arguments of penalties. Each implementation checks them when it runs."""
+"""Ranges of the arguments of penalties. Each implementation checks the ranges at the run."""
 
 from torch import Tensor
 
@@ -21,4 +21,4 @@ def check_values(
     ):
         if wrong.any():
             at = wrong.nonzero()[0].tolist()
-            raise ValueError(f"{name} is {x[tuple(at)].item()} in row {at[0]}; must be {allowed}")
+            raise ValueError(f"{name} must be {allowed}, got {x[tuple(at)].item()} in row {at[0]}")

@@ -15,10 +15,10 @@ from . import _native
 
 
 def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
-    """`gate / (1 + e^-gate) * up`, each element by one fixed expression.
+    """Returns `gate / (1 + e^-gate) * up`, each element by the same fixed expression.
 
-    Torch's silu rounds the last elements of a thread's range otherwise than the rest, so that its bits depend on the
-    number of rows. For a derivative take `nn.swiglu` with weights that are `nn.ExactWeight`s.
+    Torch's silu rounds the last elements of a thread's range otherwise than the rest, so torch's bits depend on the
+    number of rows. For a derivative take `nn.swiglu` with `nn.ExactWeight`s.
 
     Args:
         gate: the argument of silu, float32 or float64.
@@ -40,10 +40,10 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
 
 
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
+    """Returns GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
-    Each element is one fixed expression, which equals x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
-    weights that are `nn.ExactWeight`s.
+    Each element is the same fixed expression, equal to x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
+    `nn.ExactWeight`s.
 
     Args:
         x: float32 or float64, any shape.
@@ -61,12 +61,12 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float[Tensor, "t h k"]:
-    """`x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in one pass, with the same bits.
+    """Returns `x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in a single pass, with the same bits.
 
     Args:
-        x: queries or keys of tokens, float32 or float64; K is even.
+        x: queries or keys of tokens, float32 or float64. K is even.
         cos: cosines of each token, in the dtype of x.
-        sin: likewise.
+        sin: sines of the angles, in the shape of `cos`.
 
     Raises:
         TypeError: for other dtypes.
@@ -83,17 +83,18 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
         check_dtype(name, table, x.dtype)
         check_shape(name, table, (T, K), "a row for each token")
     if K % 2:
-        raise ValueError(f"x is of shape {tuple(x.shape)}; rotation pairs the two halves of a row: K must be even")
+        raise ValueError(f"K must be even, as rotation pairs the two halves of a row, got x of shape {tuple(x.shape)}")
     return torch.ops.shardfn_kernels.rotate(x, cos, sin)
 
 
 def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"]) -> Float[Tensor, "*rows i"]:
-    """Returns the gradient of `silu(gate) * up` for `x`, whose halves are gate and up, with the bits of torch's ops.
+    """Returns the gradient of `silu(gate) * up` for `x = (gate, up)`, with the bits of torch's ops.
 
         gate, up = x.chunk(2, -1)
         torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
 
-    It needs no memory beside the result. A captured step writes that over `x` where `x` is not used again.
+    The op needs no memory in addition to the result. A captured step writes the result over `x` where `x` is not used
+    again.
 
     Args:
         x: of any floating-point dtype, I = 2 F.
@@ -111,20 +112,20 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
     check_dtype("dy", dy, x.dtype)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // 2), "half a row of x")
     if x.shape[-1] % 2:
-        raise ValueError(f"x is of shape {tuple(x.shape)}; its rows have two halves: their length must be even")
+        raise ValueError(f"rows of x have two halves: the length must be even, got x of shape {tuple(x.shape)}")
     return torch.ops.shardfn_kernels.gated_silu_gradient(x, dy)
 
 
 def _gated_silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for part, dpart, to in zip(_parts(x), _parts(dy, x), _parts(out), strict=True):
+    for part, dpart, to in zip(_split_parts(x), _split_parts(dy, x), _split_parts(out), strict=True):
         _write_gradient(part, dpart, to)
     return out
 
 
 def _gated_silu_gradient_(x: Tensor, dy: Tensor) -> Tensor:
     # Both halves of the result need gate.
-    for part, dpart in zip(_parts(x), _parts(dy, x), strict=True):
+    for part, dpart in zip(_split_parts(x), _split_parts(dy, x), strict=True):
         made = torch.empty_like(part)
         _write_gradient(part, dpart, made)
         part.copy_(made)
@@ -139,10 +140,10 @@ def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
     dup.mul_(dy)
 
 
-def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Returns the rows of `x` in parts, which have the same rows for both ops above.
+def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Returns the rows of `x` in parts, the same parts for both ops above.
 
-    So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
+    So both ops have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
     """
     width = max((x if like is None else like).shape[-1], 1)
     most = _PART * torch.get_num_threads() if x.device.type == "cpu" else _LARGE_PART
@@ -153,28 +154,28 @@ def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "gated_silu", gate)(gate.contiguous(), up.contiguous())
 
 
-def _gelu(x: Tensor) -> Tensor:
+def _gelu_rows(x: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "gelu", x)(x.contiguous())
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return implementation_of_rows("pointwise", "rotate", x)(*(t.contiguous() for t in (x, cos, sin)))
 
 
-# Elements of a part: on a CPU those of a thread, which stay in its cache.
+# Elements of a part: on a CPU a thread's elements, which fit in the cache.
 _PART, _LARGE_PART = 1 << 15, 1 << 24
 
 
-def _like(x: Tensor, *others: Tensor) -> Tensor:
+def _empty_like(x: Tensor, *others: Tensor) -> Tensor:
     del others
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _like)
-define("gelu(Tensor x) -> Tensor", _gelu, _like)
-define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _like)
+define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _empty_like)
+define("gelu(Tensor x) -> Tensor", _gelu_rows, _empty_like)
+define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _empty_like)
 define("gated_silu_gradient_(Tensor(a!) x, Tensor dy) -> Tensor(a!)", _gated_silu_gradient_, lambda x, dy: x)
-define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate, _like)
+define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_rows, _empty_like)
 refuse_backward("rotate", "use nn.rope, or detach its arguments.")
 for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
     map_rows(_name, _num)

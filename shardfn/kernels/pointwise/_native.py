@@ -13,32 +13,32 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "pointwise/_native.cpp"
-# Elements below which a second thread costs more than it saves.
+# Elements up to which a second thread does not pay.
 FEW = 1 << 17
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """From fp32 of one shape to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     run = function(SOURCE, "gated_silu", "pppii")
     if run is None:
         return _reference.gated_silu(gate, up)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    run(*addresses(_arguments(gate, up, y)))
+    run(*addresses(_call_arguments(gate, up, y)))
     return y
 
 
 def gelu(x: Tensor) -> Tensor:
-    """From fp32 to fp32 of that shape."""
+    """Maps fp32 to fp32 of the same shape."""
     run = function(SOURCE, "gelu", "ppii")
     if run is None:
         return _reference.gelu(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run(*addresses(_arguments(x, y)))
+    run(*addresses(_call_arguments(x, y)))
     return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    """Maps fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
     run = function(SOURCE, "rotate", "ppppiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def call(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """Returns the call of `gated_silu` or `gelu` in a chain."""
-    return KernelCall(SOURCE, name, _arguments(*arguments, y)) if are_dense(*arguments) else None
+    return KernelCall(SOURCE, name, _call_arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
 def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
@@ -58,11 +58,11 @@ def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape)) if are_dense(x, cos, sin) else None
 
 
-# Operations of torch whose numbers IEEE 754 determines, so that these have the same bits.
+# Operations of torch with results determined by IEEE 754, so that both have the same bits.
 
 
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
+    """Returns the call of torch's `add` and `add_`: of two tensors of equal shape, or of a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         n = x.numel()
@@ -71,7 +71,7 @@ def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
+    """Returns the call of torch's `mul` and `mul_`: of two tensors of equal shape, or of rows and row factors."""
     x, by = arguments
     if not isinstance(by, Tensor) or not are_dense(x, by, y):
         return None
@@ -99,6 +99,6 @@ def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     return KernelCall(SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 
 
-def _arguments(*tensors: Tensor) -> Arguments:
+def _call_arguments(*tensors: Tensor) -> Arguments:
     n = tensors[-1].numel()
     return *tensors, n, threads_for(n, FEW)

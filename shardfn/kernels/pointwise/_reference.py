@@ -12,23 +12,23 @@ CUBIC = 0.044715 * LINEAR
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """From tensors of one shape to that shape."""
-    return _by_sigmoid(gate, gate) * up
+    """Maps tensors of equal shape to a tensor of the shape."""
+    return _multiply_sigmoid(gate, gate) * up
 
 
 def gelu(x: Tensor) -> Tensor:
-    """From any shape to that shape."""
+    """Maps any shape to the same shape."""
     factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
-    return _by_sigmoid(x, x * factor)
+    return _multiply_sigmoid(x, x * factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """From [t, h, k], and [t, k] twice, to [t, h, k]."""
+    """Maps [t, h, k], and [t, k] twice, to [t, h, k]."""
     a, b = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
 
 
-def _by_sigmoid(x: Tensor, a: Tensor) -> Tensor:
-    """X / (1 + e^-a), by e^-|a| alone."""
+def _multiply_sigmoid(x: Tensor, a: Tensor) -> Tensor:
+    """Returns x / (1 + e^-a), by only e^-|a|."""
     e = exponential(-a.abs())
     return x * torch.where(a < 0, e, 1.0) / (1 + e)

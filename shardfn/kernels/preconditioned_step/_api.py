@@ -1,4 +1,4 @@
-"""Adam's step: along the mean of gradients, divided by the root of the mean of their squares."""
+"""Adam's step: along the mean of gradients, divided by the root of the mean of squared gradients."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ def preconditioned_step(
     eps: float,
     weight_decay: float = 0.0,
 ) -> Float32[Tensor, "*shape"]:
-    """Adam's step, computed from its two moments in one pass over memory.
+    """Returns Adam's step, computed from the two moments in a single pass over memory.
 
         d = sqrt(nu / c2) + eps                    infinite where nu <= 0: such an element has no scale to step by
         u = -lr (m / c1 / d + weight_decay p)
 
-    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay the term is left
-    out.
+    Computed in fp32 in the given order, each operation, the root too, rounded once. Without weight decay the term is
+    left out.
 
     Args:
         p: parameters.
         m: the mean of gradients.
-        nu: the mean of their squares.
+        nu: mean of the squared gradients.
         lr: learning rate.
         c1: the bias correction of m, `1 - b1^t`. None: 1.
         c2: the bias correction of nu, `1 - b2^t`. None: 1.
@@ -41,7 +41,7 @@ def preconditioned_step(
         weight_decay: factor of the decoupled decay.
 
     Returns:
-        u, which is to be added to p.
+        The update u, to be added to p.
 
     Raises:
         TypeError: for other dtypes.
@@ -54,7 +54,7 @@ def preconditioned_step(
     References:
         Kingma and Ba: Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
     """
-    _check(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
+    _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
     return torch.ops.shardfn_kernels.preconditioned_step(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
@@ -69,7 +69,7 @@ def preconditioned_step_(
     eps: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """Adds `preconditioned_step` to p, which must be contiguous, with the bits of `p + u`.
+    """Adds `preconditioned_step` to a contiguous p, with the bits of `p + u`.
 
     Args:
         p: parameters, overwritten.
@@ -91,12 +91,12 @@ def preconditioned_step_(
         >>> p
         tensor([0.9500, 1.0000])
     """
-    _check(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
+    _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
     check_written("p", p)
     torch.ops.shardfn_kernels.preconditioned_step_(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
-def _check(p: Tensor, **others: Tensor | None) -> None:
+def _check_tensors(p: Tensor, **others: Tensor | None) -> None:
     check_dtype("p", p, torch.float32)
     for name, x in others.items():
         if x is not None:
@@ -105,7 +105,7 @@ def _check(p: Tensor, **others: Tensor | None) -> None:
             check_shape(name, x, tuple(p.shape) if elementwise else (), "that of p" if elementwise else "one number")
 
 
-def _run(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
+def _run_step(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
     *tensors, eps, weight_decay = numbers
     step = implementation("preconditioned_step", "preconditioned_step", p.device)
     flat = (x.contiguous().view(-1) for x in (p, m, nu))
@@ -114,12 +114,12 @@ def _run(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
 
 def _preconditioned_step(p: Tensor, *args: Any) -> Tensor:
     out = torch.empty_like(p, memory_format=torch.contiguous_format)
-    _run(p, *args, out=out)
+    _run_step(p, *args, out=out)
     return out
 
 
 def _preconditioned_step_(p: Tensor, *args: Any) -> None:
-    _run(p, *args, out=p)
+    _run_step(p, *args, out=p)
 
 
 _TAKES = "Tensor m, Tensor nu, Tensor lr, Tensor? c1, Tensor? c2, float eps, float weight_decay"

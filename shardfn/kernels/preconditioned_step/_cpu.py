@@ -11,7 +11,7 @@ from ._reference import Numbers
 def preconditioned_step(
     p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
 ) -> None:
-    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
+    """Computes flat fp32 [n], with lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without `out`."""
     rate, c1, c2 = -np.float32(numbers[0].item()), *(None if x is None else np.float32(x.item()) for x in numbers[1:])
     old, new, scale, spare = array(p), array(p if out is None else out), *(room(p.numel(), np.float32) for _ in "du")
     with np.errstate(all="ignore"):

@@ -16,17 +16,17 @@ WIDTH = 1024
 def preconditioned_step(
     p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
 ) -> None:
-    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
+    """Computes flat fp32 [n], with lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without `out`."""
     n = p.numel()
     lr, c1, c2 = (p.new_ones(()) if x is None else x.to(p.device) for x in numbers)
     options = {"DECAYS": weight_decay != 0, "ADDS": out is None, "WIDTH": WIDTH}
     into = p if out is None else out
-    launch(_step, ceil(n, WIDTH), p.device, p, m, nu, lr, c1, c2, into, eps, weight_decay, n, **options)
+    launch(_step_kernel, ceil(n, WIDTH), p.device, p, m, nu, lr, c1, c2, into, eps, weight_decay, n, **options)
 
 
 @triton.jit
 @no_type_check
-def _step(
+def _step_kernel(
     p, m, nu, lr, c1, c2, out, eps, decay, n, DECAYS: tl.constexpr, ADDS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)

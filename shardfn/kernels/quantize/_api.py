@@ -18,14 +18,16 @@ def quantize(
         codes = clamp(round(x S), -2^(bits-1), 2^(bits-1) - 1)      ties to even
         scales = 1 / S = max|x| 2^(1-bits)
 
-    So |x - codes * scales| <= max|x| / 2^bits, except for the clamped value, +max|x| itself, which loses one step. An
-    infinity or NaN makes its block NaN. With 4 bits two codes share a byte, the first in its high nibble. An odd row
-    ends in a code 0. x is read twice, from the cache the second time.
+    So |x - codes * scales| <= max|x| / 2^bits, except for the clamped value +max|x|, with an error of a step. An
+    infinity or NaN makes the block NaN. With 4 bits two codes share a byte, the first in the high nibble. For example a
+    row of 600 elements with blocks of 256 has 3 scales. An odd row ends in a code 0. x is read twice, from the cache
+    the second time.
 
     Args:
-        x: fp32, bf16 or fp16 [r, c]; computed in fp32.
+        x: input in fp32, bf16 or fp16, [r, c], computed in fp32.
         bits: 8 or 4.
-        block: elements of a row that share a scale. The last block of a row may be short. Even with 4 bits.
+        block: number of neighbouring elements of a row with the same scale. The last block of a row may be short. Even
+            with 4 bits.
 
     Returns:
         Codes, int8 [r, c] or uint8 [r, ceil(c / 2)], and scales, fp32 [r, ceil(c / block)].
@@ -65,11 +67,11 @@ def dequantize(
         c: elements of a row.
         bits: 8 or 4, as in `quantize`.
         block: see `quantize`.
-        dtype: fp32, bf16 or fp16, of the result; `out`'s if that is given.
+        dtype: dtype of the result, fp32, bf16 or fp16. With `out`, the dtype of `out`.
         out: [r, c], contiguous, to be filled. None for a new tensor.
 
     Returns:
-        [r, c]; `out` if given.
+        The values [r, c], or `out` if given.
 
     Raises:
         TypeError: for other dtypes.
@@ -88,7 +90,7 @@ def dequantize(
     check_codes(codes, scales, (codes.shape[0],), c, bits, block)
     if out is None:
         if dtype not in FLOATS:
-            raise TypeError(f"dtype is {dtype}; codes become fp32, bf16 or fp16")
+            raise TypeError(f"dtype must be fp32, bf16 or fp16, got {dtype}")
         return torch.ops.shardfn_kernels.dequantize(codes, scales, c, bits, block, dtype)
     check_float("out", out)
     check_shape("out", out, (codes.shape[0], c), "rows of codes and c")
@@ -98,14 +100,14 @@ def dequantize(
 
 
 def check_codes(codes: Tensor, scales: Tensor, rows: tuple[int, ...], c: int, bits: int, block: int) -> None:
-    """Raises unless codes and scales have the dtypes and shapes that `quantize` gives for rows of c elements."""
+    """Raises unless codes and scales have the dtypes and shapes of `quantize` for rows of c elements."""
     check_dtype("codes", codes, torch.int8 if bits == 8 else torch.uint8)
     check_dtype("scales", scales, torch.float32)
     check_shape("codes", codes, (*rows, c if bits == 8 else (c + 1) // 2), f"rows of c = {c} codes of {bits} bits")
     check_shape("scales", scales, (*rows, -(-c // block)), f"one for each block of {block} of c = {c} elements")
 
 
-def _quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     return implementation("quantize", "quantize", x.device)(x.contiguous(), bits, block)
 
 
@@ -114,14 +116,14 @@ def _dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: 
     run(codes.contiguous(), scales.contiguous(), bits, block, out)
 
 
-def _dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_rows(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
     out = scales.new_empty(codes.shape[0], c, dtype=dtype)
     _dequantize_into(codes, scales, bits, block, out)
     return out
 
 
 def empty_codes(x: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes and scales for the number of rows of x, of c elements each."""
+    """Returns uninitialised codes and scales for the number of rows of x, of c elements each."""
     r = x.shape[-2]
     codes = x.new_empty(r, c, dtype=torch.int8) if bits == 8 else x.new_empty(r, (c + 1) // 2, dtype=torch.uint8)
     return codes, x.new_empty(r, -(-c // block), dtype=torch.float32)
@@ -129,12 +131,12 @@ def empty_codes(x: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tenso
 
 define(
     "quantize(Tensor x, int bits, int block) -> (Tensor, Tensor)",
-    _quantize,
+    _quantize_rows,
     lambda x, bits, block: empty_codes(x, x.shape[1], bits, block),
 )
 define(
     "dequantize(Tensor codes, Tensor scales, SymInt c, int bits, int block, ScalarType dtype) -> Tensor",
-    _dequantize,
+    _dequantize_rows,
     lambda codes, scales, c, bits, block, dtype: scales.new_empty(codes.shape[0], c, dtype=dtype),
 )
 define(

@@ -1,4 +1,4 @@
-"""Blocks of a row in codes of 8 or 4 bits, on a CPU: the definition, applied to parts that fit in a core's cache."""
+"""Blocks of a row in codes of 8 or 4 bits, on a CPU: the definition, on parts of the size of a core's cache."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from ._slabs import slabs
 
 
 def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    """Maps [r, c] to int8 [r, c] or uint8 [r, ceil(c / 2)], and fp32 [r, ceil(c / block)]."""
     codes, scales = empty_codes(x, x.shape[1], bits, block)
     for part, some, factors in slabs(x, codes, scales, bits, block, BLOCK):
         for into, value in zip((some, factors), reference.quantize(part, bits, block), strict=True):

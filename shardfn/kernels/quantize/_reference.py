@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-TINY = 2.0**-110  # a block whose maximum is smaller counts as zero: its scale would not be a normal number
+TINY = 2.0**-110  # a block with a smaller maximum counts as zero: the scale would not be a normal number
 
 
 def num_codes(c: int, bits: int) -> int:
@@ -12,7 +12,7 @@ def num_codes(c: int, bits: int) -> int:
 
 
 def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    """Maps [r, c] to int8 [r, c] or uint8 [r, ceil(c / 2)], and fp32 [r, ceil(c / block)]."""
     r, c = x.shape
     blocks = -(-c // block)
     x_RNB = torch.nn.functional.pad(x.float(), (0, blocks * block - c)).reshape(r, blocks, block)
@@ -27,7 +27,7 @@ def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """int8 [r, c] of 4-bit values -> uint8 [r, ceil(c / 2)], the first of two in the high nibble."""
+    """Packs int8 [r, c] of 4-bit values to uint8 [r, ceil(c / 2)], the first of two in the high nibble."""
     r, c = codes.shape
     pairs = torch.nn.functional.pad(codes.to(torch.int16), (0, c % 2)).reshape(r, (c + 1) // 2, 2)
     return ((pairs[..., 0] & 15) << 4 | (pairs[..., 1] & 15)).to(torch.uint8)

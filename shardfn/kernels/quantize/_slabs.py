@@ -1,4 +1,4 @@
-"""Cuts rows of blocks into parts that are contiguous in memory."""
+"""Cuts rows of blocks into contiguous parts."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from shardfn.kernels._cpu_blocks import cuts
 
 
 def slabs(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts x [r, c], its codes and its scales into parts of about equal size: some rows, or some blocks of one row."""
+    """Cuts x [r, c], codes and scales into parts of about equal size: some rows, or some blocks of a row."""
     r, c = x.shape
     if c <= size:
         for lo, hi in cuts(r, size // max(c, 1)):

@@ -13,11 +13,11 @@ WIDTH = 1024
 
 
 def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    """Maps [r, c] to int8 [r, c] or uint8 [r, ceil(c / 2)], and fp32 [r, ceil(c / block)]."""
     c = x.shape[1]
     codes, scales = empty_codes(x, c, bits, block)
     num, width = scales.numel(), width_of(block, c)
-    launch(_quantize, num, x.device, x, codes, scales, c, block, codes.shape[1], BITS=bits, WIDTH=width)
+    launch(_quantize_kernel, num, x.device, x, codes, scales, c, block, codes.shape[1], BITS=bits, WIDTH=width)
     return codes, scales
 
 
@@ -26,7 +26,7 @@ def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: T
     c = out.shape[1]
     tiles = ceil(c, WIDTH)
     sizes = c, block, codes.shape[1], tiles
-    launch(_dequantize, out.shape[0] * tiles, out.device, codes, scales, out, *sizes, BITS=bits, WIDTH=WIDTH)
+    launch(_dequantize_kernel, out.shape[0] * tiles, out.device, codes, scales, out, *sizes, BITS=bits, WIDTH=WIDTH)
 
 
 def width_of(block: int, c: int) -> int:
@@ -36,7 +36,7 @@ def width_of(block: int, c: int) -> int:
 
 @triton.jit
 @no_type_check
-def _quantize(x, codes, scales, c, block, num_codes, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def _quantize_kernel(x, codes, scales, c, block, num_codes, BITS: tl.constexpr, WIDTH: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     blocks = (c + block - 1) // block
     row, lo = program // blocks, program % blocks * block
@@ -60,7 +60,7 @@ def _quantize(x, codes, scales, c, block, num_codes, BITS: tl.constexpr, WIDTH: 
 
 @triton.jit
 @no_type_check
-def _dequantize(codes, scales, out, c, block, num_codes, tiles, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def _dequantize_kernel(codes, scales, out, c, block, num_codes, tiles, BITS: tl.constexpr, WIDTH: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row, column = program // tiles, program % tiles * WIDTH + tl.arange(0, WIDTH)
     mask = column < c

@@ -1,4 +1,4 @@
-"""Attention of ragged tokens over a paged cache, which first receives their keys and values.
+"""Attention of ragged tokens over a paged KV cache. The cache first receives the tokens' keys and values.
 
 T tokens, H heads, G key heads, K head dim, S sequences.
 """
@@ -38,7 +38,7 @@ def ragged_attention(
     sinks: Float[Tensor, " h"] | None = None,
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
 ) -> tuple[Float[Tensor, "t h k"], Float[Tensor, "t h"]]:
-    """Writes the keys and values of tokens into a cache, then returns the attention of each to its sequence.
+    """Writes the keys and values of tokens into a KV cache, then returns each token's attention to its sequence.
 
         cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
         s[p] = cap(scale q[i] k_p) - slope (positions[i] - p)                       cap(x) = c tanh(x / c)
@@ -48,36 +48,37 @@ def ragged_attention(
     Token i sees the positions from 0, or from positions[i] - window + 1, to positions[i]. The key at position p of
     sequence s is in block tables[s, p // block], at place p % block. Head h reads key head h // (H / G).
 
-    Each element is one fixed expression of its row of q and of the keys and values that it sees, by their positions
-    alone. So its bits depend neither on the tables, the size of blocks, the cut of a sequence into calls, and other
-    tokens, nor on threads and the processor. The expression: tiles of 32 positions from position 0 on, without those
-    that are wholly masked; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order. In
-    float64, products are rounded before they are added, and it is slow. There is no derivative yet.
+    Each element is a fixed expression of a row of q and of the visible keys and values, by position only. So the op is
+    batch-invariant: bits depend neither on the tables, the size of blocks, the cut of a sequence into calls (chunked
+    prefill), and other tokens, nor on threads and the processor. For example 7 tokens in a single call and in calls of
+    4 and 3 have equal bits. The expression: tiles of 32 positions from position 0 on, without wholly masked tiles, a
+    softmax carried from tile to tile, and sums of fused multiply-adds in a fixed order. In float64, products are
+    rounded before the addition, and the op is slow. There is no derivative yet.
 
     Args:
-        q: queries, float32 or float64; G divides H.
+        q: queries, float32 or float64. G divides H.
         k: keys, in the dtype of q.
-        v: values, likewise.
-        cache: float32, bfloat16, int8 or float8_e4m3fn, or float64 where q is; contiguous, written in place. Keys and
-            values are rounded to its dtype before they are read, also a token's own. Of tokens with the same slot the
-            last one's are kept. A row has K elements; int8 and float8 are codes with one scale a row, of `cache_row(K,
-            dtype)` elements.
+        v: values, in the dtype of q.
+        cache: KV cache in float32, bfloat16, int8 or float8_e4m3fn, or float64 with a float64 q. The cache is
+            contiguous, and written in place. Keys and values are rounded to the cache's dtype before the read, also for
+            the token itself. Of tokens with the same slot the last is kept. A row has K elements. int8 and float8 are
+            codes with a scale for each row, of `cache_row(K, dtype)` elements.
         slots: where each token is written, int32.
-        positions: positions of each token in its sequence, int32.
+        positions: position of each token in the sequence, int32.
         sequences: the row of `tables` for each token, int32.
-        tables: blocks of each sequence, int32. Entries that no token reads may have any value.
-        scale: scale of scores; 1 / sqrt(K) if None.
-        window: the number of positions that a token sees at most, with its own.
+        tables: blocks of each sequence, int32. Unread entries may have any value.
+        scale: scale of scores. None means 1 / sqrt(K).
+        window: number of positions that a token sees at most, including the token.
         softcap: the bound c of scores.
         slopes: slopes of ALiBi, in the dtype of q.
-        sinks: the score of one more key, whose value is 0, in the dtype of q.
-        tree: tree for guesses that branch: where row i has bits, the keys at the last positions that token i sees are
-            those of the tokens j with tree[i, j], read from their slots instead of the table's. In the order of j,
-            these are tokens of i's sequence, at consecutive positions up to positions[i], and the last one is i. A row
-            without bits uses the table alone.
+        sinks: score of an additional key with the value 0, in the dtype of q.
+        tree: tree for branching guesses of speculative decoding. Where row i has bits, the keys at the last positions
+            of token i come from the tokens j with tree[i, j], from the slots of these tokens instead of the table. In
+            the order of j, the tokens belong to i's sequence, at consecutive positions up to positions[i], and the last
+            token is i. A row without bits uses only the table.
 
     Returns:
-        y, and lse, in the dtype of q. A row of y is 0 if all its scores are -inf, and lse is -inf. The bits of lse
+        y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse
         depend on the logarithm of the device.
 
     Raises:
@@ -110,9 +111,9 @@ def ragged_attention(
             check_dtype(name, x, q.dtype)
             check_shape(name, x, (H,), "one for each head")
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}; a token sees at least its own position: 1 or more, or None")
+        raise ValueError(f"window must be 1 or more (a token sees at least itself), or None, got {window}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; scores are bounded by a number above 0, or by None")
+        raise ValueError(f"softcap must be a number above 0, or None, got {softcap}")
     if tree is not None:
         if tree.dtype not in (torch.bool, torch.uint8):
             raise TypeError(f"tree is {tree.dtype}, must be {torch.bool} or {torch.uint8}")
@@ -130,16 +131,18 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[
         check_dtype(name, x, q.dtype)
     if cache.dtype not in _CACHES[q.dtype]:
         known = ", ".join(map(str, _CACHES[q.dtype]))
-        raise TypeError(f"cache is {cache.dtype}; must be one of {known}, as q is {q.dtype}")
+        raise TypeError(f"cache must be one of {known} for q of {q.dtype}, got {cache.dtype}")
     T, H, K = q.shape
     if not 1 <= K <= WIDEST:
-        raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
+        raise ValueError(f"heads of q must have from 1 to {WIDEST} elements, got q of shape {tuple(q.shape)}")
     G = cache.shape[2] if cache.ndim == 5 else 0
     like = "blocks, key and value, key heads, places of a block, cache_row(K, dtype)"
     check_shape("cache", cache, (cache.shape[0], 2, G, cache.shape[3], cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
-        raise ValueError(f"q has {H} heads and cache {G} key heads; their number must divide that of heads")
+        raise ValueError(
+            f"the number of key heads must divide the number of heads, got {G} key heads of cache and {H} heads of q"
+        )
     for name, x in (("k", k), ("v", v)):
         check_shape(name, x, (T, G, K), "a row of the cache's heads for each token")
     for name, x in plan.items():

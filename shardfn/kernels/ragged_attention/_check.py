@@ -1,4 +1,4 @@
-"""Checks of a plan's values, which a captured program has only when it runs."""
+"""Checks of a plan's values. A captured program has the values only at the run."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ def check_plan(
     cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
     tree: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raises ValueError that names a token whose slot, position, sequence, blocks or guesses are out of range."""
+    """Raises ValueError with the first token where slot, position, sequence, blocks or guesses are out of range."""
     blocks, block = cache.shape[0], cache.shape[3]
     width = tables.shape[1]
     for name, x, count, of in (
@@ -26,7 +26,7 @@ def check_plan(
 
 
 def num_guesses(tree: Tensor) -> Tensor:
-    """Returns the positions of each token whose keys are those of guesses, int64 [T]: the last ones that it sees."""
+    """Returns how many of each token's last visible positions have the keys of guesses, int64 [T]."""
     return (tree != 0).sum(1)
 
 

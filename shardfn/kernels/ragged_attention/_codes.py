@@ -1,10 +1,10 @@
-"""Rows of a cache in codes: the key or value of a head has codes of one byte, and one scale.
+"""Rows of a KV cache in codes: the key or value of a head has codes of a byte each, and a scale.
 
     int8    x = scale q,    q from -127 to 127            scale = max|x| / 127
     fp8     x = scale q,    q of float8_e4m3fn            scale = max|x| / 448
 
-A row is the codes, padded with zeros to a multiple of four bytes, then the scale in float32. So a token's codes depend
-on its own key and value alone, not on those beside them.
+A row is the codes, padded with zeros to a multiple of four bytes, then the scale in float32, for example 64 + 4 bytes
+for a head dim of 64. So a token's codes depend only on the token's key and value, not on other tokens.
 """
 
 import torch
@@ -16,7 +16,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def cache_row(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row of a cache: the head dim; in codes, with those of the scale.
+    """Returns the elements of a row of a cache: the head dim, and for codes the bytes of codes and scale.
 
     Example:
         >>> cache_row(77, torch.float32), cache_row(77, torch.int8)
@@ -28,7 +28,7 @@ def cache_row(head_dim: int, dtype: torch.dtype) -> int:
 def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
     """Rounds rows to codes. |x - decoded| is at most half of the scale in int8, and max(|x| / 16, scale / 1024) in fp8.
 
-    A row with a value that is not finite is decoded as NaN.
+    A row with an infinite or NaN value is decoded as NaN.
 
     Args:
         x: the rows.
@@ -62,5 +62,5 @@ def decoded_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) 
 
 
 def as_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row"]:
-    """Returns a cache whose codes are bytes, as a view."""
+    """Returns a cache of codes as bytes, as a view."""
     return cache.view(torch.uint8) if cache.dtype in LARGEST else cache

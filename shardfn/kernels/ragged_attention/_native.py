@@ -16,7 +16,7 @@ from ._check import check_plan
 SOURCE = "ragged_attention/_native.cpp"
 # The kinds of a cache, as in _rows.h.
 KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-# Multiply-adds of scores below which a second thread costs more than it saves.
+# Multiply-adds of scores up to which a second thread does not pay.
 FEW = 1 << 19
 
 
@@ -25,7 +25,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     run = function(SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "ii", returns=True)
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
@@ -35,7 +35,7 @@ def ragged_attention(
     slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
     y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
     plan = slots, positions, sequences, tables
-    if run(*addresses(_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse))):
+    if run(*addresses(_call_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse))):
         check_plan(cache, *plan, window, tree)
         raise AssertionError("C++ refused a plan that is in range")
     return y, lse
@@ -47,10 +47,10 @@ def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | No
     if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
         return None
     check = check_plan, (cache, *plan, window, tree)
-    return KernelCall(SOURCE, "ragged_attention", _arguments(*arguments, *results), check)
+    return KernelCall(SOURCE, "ragged_attention", _call_arguments(*arguments, *results), check)
 
 
-def _arguments(
+def _call_arguments(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None, y: Tensor, lse: Tensor,

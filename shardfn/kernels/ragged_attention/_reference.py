@@ -1,6 +1,6 @@
 """Attention of ragged tokens over a paged cache: the definition. Each operation is rounded once.
 
-T tokens, G key heads, R query heads for each of them, K head dim, N positions of a tile.
+T tokens, G key heads, R query heads for each key head, K head dim, N positions of a tile.
 """
 
 import torch
@@ -11,7 +11,7 @@ from shardfn.kernels._exponential import exponential, fused, polynomial
 from ._check import check_plan
 from ._codes import LARGEST, as_rows, coded_rows, decoded_rows
 
-# Positions of a tile; lanes over K of a dot product, and of the sum of weights.
+# Positions of a tile, and lanes over K of a dot product, and of the sum of weights.
 TILE, LANES = 32, 16
 # The polynomial of Cephes, the highest power first: (tanh x - x) / x^3 of x^2, |x| < 0.625.
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
@@ -25,7 +25,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """Returns [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -33,17 +33,17 @@ def ragged_attention(
     block = cache.shape[3]
     places = seen_slots(block, slots, positions, sequences, tables, window, tree)
     by_place, q = as_rows(cache), q.view(T, G, H // G, K)
-    state = _start(q, sink)
+    state = _start_state(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
         rows = by_place[slot // block, :, :, slot % block]
         kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
-        x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
+        x = _compute_scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
             x = fused(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
-        state = _with_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
+        state = _add_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = halved(lanes)
     y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
@@ -51,7 +51,7 @@ def ragged_attention(
 
 
 def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes each token's key and value at its slot; of tokens with the same slot the last one's."""
+    """Writes each token's key and value at the token's slot. Of tokens with the same slot the last is kept."""
     index, order = slots.long(), torch.arange(len(slots), device=slots.device)
     last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
@@ -65,7 +65,7 @@ def seen_slots(
     block: int, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Returns the slots of the keys that tokens see, by position, int64 [T, whole tiles]. -1: nothing is seen."""
+    """Returns the slots of the visible keys of tokens, by position, int64 [T, whole tiles]. -1 means no key."""
     most = int(positions.max()) + 1 if len(positions) else 0
     p, mine = torch.arange(-(-most // TILE) * TILE, device=slots.device), positions[:, None].long()
     seen = p <= mine
@@ -80,7 +80,7 @@ def seen_slots(
     return torch.where(seen, at, -1)
 
 
-def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _start_state(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns largest scores [T, G, R], lanes of sums of weights [T, G, R, LANES], weighted values [T, G, R, K]."""
     most = q.new_full(q.shape[:-1], -torch.inf)
     most = most if sink is None else sink.expand_as(most)
@@ -89,10 +89,10 @@ def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return most, lanes, torch.zeros_like(q)
 
 
-def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _compute_scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Returns the scores [T, G, R, N].
 
-    Lane l has the chain over elements l, l + 16, ...; lanes are added by halving.
+    Lane l has the chain over elements l, l + 16, ..., and lanes are added by halving.
     """
     pad = 0, -q.shape[-1] % LANES
     q = torch.nn.functional.pad(q, pad).unflatten(-1, (-1, LANES))[:, :, :, None]
@@ -106,10 +106,10 @@ def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> T
     return tanh(x * x.new_tensor(scale / softcap)) * x.new_tensor(softcap)
 
 
-def _with_tile(
+def _add_tile(
     state: tuple[Tensor, Tensor, Tensor], x: Tensor, v_TNGK: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the state with one more tile. Tokens that see nothing of it keep their state."""
+    """Returns the state with an additional tile. Tokens without a visible key in the tile keep the old state."""
     most, lanes, y = state
     x = torch.where(seen[:, None, None], x, -torch.inf)
     top = torch.where(x.isnan(), -torch.inf, x).amax(-1)
@@ -130,7 +130,7 @@ def _with_tile(
 
 
 def halved(x: Tensor) -> Tensor:
-    """Returns the sum over the last dim, a power of two: its second half is added to its first, and so on."""
+    """Returns the sum over the last dim, a power of two: the second half is added to the first, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]

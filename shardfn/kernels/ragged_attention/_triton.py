@@ -1,7 +1,7 @@
 """Attention of ragged tokens over a paged cache, in Triton: a program for each row of a token.
 
-One tile shape serves all plans. Products and sums are Triton's, so that bits are those of a row on its device, not
-those of a CPU.
+A single tile shape serves all plans. Products and sums are Triton's, so a row's bits are fixed on a device, but differ
+from a CPU.
 """
 
 from typing import no_type_check
@@ -23,7 +23,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -49,14 +49,14 @@ def ragged_attention(
         cache.shape[3],
     )
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
-    launch(_row, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
+    launch(_row_kernel, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y, lse
 
 
 @triton.jit
 @no_type_check
-def _values(x, CODES: tl.constexpr):
-    """Floats, or the numbers of codes: bytes of int8, and then of float8_e4m3fn."""
+def _decode_values(x, CODES: tl.constexpr):
+    """Returns floats, or the numbers of codes: bytes of int8, and then of float8_e4m3fn."""
     if CODES == 1:
         return x.to(tl.int8, bitcast=True).to(tl.float32)
     elif CODES == 2:
@@ -71,11 +71,11 @@ def _values(x, CODES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _row(
+def _row_kernel(
     q, cache, scales, places, positions, slopes, sinks, y, lse, scale, cap, end, H, G, block,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """Computes a head of a token."""
     program = tl.program_id(0).to(tl.int64)
     i, h = program // H, program % H
     n, d, g = tl.arange(0, N), tl.arange(0, WIDTH), h // (H // G)
@@ -92,7 +92,7 @@ def _row(
         row = (place // block * 2 * G + g) * block + place % block
         at = (row * ROW)[:, None] + d[None, :]
         mask = seen[:, None] & (d < K)[None, :]
-        key = _values(tl.load(cache + at, mask=mask, other=0), CODES)
+        key = _decode_values(tl.load(cache + at, mask=mask, other=0), CODES)
         if CODES != 0:
             key = key * tl.load(scales + (row + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         x = tl.reduce(key * own[None, :], 1, added) * scale
@@ -105,7 +105,7 @@ def _row(
         most = tl.maximum(top, tl.reduce(x, 0, greatest))
         shift = tl.where(most == float("-inf"), 0.0, most)
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
-        value = _values(tl.load(cache + G * block * ROW + at, mask=mask, other=0), CODES)
+        value = _decode_values(tl.load(cache + G * block * ROW + at, mask=mask, other=0), CODES)
         if CODES != 0:
             value = value * tl.load(scales + (row + G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         total = total * before + tl.reduce(weights, 0, added)

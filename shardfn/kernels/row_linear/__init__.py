@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another's number."""
+"""Batch-invariant linear layers: a row's bits do not depend on the number of rows."""
 
 from ._api import pack_rows as pack_rows, row_linear as row_linear, row_linears as row_linears
 from ._blocks import block_bytes as block_bytes, decode_blocks as decode_blocks

@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another's number."""
+"""Batch-invariant linear layers: a row's bits do not depend on the number of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,21 +15,22 @@ from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 from . import _native
 from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
-# The most levels of the tree that adds up chunks.
+# Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
-    """Returns a weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
+    """Returns a weight of `torch.nn.functional.linear` in the order in which `row_linear` reads weights.
 
     Args:
         weight: float32, bfloat16 or float64.
-        codes: "int8" or "int4" rounds to these, by `code_blocks`. None keeps the weight's dtype. A float64 weight is
+        codes: codes "int8" or "int4", to which `code_blocks` rounds. None keeps the weight's dtype. A float64 weight is
             not rounded.
 
     Returns:
-        Panels of 64 outputs, padded with zeros; in the weight's dtype, or those of `pack_blocks`.
+        Panels of 64 outputs, padded with zeros, in the weight's dtype, or the panels of `pack_blocks`. For example 100
+        outputs make 2 panels.
 
     Raises:
         TypeError: for other dtypes, and float64 with codes.
@@ -42,7 +43,7 @@ def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shape
         1280
     """
     if weight.dtype not in _WEIGHTS:
-        raise TypeError(f"weight is {weight.dtype}; packed weights are {', '.join(map(str, _WEIGHTS))}: convert it")
+        raise TypeError(f"weight must be {', '.join(map(str, _WEIGHTS))}, got {weight.dtype}. Convert the weight")
     if codes is not None and weight.dtype == torch.float64:
         raise TypeError(f"weight is {weight.dtype}, with codes={codes!r}, which hold float32: pass weight.float()")
     n, k = weight.shape
@@ -61,22 +62,22 @@ def row_linear(
     chunks: int = 8,
     bias: Float[Tensor, " outputs"] | None = None,
 ) -> Float[Tensor, "*rows num"]:
-    """`x @ weight.T + bias`, each element by one fixed expression.
+    """Returns `x @ weight.T + bias`, each element by the same fixed expression.
 
     K is cut in `chunks`. An element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
-    are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
-    number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
-    chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain. In
-    float64, products are rounded before they are added, and it is slow: for tests and small models. There is no
-    derivative yet.
+    are added by a binary tree. So an element's bits depend only on the row of `x` and the row of the weight: neither on
+    the number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank with the neighbouring
+    chunks of a node of the tree computes the node, for example 4 of 8 chunks on each of 2 ranks. Errors are about half
+    as large as with a single chain. In float64, products are rounded before the addition, and the op is slow: for tests
+    and small models. There is no derivative yet.
 
     Args:
         x: float32, or float64 with a weight in float64.
-        packed: the weight [num, k] from `pack_rows` or `pack_blocks`; bfloat16 is widened, which is exact, and codes
-            are decoded in registers, so that bits are those of the float32 weight of `unpack_rows`.
+        packed: weight [num, k] from `pack_rows` or `pack_blocks`. bfloat16 is widened exactly, and codes are decoded in
+            registers, so bits equal the bits with the float32 weight of `unpack_rows`.
         num: outputs.
-        chunks: chunks of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
-        bias: added last; in the dtype of x.
+        chunks: number of chunks of k. Chunk i has the elements from i k / chunks to (i + 1) k / chunks.
+        bias: bias in the dtype of x, added last.
 
     Raises:
         TypeError: for other dtypes.
@@ -89,7 +90,7 @@ def row_linear(
         tensor([[10., 35., 60.],
                 [10., 35., 60.]])
     """
-    _check(x, packed, num, chunks, bias)
+    _check_operands(x, packed, num, chunks, bias)
     return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
 
 
@@ -101,9 +102,10 @@ def row_linears(
     chunks: int = 8,
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """Several layers of one input, in one call: `[row_linear(x, w, n, bias=b) for w, n, b in ...]`, with its bits.
+    """Returns several layers of the same input: `[row_linear(x, w, n, bias=b) for w, n, b in ...]`, with equal bits.
 
-    So one layer's weights are fetched while another's are multiplied. Weights may be in different dtypes and codes.
+    In a single call a layer's weights are fetched while another layer's weights are multiplied. Weights may be in
+    different dtypes and codes.
 
     Args:
         x: as of `row_linear`.
@@ -124,22 +126,26 @@ def row_linears(
     """
     given = [None] * len(packed) if biases is None else list(biases)
     if not len(packed) == len(nums) == len(given):
-        raise ValueError(f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases; give one of each a layer")
+        raise ValueError(
+            f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases. Each layer must have one of each"
+        )
     for w, num, bias in zip(packed, nums, given, strict=True):
-        _check(x, w, num, chunks, bias)
+        _check_operands(x, w, num, chunks, bias)
     return torch.ops.shardfn_kernels.row_linears(x, list(packed), list(nums), chunks, given)
 
 
-def _check(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
+def _check_operands(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
     check_exact("x", x)
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
     if torch.float64 in (x.dtype, packed.dtype) and x.dtype != packed.dtype:
-        raise TypeError(f"x is {x.dtype} and packed is {packed.dtype}; float64 is multiplied by float64 alone: convert")
+        raise TypeError(
+            f"float64 must be multiplied by float64, got x of {x.dtype} and packed of {packed.dtype}. Convert either"
+        )
     want = packed_shape(packed, num, x.shape[-1])
     check_shape("packed", packed, want, f"panels of {num} outputs, of x's last dim")
     if not 1 <= chunks < 1 << LEVELS:
-        raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
+        raise ValueError(f"chunks must be from 1 to {(1 << LEVELS) - 1}, got {chunks}")
     if bias is not None:
         check_dtype("bias", bias, x.dtype)
         check_shape("bias", bias, (num,), "one for each output")
@@ -155,10 +161,10 @@ def _row_linears(
     return implementation_of_rows("row_linear", "row_linears", x)(x, packed, nums, chunks, biases)
 
 
-def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
-    """Returns the rule for vmap.
+def _map_op(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
+    """Applies the rule for vmap.
 
-    A mapped dim of x joins its rows. With a weight that is mapped, each part has its own call.
+    A mapped dim of x joins the rows. With a mapped weight, each part has a separate call.
     """
     op, (of_x, of_packed, _, _, of_biases) = torch.ops.shardfn_kernels.row_linears, in_dims
     none = [None] * len(nums)
@@ -166,14 +172,16 @@ def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: 
     if of_packed == of_biases == none:
         return op(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
 
-    def part(t: Any, dim: int | None, i: int) -> Any:
+    def select_part(t: Any, dim: int | None, i: int) -> Any:
         return t if dim is None else t.select(dim, i)
 
-    def call(i: int) -> list[Tensor]:
-        own, added = (list(map(part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases)))
-        return op(part(x, of_x, i), own, nums, chunks, added)
+    def call_op(i: int) -> list[Tensor]:
+        own, added = (
+            list(map(select_part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases))
+        )
+        return op(select_part(x, of_x, i), own, nums, chunks, added)
 
-    each = zip(*map(call, range(info.batch_size)), strict=True)
+    each = zip(*map(call_op, range(info.batch_size)), strict=True)
     return [torch.stack(ys) for ys in each], [0] * len(nums)
 
 
@@ -191,7 +199,7 @@ define(
     _row_linears,
     lambda x, packed, nums, chunks, biases: [x.new_empty(*x.shape[:-1], num) for num in nums],
 )
-torch.library.register_vmap("shardfn_kernels::row_linears", _mapped, lib=LIBRARY)
+torch.library.register_vmap("shardfn_kernels::row_linears", _map_op, lib=LIBRARY)
 refuse_backward("row_linears", "call it on x.detach() or under torch.no_grad().")
 define_call("shardfn_kernels::row_linear.default", _native.call_one)
 define_call("shardfn_kernels::row_linears.default", _native.call)

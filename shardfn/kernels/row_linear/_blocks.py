@@ -1,4 +1,4 @@
-"""The values of blocks of codes: the inverse of `code_blocks`, up to rounding, as one node of a graph."""
+"""Values of blocks of codes: the inverse of `code_blocks`, up to rounding, as a single node of a graph."""
 
 import torch
 from jaxtyping import Float, UInt8
@@ -12,18 +12,18 @@ from ._codes import BLOCK_BYTES, GROUP, Codes
 def decode_blocks(
     blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*rows k"]:
-    """Returns the values of blocks of codes: those that `row_linear` multiplies by, which are rounded at most once.
+    """Returns the values of blocks of codes: the factors of `row_linear`, rounded at most once.
 
         int8    scale q               int4    scale q + least
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`; any dims before the last.
-        k: elements of a row. Those behind it, to a multiple of 32, are left out.
-        dtype: dtype of the result. The values are in float32, and are rounded to it.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`, with any dims before the last.
+        k: number of elements of a row. Further elements, up to a multiple of 32, are left out.
+        dtype: dtype of the result. The values are in float32, and are rounded to the dtype.
 
     Raises:
         TypeError: blocks are not uint8.
-        ValueError: rows are not of blocks of one kind.
+        ValueError: rows are not made of blocks of a single kind.
 
     Example:
         >>> from shardfn.kernels import code_blocks
@@ -49,7 +49,7 @@ def block_bytes(k: int, codes: Codes) -> int:
     return -(-k // GROUP) * BLOCK_BYTES[codes]
 
 
-def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     lead, groups = blocks.shape[:-1], -(-k // GROUP)
     by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
     if by_group.storage_offset() % 2:  # float16 lies at even bytes
@@ -61,7 +61,7 @@ def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
         q = by_group[..., 4:]
         out = torch.empty(*by_group.shape[:-1], GROUP, device=blocks.device)
         out[..., : GROUP // 2], out[..., GROUP // 2 :] = q & 15, q >> 4
-        # The products are exact, so that this is the same fused or not.
+        # The products are exact, so the result is the same fused or not.
         out.mul_(scale).add_(by_group[..., 2:4].view(torch.float16).float())
     out = out.view(*lead, groups * GROUP)
     return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
@@ -69,7 +69,7 @@ def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
 
 define(
     "decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
-    _decode,
+    _decode_blocks,
     lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
 )
-refuse_backward("decode_blocks", "codes are not differentiated; train an adapter beside them.")
+refuse_backward("decode_blocks", "codes are not differentiated. Train an adapter next to the codes.")

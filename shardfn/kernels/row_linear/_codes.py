@@ -6,8 +6,8 @@
 Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
 
 A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
-int4 their least values, then rows of 64 codes. A row has one input, in int4 an even input in its low nibbles and the
-next one in its high nibbles.
+int4 also the least values, then rows of 64 codes. A row has a single input, in int4 an even input in the low nibbles
+and the next input in the high nibbles.
 """
 
 from typing import Literal, NamedTuple
@@ -26,16 +26,17 @@ _LARGEST = torch.finfo(torch.float16).max
 def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
     """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
 
-    For each element |w - decoded| is at most half of the scale, which is max|w| / 127, or (max w - min w) / 15,
-    and the rounding of float16 besides: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, which count where a scale is
-    below 2^-14. A group with a value that is not finite, or whose scale is not, is decoded as NaN.
+    For each element |w - decoded| is at most half of the scale, max|w| / 127 or (max w - min w) / 15, plus the rounding
+    of float16: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, important where a scale is below 2^-14. A group with
+    an infinite or NaN value or scale is decoded as NaN.
 
     Args:
-        weight: floats; k is a multiple of 32.
+        weight: weight of floats, where k is a multiple of 32.
         codes: "int8" or "int4".
 
     Returns:
-        The blocks of each row, one after another: 34 or 20 bytes for 32 elements.
+        The blocks of each row in order: 34 or 20 bytes for 32 elements. For example an int8 row of 128 elements has 136
+        bytes.
 
     Raises:
         ValueError: for other codes, or another k.
@@ -47,32 +48,32 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
     check_codes(codes)
     n, k = weight.shape
     if k % GROUP:
-        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+        raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if weight.is_meta or not weight.numel():
         return weight.new_empty(n, k // GROUP * BLOCK_BYTES[codes], dtype=torch.uint8)
     x = weight.float().reshape(n, k // GROUP, GROUP)
     if codes == "int8":
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
-        q = _rounded(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
-        return torch.cat([_spoiled(scale).view(torch.uint8), q], -1).view(n, -1)
+        q = _round_values(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
+        return torch.cat([_spoil_scale(scale).view(torch.uint8), q], -1).view(n, -1)
     least = x.amin(-1, keepdim=True).half()
     scale = ((x.amax(-1, keepdim=True) - least.float()) / 15).clamp_min(0).half()
-    q = _rounded(x - least.float(), scale, 0, 15).to(torch.uint8)
+    q = _round_values(x - least.float(), scale, 0, 15).to(torch.uint8)
     nibbles = q[..., : GROUP // 2] | q[..., GROUP // 2 :] << 4
-    return torch.cat([_spoiled(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
+    return torch.cat([_spoil_scale(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
 
 
-def _rounded(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+def _round_values(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     step = torch.where(scale > 0, scale.float(), torch.inf)
     return (x / step).round().clamp(low, high).nan_to_num(0)
 
 
-def _spoiled(scale: Tensor) -> Tensor:
+def _spoil_scale(scale: Tensor) -> Tensor:
     return torch.where(scale.abs() <= _LARGEST, scale, torch.nan)
 
 
 def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
-    """Blocks of codes in the order in which `row_linear` reads them. Values do not change.
+    """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
 
     Args:
         blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
@@ -83,7 +84,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
 
     Raises:
         TypeError: blocks are not uint8.
-        ValueError: rows are not of blocks of one kind.
+        ValueError: rows are not made of blocks of a single kind.
 
     Example:
         >>> pack_blocks(code_blocks(torch.ones(3, 64), "int8"), 64).shape
@@ -96,7 +97,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     if not kinds:
         raise ValueError(
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
-            f" (Q4_1), with k a multiple of {GROUP}; pass another k, or blocks of one of these kinds."
+            f" (Q4_1), with k a multiple of {GROUP}. Pass another k, or blocks of one of these kinds."
         )
     if blocks.is_meta:
         return blocks.new_empty(-(-n // PANEL), groups, PANEL * BLOCK_BYTES[kinds[0]])
@@ -105,7 +106,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     )
     by_group = rows.permute(0, 2, 3, 1)  # [panel, group, byte of a block, output]
     head = 2 if kinds[0] == "int8" else 4
-    # Numbers of two bytes: their bytes side by side, output by output.
+    # Numbers of two bytes: the bytes side by side, output by output.
     numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
     q = by_group[:, :, head:]
     if kinds[0] == "int4":
@@ -115,21 +116,21 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
 
 
 def kind_of(packed: Tensor) -> Codes | None:
-    """Returns the codes of a packed weight. None: floats.
+    """Returns the codes of a packed weight, or None for floats.
 
     Raises:
-        ValueError: it is of bytes, but not from `pack_blocks`.
+        ValueError: the weight has bytes, but not from `pack_blocks`.
     """
     if packed.dtype != torch.uint8:
         return None
     kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
     if not kinds or packed.ndim != 3:
-        raise ValueError(f"packed is of bytes, of shape {tuple(packed.shape)}; must be from pack_rows or pack_blocks")
+        raise ValueError(f"packed must be from pack_rows or pack_blocks, got bytes of shape {tuple(packed.shape)}")
     return kinds[0]
 
 
 def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
-    """Returns the shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
+    """Returns the shape of a packed weight [num, k], in floats or in the codes of `packed`.
 
     Example:
         >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
@@ -144,10 +145,10 @@ def check_codes(codes: str) -> None:
     """Refuses unknown codes.
 
     Raises:
-        ValueError: names those that there are.
+        ValueError: unknown codes. The message names the known codes.
     """
     if codes not in BLOCK_BYTES:
-        raise ValueError(f"codes is {codes!r}; must be 'int8' or 'int4'")
+        raise ValueError(f"codes must be 'int8' or 'int4', got {codes!r}")
 
 
 class _Parts(NamedTuple):
@@ -158,7 +159,7 @@ class _Parts(NamedTuple):
     rows: Tensor
 
 
-def _parts(packed: Tensor) -> _Parts:
+def _split_parts(packed: Tensor) -> _Parts:
     if kind_of(packed) == "int8":
         numbers, rows = packed[..., : 2 * PANEL], packed[..., 2 * PANEL :]
         return _Parts(numbers.view(torch.float16), None, rows.view(torch.int8).unflatten(-1, (GROUP, PANEL)))
@@ -167,9 +168,9 @@ def _parts(packed: Tensor) -> _Parts:
 
 
 def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
-    """Returns the weight of a packed one, in float32, or float64 of that.
+    """Returns the weight of a packed weight, in float32, or float64 for a float64 weight.
 
-    Of codes, the values that `row_linear` multiplies by.
+    For codes, the values are the factors of `row_linear`.
 
     Args:
         packed: packed from `pack_rows` or `pack_blocks`.
@@ -184,13 +185,13 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
     """
     if kind_of(packed) is None:
         return packed.transpose(1, 2).flatten(0, 1)[:num, :k].to(torch.promote_types(packed.dtype, torch.float32))
-    scale, least, rows = _parts(packed)
-    value = _decoded(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
+    scale, least, rows = _split_parts(packed)
+    value = _decode_rows(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
     return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
 
 
 def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
-    """Some rows of a packed weight, as of a table of embeddings; indices are from 0 to num - 1.
+    """Returns some rows of a packed weight, as of a table of embeddings. Indices are from 0 to num - 1.
 
     Args:
         packed: packed from `pack_rows` or `pack_blocks`.
@@ -198,7 +199,7 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
         k: inputs.
 
     Returns:
-        In the dtype of a weight of floats; float32 of codes.
+        Rows in the dtype of a weight of floats, or float32 for codes.
 
     Example:
         >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
@@ -208,14 +209,14 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
     panel, lane = index // PANEL, index % PANEL
     if kind_of(packed) is None:
         return packed[panel, :, lane]
-    scale, least, rows = _parts(packed)
+    scale, least, rows = _split_parts(packed)
     own = [None if x is None else x[panel, :, lane][..., None] for x in (scale, least)]
     assert own[0] is not None
-    return _decoded(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
+    return _decode_rows(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
 
 
-def _decoded(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
-    """Values of codes, whose inputs are along `dim`."""
+def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
+    """Returns the values of codes, with inputs along `dim`."""
     if least is None:
         return scale.float() * rows.float()
     dim %= rows.ndim

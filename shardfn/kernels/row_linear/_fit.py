@@ -1,18 +1,19 @@
-"""Codes with less error than rounding has: of the weights by least squares, or of a layer's outputs, by its inputs.
+"""Codes with less error than from rounding: of the weights by least squares, or of a layer's outputs, by the inputs.
 
-    code_blocks     each element is rounded on a grid from the smallest to the largest of its group
+    code_blocks     each element is rounded on a grid from the smallest to the largest of the group
     fit_blocks      grids are searched: (s, m) that minimise  sum_i h_i (w_i - s q_i - m)^2  of a group
-                    with all moments H of the inputs, errors are also made up for by the weights that follow:
+                    with all moments H of the inputs, later weights also make up for errors:
                     minimises  (w - w') H (w - w')  greedily, column by column
 
-The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors. For each, q is rounded
-and (s, m) are those of a weighted regression on q.
+The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors. For each grid, q is
+rounded and (s, m) come from a weighted regression on q.
 
-Each group has elements at both ends of its grid. So rounding keeps its values, and they may be passed on as floats:
+Each group has elements at both ends of the grid. So rounding keeps the values, and the values may be passed on as
+floats:
 
     code_blocks(decode_blocks(blocks, k), codes) == blocks,  blocks = fit_blocks(w, codes)
 
-Frantar et al., GPTQ, 2022, https://arxiv.org/abs/2210.17323. The search is that of GGUF's quantisers.
+Frantar et al., GPTQ, 2022, https://arxiv.org/abs/2210.17323. The search is the search of GGUF's quantisers.
 """
 
 from typing import NamedTuple
@@ -25,25 +26,26 @@ from ._blocks import decode_blocks
 from ._codes import BLOCK_BYTES, GROUP, Codes, check_codes, code_blocks
 
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
-# Times the mean moment, added to each, so that inputs that hardly occur do not take up all errors.
+# Times the mean moment, added to each moment, so that rare inputs do not take up all errors.
 _DAMPING = 0.01
-# Scales below float16's normal numbers are rounded so coarsely that values may move several times.
+# Scales below float16's normal numbers are rounded coarsely, and values may move several times.
 _TURNS = 8
 
 
 def fit_blocks(
     weight: Float[Tensor, "n k"], codes: Codes, moments: Float[Tensor, "..."] | None = None
 ) -> UInt8[Tensor, "n bytes"]:
-    """Rounds a weight to codes with a small error: of its elements, or of the layer's outputs.
+    """Rounds a weight to codes with a small error: of the elements, or of the layer's outputs.
 
-    The same form and size as from `code_blocks`, which has these very blocks of their decoded values. It takes some
-    seconds for a weight of millions of elements.
+    The form and size are equal to `code_blocks`, and `code_blocks` of the decoded values gives the same blocks. The
+    search takes some seconds for a weight of millions of elements.
 
     Args:
-        weight: floats; k is a multiple of 32.
+        weight: weight of floats, where k is a multiple of 32.
         codes: "int8" or "int4".
-        moments: moments of the layer's inputs x over some text: [k], the means of x_i^2, weigh errors; [k, k], those of
-            x_i x_j, also let each column make up for the errors of the columns before it (GPTQ). None weighs all alike.
+        moments: moments of the layer's inputs x over some text. [k], the means of x_i^2, weigh errors. [k, k], the
+            means of x_i x_j, also let each column make up for the errors of earlier columns (GPTQ). None weighs all
+            errors equally.
 
     Raises:
         ValueError: for other codes, another k, or moments of another shape.
@@ -60,7 +62,7 @@ def fit_blocks(
     check_codes(codes)
     n, k = weight.shape
     if k % GROUP:
-        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+        raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if moments is not None and tuple(moments.shape) not in ((k,), (k, k)):
         raise ValueError(
             f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})"
@@ -69,16 +71,16 @@ def fit_blocks(
         return code_blocks(weight, codes)
     w = weight.float()
     if moments is not None and moments.ndim == 2:
-        return _kept_by_rounding(_compensated(w, codes, moments.float()), w, codes)
+        return _stabilise_blocks(_compensate_errors(w, codes, moments.float()), w, codes)
     h_K = torch.ones(k, device=w.device) if moments is None else moments.float()
     h_GE = (h_K + _DAMPING * h_K.mean() + 1e-30).view(-1, GROUP)
     x_NGE = w.view(n, -1, GROUP)
-    grid = _searched(x_NGE, h_GE, codes)
-    return _kept_by_rounding(_blocks(grid, grid.rounded(x_NGE)), w, codes)
+    grid = _search_grid(x_NGE, h_GE, codes)
+    return _stabilise_blocks(_pack_blocks(grid, grid.rounded(x_NGE)), w, codes)
 
 
-def _kept_by_rounding(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
-    """Returns the blocks, where those that rounding would change are made by `code_blocks` until they stay."""
+def _stabilise_blocks(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
+    """Returns the blocks. Blocks that rounding would change are made by `code_blocks` until nothing changes."""
     size, k = BLOCK_BYTES[codes], w.shape[1]
     for turn in range(_TURNS):
         again = code_blocks(decode_blocks(blocks, k), codes)
@@ -91,7 +93,7 @@ def _kept_by_rounding(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
 
 
 class _Grid(NamedTuple):
-    """The values `scale q + least` of groups; scales and least values are rounded to float16. `codes` bound q."""
+    """Values `scale q + least` of groups, with scales and least values rounded to float16. `codes` bound q."""
 
     scale: Tensor
     least: Tensor
@@ -106,7 +108,7 @@ class _Grid(NamedTuple):
         return self.scale * q + self.least
 
     def spans(self, q: Tensor) -> Tensor:
-        """Returns whether codes along the last dim are at the ends from which `code_blocks` finds this grid again."""
+        """Returns whether codes along the last dim are at the ends from which `code_blocks` finds the grid again."""
         if self.codes == "int8":
             return (q.abs() == 127).any(-1, keepdim=True)
         return (q == 0).any(-1, keepdim=True) & (q == 15).any(-1, keepdim=True)
@@ -115,12 +117,12 @@ class _Grid(NamedTuple):
 _BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
 
 
-def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
-    """Returns the best grid of each group, whose elements are along the last dim of x."""
+def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
+    """Returns the best grid of each group, with the group's elements along the last dim of x."""
     best, least_error = None, None
     for shrink in _SHRINKS:
-        start = _spanned(x, codes, shrink)
-        for grid in (start, _regressed(x, start.rounded(x), h, codes)):
+        start = _span_grid(x, codes, shrink)
+        for grid in (start, _regress_grid(x, start.rounded(x), h, codes)):
             q = grid.rounded(x)
             error = (h * (grid.values(q) - x).square()).sum(-1, keepdim=True)
             if best is None or least_error is None:
@@ -135,40 +137,43 @@ def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
     return best
 
 
-def _spanned(x: Tensor, codes: Codes, shrink: float) -> _Grid:
-    """From bound to bound of each group, shrunk towards the middle; without shrinking, that of `code_blocks`."""
+def _span_grid(x: Tensor, codes: Codes, shrink: float) -> _Grid:
+    """Returns the grid from bound to bound of each group, shrunk towards the middle.
+
+    Unshrunk: the grid of `code_blocks`.
+    """
     if codes == "int8":
-        return _grid(x.abs().amax(-1, keepdim=True) * shrink / 127, torch.zeros_like(x[..., :1]), codes)
+        return _make_grid(x.abs().amax(-1, keepdim=True) * shrink / 127, torch.zeros_like(x[..., :1]), codes)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     least = (low + (high - low) * (1 - shrink) / 2).half().float()
-    return _grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
+    return _make_grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
 
 
-def _regressed(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
-    """Returns the weighted regression of the elements on their codes.
+def _regress_grid(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
+    """Returns the weighted regression of the elements on the codes.
 
     Through the origin where there is no least value.
     """
     if codes == "int8":
         sums = (h * q.square()).sum(-1, keepdim=True)
-        return _grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
+        return _make_grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
     total = h.sum(-1, keepdim=True)
     q_mean, x_mean = ((h * y).sum(-1, keepdim=True) / total for y in (q, x))
     spread = (h * (q - q_mean).square()).sum(-1, keepdim=True)
     scale = (h * (q - q_mean) * (x - x_mean)).sum(-1, keepdim=True) / spread.clamp_min(1e-30)
     scale = scale.clamp_min(0).half().float()
-    return _grid(scale, x_mean - scale * q_mean, codes)
+    return _make_grid(scale, x_mean - scale * q_mean, codes)
 
 
-def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
+def _make_grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
     return _Grid(scale.clamp(0, 65504).half().float(), least.clamp(-65504, 65504).half().float(), codes)
 
 
-def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
-    """Columns in order. The error of each is taken up by the columns behind it (GPTQ, algorithm 1).
+def _compensate_errors(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
+    """Rounds columns in order. Later columns take up the error of each column (GPTQ, algorithm 1).
 
-    A group's grid is searched when its first column is reached, for the weights that it has by then. Where its codes
-    then miss an end of the grid, its columns do not make up for one another, and later groups do.
+    A group's grid is searched when the first column of the group is reached, for the weights at this point. Where the
+    codes then miss an end of the grid, the columns of the group do not make up for each other, but later groups do.
     """
     w, k = w.clone(), w.shape[1]
     h_K = moments_KK.diagonal()
@@ -179,7 +184,7 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     for start in range(0, k, GROUP):
         stop = start + GROUP
         own, errors = w[:, start:stop], torch.empty(w.shape[0], GROUP, device=w.device)
-        grid, q, first = _searched(own, damped.diagonal()[start:stop], codes), torch.empty_like(own), own.clone()
+        grid, q, first = _search_grid(own, damped.diagonal()[start:stop], codes), torch.empty_like(own), own.clone()
         for i in range(GROUP):
             row = upper[start + i, start + i : stop]
             q[:, i : i + 1] = grid.rounded(own[:, i : i + 1])
@@ -187,7 +192,7 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
             own[:, i:] -= errors[:, i : i + 1] * row
         alone, spans = grid.rounded(first), grid.spans(q)
         q = torch.where(spans, q, alone)
-        # Errors of any codes q: by them, row after row of `upper`, the columns have become the values of q.
+        # Errors of any codes q: by the errors, row after row of `upper`, the columns have become the values of q.
         apart = torch.linalg.solve_triangular(
             upper[start:stop, start:stop], first - grid.values(alone), upper=True, left=False
         )
@@ -196,10 +201,10 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
         grids.append(grid)
         found.append(q)
     scale, least = torch.stack([x.scale for x in grids], 1), torch.stack([x.least for x in grids], 1)
-    return _blocks(_Grid(scale, least, codes), torch.stack(found, 1))
+    return _pack_blocks(_Grid(scale, least, codes), torch.stack(found, 1))
 
 
-def _blocks(grid: _Grid, q: Tensor) -> Tensor:
+def _pack_blocks(grid: _Grid, q: Tensor) -> Tensor:
     """Returns the bytes of GGUF's blocks."""
     scale, n = grid.scale.half().view(torch.uint8), q.shape[0]
     if grid.codes == "int8":

@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another's number, on a CPU, in C++."""
+"""Batch-invariant linear layers, on a CPU, in C++."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from . import _reference
 from ._codes import kind_of
 
 SOURCE = "row_linear/_native.cpp"
-# Multiply-adds below which a second thread costs more than it saves.
+# Multiply-adds up to which a second thread does not pay.
 FEW = 1 << 21
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 
@@ -25,7 +25,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 def row_linears(
     x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """From x fp32 [*, k] to fp32 [*, num] of each layer; neighbours of one kind are computed in one call."""
+    """Maps x fp32 [*, k] to fp32 [*, num] of each layer. Neighbours of equal kind are computed in a single call."""
     run = function(SOURCE, "row_linears", "pp" + "i" * 6)
     if run is None:
         return _reference.row_linears(x, packed, nums, chunks, biases)
@@ -54,7 +54,7 @@ def call_one(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
-    """Returns the call of `row_linears` in a chain, if its layers are of one kind."""
+    """Returns the call of `row_linears` in a chain, if the layers are of equal kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
     if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):

@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another's number: the definition."""
+"""Batch-invariant linear layers: the definition."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from ._codes import unpack_rows
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x [m, k] and packed [panels, k, 64], or codes, to [m, num]."""
+    """Maps x [m, k] and packed [panels, k, 64], or codes, to [m, num]."""
     k = x.shape[1]
     weight = unpack_rows(packed, num, k)
     chains = []
@@ -32,7 +32,7 @@ def row_linears(
     *,
     one: Callable[..., Tensor] = row_linear,
 ) -> list[Tensor]:
-    """From x [*, k] to [*, num] of each layer, which `one` computes."""
+    """Maps x [*, k] to [*, num] of each layer, computed by `one`."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     layers = zip(packed, nums, biases, strict=True)
     return [one(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
@@ -41,12 +41,13 @@ def row_linears(
 def joined(chains: Sequence[Tensor]) -> Tensor:
     """Returns the chains of chunks, added by a binary tree.
 
-    Neighbours first. The nodes that are left at last, from the end.
+    Neighbours come first, and the last remaining nodes from the end. For example 5 chains a to e make ((a + b) + (c +
+    d)) + e.
 
-    Nodes of equal numbers of chunks, a power of two, may take the place of their chunks.
+    Nodes of equal numbers of chunks, a power of two, may take the place of the chunks.
 
     Args:
-        chains: one tensor a chunk, or a node.
+        chains: list with a tensor for each chunk, or for each node.
 
     Example:
         >>> import torch

@@ -1,6 +1,7 @@
-"""Linear layers whose rows do not depend on one another's number, in Triton: a program for each chunk of each tile.
+"""Batch-invariant linear layers, in Triton: a program for each chunk of each tile.
 
-One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
+A single tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits equal the bits of a
+CPU.
 """
 
 import functools
@@ -21,13 +22,13 @@ ROWS = 16
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
+    """Maps x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
     (m, k), panels = x.shape, packed.shape[0]
     parts = x.new_empty(chunks, m, panels * PANEL)
     tiles = ceil(m, ROWS)
     sizes = m, k, chunks, panels, tiles
     if (kind := kind_of(packed)) is None:
-        launch(_chain, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
+        launch(_chain_kernel, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
     else:
         views = packed, packed.view(torch.float16)
         code = {"BITS": 8 if kind == "int8" else 4, "GROUP": GROUP, "RECORD": packed.shape[2]}
@@ -41,7 +42,7 @@ row_linears = functools.partial(_reference.row_linears, one=row_linear)
 
 @triton.jit
 @no_type_check
-def _chain(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
+def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)

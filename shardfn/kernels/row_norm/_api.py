@@ -20,17 +20,17 @@ def row_norm(
     eps: float = 1e-5,
     centered: bool,
 ) -> Float[Tensor, "*rows d"]:
-    """`(x - m) / sqrt(mean((x - m)^2) + eps) * weight + bias`, each row by one fixed expression.
+    """Returns `(x - m) / sqrt(mean((x - m)^2) + eps) * weight + bias`, each row by the same fixed expression.
 
     m is 0, as in an RMS norm, or with `centered` the mean, as in a layer norm. A sum over D is of 64 lanes: lane j adds
-    the elements j, j + 64, ... in this order, squares by fused multiply-adds, and the lanes are added by halving. The
-    product with the weight and the bias are one fused multiply-add. So a row has the same bits beside any other rows,
-    on any number of threads, and on any processor. For a derivative take `nn.exact_rms_norm` or `nn.exact_layer_norm`.
+    the elements j, j + 64, ... in order, squares by fused multiply-adds, and the lanes are added by halving. The
+    product with the weight and the bias are a fused multiply-add. So a row has the same bits next to any other rows, on
+    any number of threads, and on any processor. For a derivative take `nn.exact_rms_norm` or `nn.exact_layer_norm`.
 
     Args:
-        x: float32, or float64 by two roundings for each multiply-add; any leading dims.
+        x: input in float32, or float64 by two roundings for each multiply-add, with any leading dims.
         weight: [D], in the dtype of x.
-        bias: [D], in that dtype, or None.
+        bias: bias [D] in the dtype of x, or None.
         eps: added to the mean square.
         centered: whether the mean is subtracted.
 

@@ -13,17 +13,17 @@ from shardfn.kernels._num_threads import threads_for
 from . import _reference
 
 SOURCE = "row_norm/_native.cpp"
-# Elements below which a second thread costs more than it saves.
+# Elements up to which a second thread does not pay.
 FEW = 1 << 18
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """From fp32 [r, d] to fp32 [r, d]."""
+    """Maps fp32 [r, d] to fp32 [r, d]."""
     run = function(SOURCE, "row_norm", "ppppfiiii")
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run(*addresses(_arguments(x, weight, bias, eps, centered, y)))
+    run(*addresses(_call_arguments(x, weight, bias, eps, centered, y)))
     return y
 
 
@@ -31,9 +31,9 @@ def call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """Returns the call of the op in a chain."""
     x, weight, bias, eps, centered = arguments
     whole = are_dense(x, weight, bias)
-    return KernelCall(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None
+    return KernelCall(SOURCE, "row_norm", _call_arguments(x, weight, bias, eps, centered, y)) if whole else None
 
 
-def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
+def _call_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
     rows, d = x.shape[:-1].numel(), x.shape[-1]
     return x, weight, bias, y, eps, rows, d, centered, threads_for(x.numel(), FEW)

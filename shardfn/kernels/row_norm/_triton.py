@@ -13,29 +13,29 @@ LANES = 64
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """From fp32 [r, d] to fp32 [r, d]."""
+    """Maps fp32 [r, d] to fp32 [r, d]."""
     y = torch.empty_like(x)
     shift = weight if bias is None else bias
     how = {"CENTERED": centered, "BIASED": bias is not None, "LANES": LANES}
-    launch(_norm, x.shape[0], x.device, x, weight, shift, y, x.shape[1], eps, **how)
+    launch(_norm_kernel, x.shape[0], x.device, x, weight, shift, y, x.shape[1], eps, **how)
     return y
 
 
 @triton.jit
 @no_type_check
-def _norm(x, w, b, y, d, eps, CENTERED: tl.constexpr, BIASED: tl.constexpr, LANES: tl.constexpr):
+def _norm_kernel(x, w, b, y, d, eps, CENTERED: tl.constexpr, BIASED: tl.constexpr, LANES: tl.constexpr):
     row, lane = tl.program_id(0).to(tl.int64) * d, tl.arange(0, LANES)
     num, mean = d * 1.0, eps * 0.0
     if CENTERED:
         sums = tl.full((LANES,), 0.0, tl.float32)
         for i in range(0, d, LANES):
             sums += tl.load(x + row + i + lane, mask=i + lane < d, other=0.0)
-        mean = tl.math.div_rn(_halved(sums, LANES), num)
+        mean = tl.math.div_rn(_sum_halves(sums, LANES), num)
     sums = tl.full((LANES,), 0.0, tl.float32)
     for i in range(0, d, LANES):
         c = tl.where(i + lane < d, tl.load(x + row + i + lane, mask=i + lane < d, other=0.0) - mean, 0.0)
         sums = tl.fma(c, c, sums)
-    scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(tl.math.div_rn(_halved(sums, LANES), num) + eps))
+    scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(tl.math.div_rn(_sum_halves(sums, LANES), num) + eps))
     for i in range(0, d, LANES):
         there = i + lane < d
         out = (tl.load(x + row + i + lane, mask=there, other=0.0) - mean) * scale
@@ -46,8 +46,8 @@ def _norm(x, w, b, y, d, eps, CENTERED: tl.constexpr, BIASED: tl.constexpr, LANE
 
 @triton.jit
 @no_type_check
-def _halved(x, LANES: tl.constexpr):
-    """The lanes' sum: the first half of them plus the second, until one is left."""
+def _sum_halves(x, LANES: tl.constexpr):
+    """Returns the sum of lanes: the first half plus the second, until a single lane is left."""
     for i in tl.static_range(6):
         x = tl.reduce(tl.reshape(x, (2, LANES >> (i + 1))), 0, added)
     return x

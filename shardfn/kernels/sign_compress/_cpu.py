@@ -9,18 +9,18 @@ from shardfn.kernels._sums import root_mean
 
 
 def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Flat [n], fp32 [r, c] with n <= r c -> uint8 [r, c / 8], fp32 [r]; overwrites the error."""
+    """Maps flat [n], fp32 [r, c] with n <= r c to uint8 [r, c / 8], fp32 [r]. Overwrites the error."""
     r, c = error.shape
     y = error.view(1, r * c) if whole else error
     with np.errstate(all="ignore"):
-        scales = [_add(x, array(row), i * row.numel()) for i, row in enumerate(y)]
+        scales = [_add_input(x, array(row), i * row.numel()) for i, row in enumerate(y)]
         bits = torch.empty(r, c // 8, dtype=torch.uint8)
         for row, packed, scale in zip(y, bits.view(y.shape[0], y.shape[1] // 8), scales, strict=True):
             subtract_signs(array(row), array(packed), scale)
     return bits, torch.tensor(scales * r if whole else scales, dtype=torch.float32)
 
 
-def _add(x: Tensor, y: Array, start: int) -> float:
+def _add_input(x: Tensor, y: Array, start: int) -> float:
     """Adds x from an element on to y, and returns the scale."""
     squares, wide = Squares(y.size), torch.from_numpy(room(y.size, np.float32))
     for lo, hi in cuts(y.size):

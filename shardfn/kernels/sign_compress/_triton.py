@@ -14,27 +14,27 @@ BYTES = 128
 
 
 def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Flat [n], fp32 [r, c] with n <= r c -> uint8 [r, c / 8], fp32 [r]; overwrites the error."""
+    """Maps flat [n], fp32 [r, c] with n <= r c to uint8 [r, c / 8], fp32 [r]. Overwrites the error."""
     r, c = error.shape
     y = error.view(1, r * c) if whole else error
     lanes = y.new_empty(y.shape[0], ceil(y.shape[1], SPAN), LANES, dtype=torch.float64)
     sizes, width = (x.numel(), y.shape[1], lanes.shape[1]), tile(y.device)
-    launch(_add, lanes.numel() // width, y.device, x, y, lanes, *sizes, LANES=LANES, SPAN=SPAN, TILE=width)
+    launch(_add_kernel, lanes.numel() // width, y.device, x, y, lanes, *sizes, LANES=LANES, SPAN=SPAN, TILE=width)
     scale = root_mean(halved(halved(lanes)), y.shape[1])
     return subtract_signs(y, scale).view(r, c // 8), scale.expand(r).contiguous()
 
 
 def subtract_signs(y: Tensor, scale: Tensor) -> Tensor:
-    """Takes +-scale of its row from y [r, c], and returns the bits of y >= 0, uint8 [r, c / 8]."""
+    """Subtracts the row's +-scale from y [r, c], and returns the bits of y >= 0, uint8 [r, c / 8]."""
     bits = torch.empty(y.shape[0], y.shape[1] // 8, dtype=torch.uint8, device=y.device)
     num = bits.numel()
-    launch(_subtract, ceil(num, BYTES), y.device, y, scale, bits, num, bits.shape[1], BYTES=BYTES)
+    launch(_subtract_kernel, ceil(num, BYTES), y.device, y, scale, bits, num, bits.shape[1], BYTES=BYTES)
     return bits
 
 
 @triton.jit
 @no_type_check
-def _add(x, y, lanes, n, c, num_spans, LANES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _add_kernel(x, y, lanes, n, c, num_spans, LANES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     span = program // (LANES // TILE)
     lane = program % (LANES // TILE) * TILE + tl.arange(0, TILE)
@@ -52,7 +52,7 @@ def _add(x, y, lanes, n, c, num_spans, LANES: tl.constexpr, SPAN: tl.constexpr, 
 
 @triton.jit
 @no_type_check
-def _subtract(y, scale, bits, num, b, BYTES: tl.constexpr):
+def _subtract_kernel(y, scale, bits, num, b, BYTES: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     place = tl.arange(0, 8)
     at, mask = byte[:, None] * 8 + place[None, :], byte[:, None] < num

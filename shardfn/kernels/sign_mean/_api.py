@@ -20,7 +20,7 @@ def sign_mean(
     Computed in fp32, as in `sign_compress`. No [k, 8 b] of floats is made.
 
     Args:
-        bits: uint8 [k, b], a row of each worker, as `pack_signs` makes them; k >= 1.
+        bits: bits from `pack_signs`, uint8 [k, b], a row of each worker, with k >= 1.
         scale: fp32 [k].
         error: fp32 [8 b], the server's.
 
@@ -40,14 +40,14 @@ def sign_mean(
         Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
         https://arxiv.org/abs/2102.02888
     """
-    _check(bits, scale, error)
+    _check_shapes(bits, scale, error)
     return torch.ops.shardfn_kernels.sign_mean(bits, scale, error)
 
 
 def sign_mean_(
     bits: UInt8[Tensor, "k b"], scale: Float32[Tensor, " k"], error: Float32[Tensor, " 8*b"]
 ) -> tuple[UInt8[Tensor, " b"], Float32[Tensor, "1"]]:
-    """`sign_mean` that writes the new error over the old one, which must be contiguous.
+    """Averages as `sign_mean`, and writes the new error over the old, contiguous error.
 
     Args:
         bits: see `sign_mean`.
@@ -67,12 +67,12 @@ def sign_mean_(
         >>> bits, scale, error
         (tensor([173], dtype=torch.uint8), tensor([2.]), tensor([0., 0., 0., 0., 0., 0., 0., 0.]))
     """
-    _check(bits, scale, error)
+    _check_shapes(bits, scale, error)
     check_written("error", error)
     return torch.ops.shardfn_kernels.sign_mean_(bits, scale, error)
 
 
-def _check(bits: Tensor, scale: Tensor, error: Tensor) -> None:
+def _check_shapes(bits: Tensor, scale: Tensor, error: Tensor) -> None:
     k, b = bits.shape
     check_dtype("bits", bits, torch.uint8)
     check_dtype("scale", scale, torch.float32)
@@ -92,13 +92,13 @@ def _sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tens
     return *_sign_mean_(bits, scale, error), error
 
 
-def _codes(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_codes(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     return bits.new_empty(bits.shape[1]), scale.new_empty(1)
 
 
 define(
     "sign_mean(Tensor bits, Tensor scale, Tensor error) -> (Tensor, Tensor, Tensor)",
     _sign_mean,
-    lambda bits, scale, error: (*_codes(bits, scale, error), error.new_empty(error.shape)),
+    lambda bits, scale, error: (*_empty_codes(bits, scale, error), error.new_empty(error.shape)),
 )
-define("sign_mean_(Tensor bits, Tensor scale, Tensor(a!) error) -> (Tensor, Tensor)", _sign_mean_, _codes)
+define("sign_mean_(Tensor bits, Tensor scale, Tensor(a!) error) -> (Tensor, Tensor)", _sign_mean_, _empty_codes)

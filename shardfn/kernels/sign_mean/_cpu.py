@@ -10,7 +10,7 @@ from shardfn.kernels.sign_compress._cpu import subtract_signs
 
 
 def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [k, b], fp32 [k], fp32 [8 b] -> uint8 [b], fp32 [1]; overwrites the error."""
+    """Maps uint8 [k, b], fp32 [k], fp32 [8 b] to uint8 [b], fp32 [1]. Overwrites the error."""
     packed = torch.empty(bits.shape[1], dtype=torch.uint8)
     with np.errstate(all="ignore"):
         root = _add_mean(array(bits), [table(s) for s in scale.tolist()], array(error))

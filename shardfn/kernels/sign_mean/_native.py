@@ -10,7 +10,7 @@ from shardfn.kernels._sums import LANES, SPAN, root_mean
 
 
 def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [k, b], fp32 [k], fp32 [8 b] -> uint8 [b], fp32 [1]; overwrites the error."""
+    """Maps uint8 [k, b], fp32 [k], fp32 [8 b] to uint8 [b], fp32 [1]. Overwrites the error."""
     k, b = bits.shape
     lanes = torch.zeros(-(-8 * b // SPAN), LANES, dtype=torch.float64)
     call("add_mean", bits, k, b, np.stack([table(s) for s in scale.tolist()]), error, lanes)

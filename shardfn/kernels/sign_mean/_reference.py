@@ -7,7 +7,7 @@ from shardfn.kernels.signs import _reference as signs
 
 
 def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [k, b], fp32 [k], fp32 [8 b] -> uint8 [b], fp32 [1]; overwrites the error."""
+    """Maps uint8 [k, b], fp32 [k], fp32 [8 b] to uint8 [b], fp32 [1]. Overwrites the error."""
     k, b = bits.shape
     values = error.new_empty(k, 8 * b)
     signs.unpack_signs(bits, scale, values)

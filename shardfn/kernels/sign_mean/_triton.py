@@ -13,7 +13,7 @@ from shardfn.kernels.sign_compress._triton import subtract_signs
 
 
 def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [k, b], fp32 [k], fp32 [8 b] -> uint8 [b], fp32 [1]; overwrites the error."""
+    """Maps uint8 [k, b], fp32 [k], fp32 [8 b] to uint8 [b], fp32 [1]. Overwrites the error."""
     k, b = bits.shape
     lanes = error.new_empty(ceil(8 * b, SPAN), LANES, dtype=torch.float64)
     width = tile(error.device)

@@ -45,7 +45,7 @@ def pack_signs(x: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c//8"]:
 def unpack_signs(
     bits: UInt8[Tensor, "r b"], scale: Float32[Tensor, "r"], *, out: Float32[Tensor, "r 8*b"] | None = None
 ) -> Float32[Tensor, "r 8*b"]:
-    """Signs times the scale of their row: +scale where the bit is 1, -scale elsewhere.
+    """Returns signs times the scale of the row: +scale where the bit is 1, -scale elsewhere.
 
     Equivalent:
 
@@ -53,12 +53,12 @@ def unpack_signs(
         torch.where(ones.bool().reshape(r, 8 * b), scale[:, None], -scale[:, None])
 
     Args:
-        bits: uint8 [r, b], as `pack_signs` makes them.
+        bits: bits from `pack_signs`, uint8 [r, b].
         scale: fp32 [r].
         out: fp32 [r, 8 b], contiguous, to be filled: fresh memory must first be faulted in. None for a new tensor.
 
     Returns:
-        fp32 [r, 8 b]; `out` if given.
+        fp32 [r, 8 b], or `out` if given.
 
     Raises:
         TypeError: for other dtypes.
@@ -90,12 +90,12 @@ def _unpack_signs_into(bits: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def _unpack_signs(bits: Tensor, scale: Tensor) -> Tensor:
-    out = _empty(bits, scale)
+    out = _empty_values(bits, scale)
     _unpack_signs_into(bits, scale, out)
     return out
 
 
-def _empty(bits: Tensor, scale: Tensor) -> Tensor:
+def _empty_values(bits: Tensor, scale: Tensor) -> Tensor:
     return scale.new_empty(bits.shape[0], 8 * bits.shape[1])
 
 
@@ -104,5 +104,5 @@ define(
     _pack_signs,
     lambda x: x.new_empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8),
 )
-define("unpack_signs(Tensor bits, Tensor scale) -> Tensor", _unpack_signs, _empty)
+define("unpack_signs(Tensor bits, Tensor scale) -> Tensor", _unpack_signs, _empty_values)
 define("unpack_signs_into(Tensor bits, Tensor scale, Tensor(a!) out) -> ()", _unpack_signs_into, lambda *_: None)

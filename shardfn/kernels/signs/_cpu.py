@@ -8,7 +8,7 @@ from shardfn.kernels._cpu_blocks import BLOCK, Expand, Pack, array, cuts, room, 
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """[r, c] -> uint8 [r, c / 8]."""
+    """Maps [r, c] to uint8 [r, c / 8]."""
     bits = torch.empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8)
     x, out, pack = x.view(-1), array(bits).reshape(-1), Pack(x.numel())
     wide = torch.from_numpy(room(x.numel(), np.float32))

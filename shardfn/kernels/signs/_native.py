@@ -9,7 +9,7 @@ from shardfn.kernels._sums import SPAN
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """[r, c] -> uint8 [r, c / 8]."""
+    """Maps [r, c] to uint8 [r, c / 8]."""
     bits = torch.empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8)
     flat, out = x.view(-1), bits.view(-1)
     for lo, hi in cuts(x.numel(), x.numel() if x.dtype == torch.float32 else SPAN):

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """[r, c] -> uint8 [r, c / 8]."""
+    """Maps [r, c] to uint8 [r, c / 8]."""
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=x.device)
-    return ((x >= 0).reshape(x.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8) if x.numel() else _none(x)
+    return ((x >= 0).reshape(x.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8) if x.numel() else _empty_bits(x)
 
 
 def unpack_signs(bits: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -17,5 +17,5 @@ def unpack_signs(bits: Tensor, scale: Tensor, out: Tensor) -> None:
     out.copy_(torch.where(ones, scale[:, None], -scale[:, None]))
 
 
-def _none(x: Tensor) -> Tensor:
+def _empty_bits(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 8, dtype=torch.uint8)

@@ -1,18 +1,19 @@
-"""Layouts of block-sparse attention: the blocks of keys that each block of queries attends to, made for a length.
+"""Layouts of block-sparse attention, made for a length: each block of queries attends to some blocks of keys.
 
     dense            every block
-    fixed            a window of its own, and the last blocks of every window
-    variable         windows of several sizes, chosen blocks that all see, and random ones
-    bigbird          a sliding window, the first blocks, and random ones
+    fixed            a window, and the last blocks of every window
+    variable         windows of several sizes, chosen global blocks, and random blocks
+    bigbird          a sliding window, the first blocks, and random blocks
     bslongformer     a sliding window and chosen blocks
     local_window     a sliding window
 
-Each is a function of the length that returns a `BlockLayout`, which composes with other masks by `&`. Inside a block
-every pair counts: "unidirectional" leaves out later blocks only, and a causal model attends by `Causal() & layout`. A
-model, which knows no length, takes the function itself: `functools.partial(layouts.fixed, block=64)`.
+Each layout is a function from the length to a `BlockLayout`. A `BlockLayout` composes with other masks by `&`. Inside
+of a block every pair counts: "unidirectional" leaves out only later blocks, and a causal model attends by `Causal() &
+layout`. A model knows no length, and takes the function itself, for example `functools.partial(layouts.fixed,
+block=64)`.
 
-A layout is made for one length. The corner of a longer one is another layout. Random blocks are a function of the key
-and the head, so that all ranks, and all processes that resume, draw the same.
+A layout is made for a single length. The corner of a longer layout is another layout. Random blocks are a function of
+the key and the head, so all ranks, and all resumed processes, draw the same blocks.
 """
 
 from ._parts import num_blocks as num_blocks

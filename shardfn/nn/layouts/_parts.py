@@ -1,4 +1,4 @@
-"""Parts shared by the layouts: numbers of blocks, ranges of them, random ones, and checks."""
+"""Parts shared by the layouts: numbers of blocks, ranges of blocks, random blocks, and checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: the block does not divide the length, and it is not padded.
+        ValueError: the block does not divide the length, and the length is not padded.
 
     Example:
         >>> num_blocks(17, 16, padded=True)
@@ -39,12 +39,12 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
 
 
 def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
-    """Returns a `BlockLayout`, without the dim of heads if there is one head."""
+    """Returns a `BlockLayout`, without the dim of heads for a single head."""
     return BlockLayout(out[0] if len(out) == 1 else out, block, padded)
 
 
 def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, stop) of each chosen block or range."""
+    """Returns (start, stop) of each chosen block or range."""
     out = [(x, x + 1) if isinstance(x, int) else x for x in chosen]
     wrong = [x for x in out if not 0 <= x[0] < x[1]]
     if wrong:
@@ -53,12 +53,12 @@ def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int
 
 
 def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) -> Blocks:
-    """`num` blocks of each row, or all if there are fewer to choose from. All choices are equally likely."""
+    """Returns `num` random blocks of each row, or all if fewer are available. All choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
-        raise ValueError(f"{name}: {num} random blocks of {N}; draw at most the number of blocks.")
-    known = _known(name, key)
-    with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
+        raise ValueError(f"{name}: random blocks must be at most {N}, the number of blocks, got {num}.")
+    known = _check_key(name, key)
+    with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in the program
         words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
     rank = np.where(among, words, np.iinfo(np.int64).max).argsort(-1, kind="stable").argsort(-1)
     return (rank < num) & among
@@ -73,17 +73,19 @@ def is_causal(name: str, attention: str, *more: str) -> bool:
 
 
 def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
-    """Refuses numbers of blocks that are negative or above N."""
+    """Raises for numbers of blocks that are negative or above N."""
     wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
     if wrong:
-        raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")
+        raise ValueError(
+            f"{name} of {N} blocks cannot have {', '.join(wrong)}. Take smaller blocks or lower the number."
+        )
 
 
-def _known(name: str, key: Any) -> Tensor:
+def _check_key(name: str, key: Any) -> Tensor:
     wrapped = is_functorch_wrapped_tensor(key)
     if type(key) is not Tensor or wrapped or key.device.type == "meta":
         raise ValueError(
-            f"{name}: random blocks are part of the program, but their key is computed by it; pass one that is made"
+            f"{name}: random blocks are part of the program, but their key is computed by the program. Pass a key made"
             " outside of the captured or differentiated function."
         )
     return key

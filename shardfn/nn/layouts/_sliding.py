@@ -27,22 +27,22 @@ def bigbird(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Returns a sliding window; the first blocks, which see all and are seen by all, and random ones.
+    """Returns BigBird: a sliding window, global blocks at the start, and random blocks.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout per head, 1 for one layout of all heads.
+        num_heads: H for a layout per head, 1 for the same layout of all heads.
         num_window_blocks: n: the window has n // 2 blocks on each side.
         num_global_blocks: number of global blocks of the start.
-        random: the number of blocks for each block of queries, and the key that draws them. The paper has 3.
-        attention: "unidirectional": without later blocks; random ones are then drawn from those before, at most all of
-            them.
+        random: number of random blocks for each block of queries, and the key of the draw. The paper has 3.
+        attention: direction of attention. "unidirectional" has no later blocks, and random blocks are then drawn from
+            earlier blocks, at most all of them.
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: an unknown attention, fewer blocks than one of the numbers, or the block does not divide the length
-            and it is not padded.
+        ValueError: an unknown attention, fewer blocks than some number of blocks, or the block does not divide the
+            length, and the length is not padded.
 
     Example:
         >>> from shardfn.core import key
@@ -55,7 +55,7 @@ def bigbird(
     check_fewer("bigbird", asked | ({"random": random[0]} if random else {}), N)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
-        blocks[...] = _sliding(N, num_window_blocks)
+        blocks[...] = _sliding_window(N, num_window_blocks)
         blocks[:num_global_blocks] = blocks[:, :num_global_blocks] = True
         if random is not None:
             among = np.tril(np.ones((N, N), bool)) if causal else np.ones((N, N), bool)
@@ -72,7 +72,7 @@ def bslongformer(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Returns a sliding window, and chosen blocks, which see all and are seen by all: Longformer by blocks.
+    """Returns Longformer by blocks: a sliding window, and chosen global blocks, with attention to and from all blocks.
 
     Args:
         length: tokens of the sequence.
@@ -84,7 +84,7 @@ def bslongformer(
 
     Raises:
         ValueError: an unknown attention, fewer blocks than the window, ranges of no blocks, or the block does not
-            divide the length and it is not padded.
+            divide the length, and the length is not padded.
 
     Example:
         >>> bslongformer(5, block=1, attention="unidirectional").blocks.astype(int).tolist()[-1]
@@ -92,7 +92,7 @@ def bslongformer(
     """
     N, causal = num_blocks(length, block, padded), is_causal("bslongformer", attention)
     check_fewer("bslongformer", {"num_window_blocks": num_window_blocks}, N)
-    blocks = _sliding(N, num_window_blocks)
+    blocks = _sliding_window(N, num_window_blocks)
     for start, stop in ranges("bslongformer", global_blocks):
         blocks[start:stop] = blocks[:, start:stop] = True
     return BlockLayout(np.tril(blocks) if causal else blocks, block, padded)
@@ -116,8 +116,8 @@ def local_window(
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: an unknown attention, fewer blocks than the window, or the block does not divide the length and it
-            is not padded.
+        ValueError: an unknown attention, fewer blocks than the window, or the block does not divide the length, and the
+            length is not padded.
 
     Example:
         >>> local_window(4, block=1).blocks.astype(int).tolist()
@@ -125,9 +125,9 @@ def local_window(
     """
     N, causal = num_blocks(length, block, padded), is_causal("local_window", attention)
     check_fewer("local_window", {"num_window_blocks": num_window_blocks}, N)
-    blocks = _sliding(N, num_window_blocks)
+    blocks = _sliding_window(N, num_window_blocks)
     return BlockLayout(np.tril(blocks) if causal else blocks, block, padded)
 
 
-def _sliding(N: int, num_window_blocks: int) -> Blocks:
+def _sliding_window(N: int, num_window_blocks: int) -> Blocks:
     return np.abs(np.arange(N)[:, None] - np.arange(N)) <= num_window_blocks // 2

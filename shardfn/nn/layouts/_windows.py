@@ -1,7 +1,7 @@
-"""Layouts of windows that do not overlap, and of blocks that all see.
+"""Layouts of windows without overlap, and of global blocks.
 
-L blocks of a window, g blocks of it that all see, N blocks.
-Child et al., Generating Long Sequences with Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
+L blocks of a window, g global blocks of a window, N blocks. Child et al., Generating Long Sequences with Sparse
+Transformers, 2019, https://arxiv.org/abs/1904.10509
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ._parts import Blocks, as_layout, is_causal, num_blocks, random_blocks, ran
 
 
 def dense(length: int, *, block: int = 16, padded: bool = False) -> BlockLayout:
-    """Every block: the baseline for the other layouts.
+    """Returns the layout of every block: the baseline for the other layouts.
 
     Args:
         length: tokens of the sequence.
@@ -24,7 +24,7 @@ def dense(length: int, *, block: int = 16, padded: bool = False) -> BlockLayout:
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: the block does not divide the length, and it is not padded.
+        ValueError: the block does not divide the length, and the length is not padded.
 
     Example:
         >>> int(dense(256).blocks.sum())
@@ -45,25 +45,27 @@ def fixed(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Windows of L blocks that attend to themselves, and g blocks of each that all (unidirectional: all later) see.
+    """Returns windows of L blocks with attention inside of a window, and g global blocks of each window.
 
-    The g blocks are the last of the window, or with a head's pattern p those p g blocks earlier. A last window of fewer
-    than L blocks has them at the same offset, or at the greatest offset possible.
+    All blocks (unidirectional: all later blocks) see the global blocks. The g blocks are the last of the window, or
+    with a head's pattern p the blocks p g places earlier. For example with L = 4 and g = 1 pattern 1 has block 2 of
+    each window 0 .. 3. A last window of fewer than L blocks has the global blocks at the same offset, or at the
+    greatest offset possible.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout per head, 1 for one layout of all heads.
+        num_heads: H for a layout per head, 1 for the same layout of all heads.
         num_local_blocks: L.
-        num_global_blocks: g, which divides L.
-        num_patterns: number of patterns of the blocks that are seen; head h has pattern h mod num_patterns. At most L /
-            g.
-        attention: "unidirectional": without later blocks; "horizontal": the blocks that all see see all, too.
+        num_global_blocks: number g of global blocks, a divisor of L.
+        num_patterns: number of patterns of global blocks, at most L / g. Head h has pattern h mod num_patterns.
+        attention: direction of attention. "unidirectional" has no later blocks. "horizontal" lets global blocks see all
+            blocks, too.
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: g does not divide L, too many patterns, several of them for one layout, an unknown attention, or the
-            block does not divide the length and it is not padded.
+        ValueError: g does not divide L, too many patterns, several patterns for a single layout, an unknown attention,
+            or the block does not divide the length, and the length is not padded.
 
     Example:
         >>> fixed(6, block=1, num_local_blocks=2, attention="unidirectional").blocks.astype(int).tolist()[-1]
@@ -73,12 +75,15 @@ def fixed(
     if g < 1 or L % g:
         raise ValueError(f"fixed: num_global_blocks={g} must divide num_local_blocks={L}.")
     if not 1 <= num_patterns <= L // g:
-        raise ValueError(f"fixed: num_patterns={num_patterns}; windows of {L} blocks have 1 to {L // g} groups of {g}.")
+        raise ValueError(
+            f"fixed: num_patterns must be 1 to {L // g}, as windows of {L} blocks have"
+            f" {L // g} groups of {g}, got {num_patterns}."
+        )
     if num_patterns > 1 and num_heads == 1:
-        raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads; pass num_heads.")
+        raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads. Pass num_heads.")
     causal = is_causal("fixed", attention, "horizontal")
     N = num_blocks(length, block, padded)
-    local = _own_windows(np.arange(N) // L)
+    local = _window_pairs(np.arange(N) // L)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
         blocks[...] = np.tril(local) if causal else local
@@ -102,24 +107,26 @@ def variable(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Windows of several sizes, one after another; blocks that all (unidirectional: all later) see, and random ones.
+    """Returns windows of several sizes in order, global blocks (unidirectional.
+
+    For all later blocks), and random blocks.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout per head, 1 for one layout of all heads.
+        num_heads: H for a layout per head, 1 for the same layout of all heads.
         local_window_blocks: the windows' sizes. The last is repeated to the end.
-        global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks beyond the end, as of a
-            short sequence, are left out.
-        random: the number of blocks for each block of queries, and the key that draws them among all, later ones too:
-            compose with `Causal()` where they must not count.
-        attention: "unidirectional": without later blocks, except random ones; "horizontal": the blocks that all see see
-            all, too.
+        global_blocks: blocks seen by all: a block, or (start, stop) of several blocks, for example [0, (4, 6)]. Blocks
+            beyond the end, such as of a short sequence, are left out.
+        random: number of random blocks for each block of queries, and the key of the draw among all blocks, also later
+            blocks: compose with `Causal()` where later blocks must not count.
+        attention: direction of attention. "unidirectional" has no later blocks, except random blocks. "horizontal" lets
+            global blocks see all blocks, too.
         padded: the last block may be shorter.
 
     Raises:
         ValueError: windows or ranges of no blocks, more random blocks than there are, an unknown attention, or the
-            block does not divide the length and it is not padded.
+            block does not divide the length, and the length is not padded.
 
     Example:
         >>> variable(4, block=1, local_window_blocks=(1, 2), global_blocks=()).blocks.astype(int).tolist()
@@ -127,11 +134,11 @@ def variable(
     """
     sizes = list(local_window_blocks)
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"variable: local_window_blocks={sizes}; give one or more sizes of 1 or more blocks.")
+        raise ValueError(f"variable: local_window_blocks must be one or more sizes of 1 or more blocks, got {sizes}.")
     causal = is_causal("variable", attention, "horizontal")
     N = num_blocks(length, block, padded)
     windows = np.repeat(np.arange(len(sizes) + N), [*sizes, *[sizes[-1]] * N])[:N]
-    local = _own_windows(windows)
+    local = _window_pairs(windows)
     out = np.empty((num_heads, N, N), bool)
     for h, blocks in enumerate(out):
         blocks[...] = np.tril(local) if causal else local
@@ -144,5 +151,5 @@ def variable(
     return as_layout(out, block, padded)
 
 
-def _own_windows(windows: np.ndarray) -> Blocks:
+def _window_pairs(windows: np.ndarray) -> Blocks:
     return windows[:, None] == windows

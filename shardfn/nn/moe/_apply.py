@@ -21,17 +21,17 @@ def apply(
     exchange: Exchange = _LOCAL,
     name: str = "moe",
 ) -> Float[Tensor, "s d"]:
-    """Sums over choices i `routing.weights[s, i]` times the result of expert `routing.experts[s, i]` for `x_SD[s]`.
+    """Sums, over choices i, `routing.weights[s, i]` times the result of expert `routing.experts[s, i]` for `x_SD[s]`.
 
     Differentiable in `x_SD`, the routing's weights, and `params`. The value does not depend on the exchange beyond
     rounding, and without capacity not on the other tokens.
 
     Args:
         experts: the function of a group of rows, as `swiglu_experts`.
-        params: leaves, with experts along dim 0, as `exchange.spec` cuts them.
-        x_SD: this rank's tokens.
-        routing: of these tokens, from a function of the router's logits.
-        exchange: where tokens meet their experts.
+        params: leaves with experts along dim 0, cut by `exchange.spec`.
+        x_SD: tokens of the rank.
+        routing: routing of the tokens, from a router such as `top_k`.
+        exchange: exchange that brings tokens and experts together.
         name: name of the layer, for errors.
 
     Raises:
@@ -50,7 +50,8 @@ def apply(
     """
     if len(routing.experts) != len(x_SD):
         raise ValueError(
-            f"{name}: the routing is of {len(routing.experts)} tokens, and x has {len(x_SD)}; route these tokens."
+            f"{name}: the routing must be of the {len(x_SD)} tokens of x, got {len(routing.experts)}."
+            " Route the same tokens."
         )
     same_again(routing.experts, f"{name}: the experts of tokens")
     return exchange.run(experts, params, x_SD, routing, name=name)

@@ -9,15 +9,17 @@ def bias_update(
 ) -> Float[Tensor, "*layers e"]:
     """Moves each bias by `rate`, up where the expert has fewer choices than the mean, down where it has more.
 
-    bias + rate * sign(mean count - count). A count that is the mean moves nothing.
+    The result is bias + rate * sign(mean count - count). For example counts [3, 1, 2] move the biases by -rate, +rate
+    and 0.
 
-    Call it once a step with the counts of the whole batch: sums over ranks and microbatches.
+    Call `bias_update` once a step with the counts of the whole batch: sums over ranks and microbatches.
 
     Args:
-        bias: biases of `sigmoid_groups`, of one layer or several; part of the model's state, and no parameter.
+        bias: biases of `sigmoid_groups`, of a layer or several layers. Biases are part of the model's state, and no
+            parameters.
         counts: choices of each expert.
         rate: 0.001 in DeepSeek-V3.
-        centred: whether the mean of the moves is taken off, so that the biases keep their mean (torchtitan).
+        centred: whether the mean of the moves is subtracted, so that the mean of the biases stays (torchtitan).
 
     Example:
         >>> import torch
@@ -27,6 +29,6 @@ def bias_update(
     References:
         Wang et al., Auxiliary-Loss-Free Load Balancing Strategy, 2024, https://arxiv.org/abs/2408.15664
     """
-    # In whole numbers, so that a count equal to the mean is found equal.
+    # In whole numbers, so a count equal to the mean is found equal.
     move = (counts.sum(-1, keepdim=True) - counts.shape[-1] * counts).sign().to(bias.dtype)
     return bias + rate * (move - move.mean(-1, keepdim=True) if centred else move)

@@ -1,6 +1,6 @@
-"""Capacities: experts that take a limited number of tokens, and the choices that are dropped.
+"""Capacities: experts with a limited number of tokens, and dropped choices.
 
-S tokens of this rank, K choices of a token, E experts, C capacity.
+S tokens of the rank, K choices of a token, E experts, C capacity.
 """
 
 import fractions
@@ -18,7 +18,7 @@ from ._noise import check_index, words_of
 from ._routing import Routing, counts_of
 
 By = Literal["position", "choice", "probs", "random"]
-# Bits of priorities that are compared at a time: a message has E counts for each value of such a digit.
+# Bits of priorities compared at a time: a message has E counts for each value of such a digit.
 _BITS = 8
 
 
@@ -31,15 +31,15 @@ def capacity(num_tokens: Tensor, k: int, num_experts: int, factor: float = 1.0, 
 
 
 def capacity(num_tokens: int | Tensor, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int | Tensor:
-    """Returns the choices that an expert takes: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
+    """Returns the number of choices of an expert: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
 
     Args:
-        num_tokens: S, of a rank where `with_capacity` has no axes, else of the whole batch. An int64 0-d tensor, such
-            as the number of tokens that are not padding, has a tensor as its capacity.
+        num_tokens: number S of tokens, of a rank where `with_capacity` has no axes, else of the whole batch. An int64
+            0-d tensor, such as the number of tokens without padding, has a tensor as the capacity.
         k: experts of a token.
         num_experts: E.
-        factor: how many times the mean number of an expert's choices fits. It is taken as the decimal number that is
-            written: 1.1 is eleven tenths.
+        factor: how many times the mean number of an expert's choices fits. The factor is read as a decimal number: 1.1
+            is eleven tenths.
         minimum: the least capacity.
 
     Raises:
@@ -71,31 +71,32 @@ def with_capacity(
     index: Int64[Tensor, " s"] | None = None,
     renormalise: bool = False,
 ) -> Routing:
-    """Drops the choices of each expert past its capacity: they become -1, with weight 0.
+    """Drops the choices of each expert past the capacity: dropped choices become -1, with weight 0.
 
         "position"   the first tokens stay
-        "choice"     first choices stay before second ones, each in the order of tokens (GShard)
+        "choice"     first choices stay before second choices, each in the order of tokens (GShard)
         "probs"      choices of higher probability stay
-        "random"     each choice draws a number by its token and expert (random token selection)
+        "random"     each choice draws a number by token and expert (random token selection)
 
-    Ties go to the earlier token. A dropped token adds nothing to its layer's output.
+    Ties go to the earlier token. A dropped token adds nothing to the output of the layer.
 
-    With `axes` the capacity is that of the whole batch, whose tokens are in the order of the ranks: the result is that
-    of one device. Without, it is that of each rank's own rows, and another cut of the batch drops other tokens.
+    With `axes` the capacity holds for the whole batch, with tokens in the order of the ranks: the result equals a
+    single device. Without `axes`, the capacity holds for each rank's rows, and another cut of the batch drops other
+    tokens.
 
     Args:
-        routing: routing of this rank's tokens. The balance loss is that of this one, before it is cut.
+        routing: routing of the rank's tokens. The balance loss takes this routing, before the capacity.
         capacity: C, from `capacity`. A tensor has the same value on all ranks of `axes`, and is at least 1.
-        by: which choices stay.
-        axes: axes of the batch. None: own rows. The ranks compare counts, in a message for each 8 bits of the numbers
-            by which choices are ordered, and one for ties.
-        key: a key for this layer and step; for "random".
-        index: global number of each token, from `token_numbers`; for "random".
+        by: rule by which choices stay.
+        axes: axes of the batch. None: the rank's rows. The ranks compare counts, in a message for each 8 bits of the
+            numbers by which choices are ordered, and a message for ties.
+        key: key for the layer and step, for "random".
+        index: global number of each token, from `token_numbers`, for "random".
         renormalise: whether weights of a token's remaining choices are scaled to the sum of all (GShard, and DeepSpeed
             for k of 2 and more).
 
     Raises:
-        ValueError: the capacity is less than 1, `by` is unknown, or it is "random" without key and index.
+        ValueError: the capacity is less than 1, `by` is unknown, or `by` is "random" without key and index.
 
     Example:
         >>> from shardfn.nn import moe
@@ -112,8 +113,8 @@ def with_capacity(
     """
     if isinstance(capacity, int) and capacity < 1:
         raise ValueError(f"with_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn.")
-    priority, bits = _priority(routing, by, key, index)
-    stays = _stay(routing.experts, priority, bits, routing.num_experts, capacity, axes)
+    priority, bits = _compute_priority(routing, by, key, index)
+    stays = _find_staying(routing.experts, priority, bits, routing.num_experts, capacity, axes)
     experts = torch.where(stays, routing.experts, -1)
     weights = torch.where(stays, routing.weights, 0.0)
     if renormalise:
@@ -123,8 +124,8 @@ def with_capacity(
     return routing._replace(experts=experts, weights=weights)
 
 
-def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
-    """[S, K] of int64, larger ones first, and their number of bits."""
+def _compute_priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
+    """Returns priorities [S, K] of int64, larger numbers first, and the number of bits."""
     experts = routing.experts
     if (by == "random") != (key is not None):
         raise ValueError(
@@ -138,7 +139,7 @@ def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None
         return (K - 1 - torch.arange(K, device=experts.device)).expand_as(experts), (K - 1).bit_length()
     if by == "probs":
         probs = routing.probs.detach().gather(-1, experts.clamp(min=0))
-        # Numbers that are not negative have the order of their bits.
+        # Nonnegative numbers have the order of the bits.
         wide = probs.dtype == torch.float64
         return probs.view(torch.int64 if wide else torch.int32).long(), 64 if wide else 32
     if by == "random":
@@ -148,19 +149,21 @@ def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None
     raise ValueError(f'with_capacity(by="{by}"): take "position", "choice", "probs" or "random".')
 
 
-def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes) -> Tensor:
-    """[S, K]: the choices that stay: those above their expert's least priority, and the first ones that have it."""
+def _find_staying(
+    experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes
+) -> Tensor:
+    """Returns the remaining choices [S, K]: above the expert's least priority, and the first choices equal to it."""
     chosen, safe = experts >= 0, experts.clamp(min=0)
-    least, left = _least(experts, priority, bits, num_experts, capacity, axes)
+    least, left = _find_least(experts, priority, bits, num_experts, capacity, axes)
     above, ties = chosen & (priority > least[safe]), chosen & (priority == least[safe])
-    place = _places(torch.where(ties, experts, -1), num_experts, axes)
+    place = _count_earlier(torch.where(ties, experts, -1), num_experts, axes)
     return above | (ties & (place < left[safe]))
 
 
-def _least(
+def _find_least(
     experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes
 ) -> tuple[Tensor, Tensor]:
-    """[E] and [E]: the least priority that stays, and how many choices of it do; found digit by digit from the top."""
+    """Returns the least remaining priority [E], and how many such choices remain [E], digit by digit from the top."""
     E, size, safe = num_experts, 1 << _BITS, experts.clamp(min=0)
     least, left = experts.new_zeros(E), experts.new_zeros(E) + capacity
     for shift in range(-(-bits // _BITS) * _BITS - _BITS, -1, -_BITS):
@@ -168,15 +171,15 @@ def _least(
         alike = (experts >= 0) & ((priority >> shift >> _BITS) == least[safe])
         counts = psum(counts_of(torch.where(alike, safe * size + digit, -1), E * size), axes).view(E, size)
         above = counts.flip(1).cumsum(1).flip(1) - counts
-        # Falling along the digits: those that leave no room come first.
+        # Falling along the digits: digits without room come first.
         found = (above >= left[:, None]).sum(1)
         left = left - above.gather(1, found[:, None])[:, 0]
         least = (least << _BITS) | found
     return least, left
 
 
-def _places(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
-    """[S, K]: how many earlier choices in the batch have the same expert."""
+def _count_earlier(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
+    """Returns [S, K]: how many earlier choices in the batch have the same expert."""
     flat = experts.flatten()
     order = flat.sort(stable=True).indices
     counts = counts_of(flat, num_experts)
@@ -184,7 +187,7 @@ def _places(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
     of_all = all_gather(counts, axes).view(n, num_experts)
     ranks = torch.arange(n, device=flat.device)[:, None]
     before = torch.where(ranks < torch.tensor(axis_index(axes), device=flat.device), of_all, 0).sum(0)
-    # In the order of experts a choice's place is its own place less the first one of its expert; -1 comes before all.
+    # In the order of experts a choice's place is the place less the expert's first place. -1 comes before all.
     first = (counts.cumsum(0) - counts) + (flat < 0).sum()
     own = torch.empty_like(flat).scatter(0, order, torch.arange(len(flat), device=flat.device))
     return (own + (before - first)[flat.clamp(min=0)]).view_as(experts)

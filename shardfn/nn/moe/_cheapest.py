@@ -1,10 +1,10 @@
-"""The bytes of each exchange by sizes, and the exchange that sends the fewest.
+"""Bytes of each exchange by sizes, and the exchange with the fewest bytes.
 
 S tokens of a rank, k choices of each, E experts, D model, F ffn of an expert, n ranks, b bytes of an element.
 
     Tokens     4 k S D b (n - 1) / n        two exchanges forward and two backward, of equally busy experts
     Weights    3 m E D F b (n - 1) / n      two gathers and a sum of the gradients, of m matrices of each expert
-    Sum        4 S D b (n - 1) / n          a sum forward and one backward, of tokens that all ranks have
+    Sum        4 S D b (n - 1) / n          a sum forward and a sum backward, of tokens on all ranks
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from ._exchange import Exchange, Local, Tokens, Weights
 
 
 class ExchangeBytes(NamedTuple):
-    """The bytes that a rank sends in one layer, forward and backward.
+    """Bytes that a rank sends in a layer, forward and backward.
 
     Attributes:
         tokens: tokens of `Tokens`, where all experts are equally busy.
-        most: of `Tokens`, where this rank's choices are all of other ranks' experts, and its room is full.
+        most: bytes of `Tokens`, where all choices of the rank go to other ranks' experts, and the rank's room is full.
         weights: weights of `Weights`, and of `Local` under ZeRO's stage 3.
-        sum: sum of `Sum`, whose tokens are S on all ranks together.
+        sum: bytes of `Sum`, with S tokens on all ranks together.
     """
 
     tokens: float
@@ -42,7 +42,7 @@ def exchange_bytes(
     itemsize: int = 2,
     remat: bool = False,
 ) -> ExchangeBytes:
-    """Returns the bytes of each exchange, by the formulas of this file's table.
+    """Returns the bytes of each exchange, by the formulas of the table above.
 
     Args:
         tokens: S.
@@ -88,13 +88,13 @@ def cheapest(
     matrices: int = 3,
     remat: bool = False,
 ) -> Exchange:
-    """Returns the exchange that sends the fewest bytes between ranks with tokens of their own: `Tokens` or `Weights`.
+    """Returns the exchange with the fewest bytes between ranks with different tokens: `Tokens` or `Weights`.
 
-    Tokens cost less while S < 3 m E F / (4 k), with remat two thirds of it, for any n, D and b.
+    `Tokens` costs less while S < 3 m E F / (4 k), with remat two thirds of this bound, for any n, D and b.
 
     Args:
-        axis: the mesh axes that would cut the experts. `Local()` is the answer where they are one rank.
-        tokens: S, of one microbatch.
+        axis: mesh axes along which experts would be cut. On a single rank the answer is `Local()`.
+        tokens: number S of tokens of a microbatch.
         top_k: k.
         num_experts: E.
         d_model: D.

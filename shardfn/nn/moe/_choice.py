@@ -1,6 +1,6 @@
-"""The choice of experts by their scores, and the weights that follow from it.
+"""Choice of experts by scores, and the weights of the choices.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 import torch
@@ -12,7 +12,7 @@ from ._logits import check_chosen
 
 
 def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
-    """[S, K]: the k experts of highest score, or the given ones, or -1 for padding."""
+    """Returns [S, K]: the k experts of highest score, or the given experts, or -1 for padding."""
     if chosen is None:
         experts = best(scores.detach(), k)
     else:
@@ -22,11 +22,11 @@ def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, n
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """[S, K]: the k highest scores of each row, in falling order, and equal ones in the order of their numbers.
+    """Returns [S, K]: the k highest scores of each row, in falling order, and equal scores in the order of experts.
 
     At least k scores of a row are above -inf. torch's `topk` promises no order of equal scores. `argmax` takes the
-    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about 4
-    log2(E) ns a score, and a round 2.
+    first of equal scores, so a round of `argmax` finds each choice. A stable sort gives the same. On a single core the
+    sort costs about 4 log2(E) ns a score, and a round 2 ns.
     """
     if k > scores.shape[-1].bit_length() + 1:
         return scores.sort(stable=True, dim=-1, descending=True).indices[..., :k]
@@ -38,12 +38,12 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 def softmax_of(logits: Tensor, exact: bool) -> Tensor:
-    """Softmax over the last dim. `exact` gives a row the same bits beside any other rows."""
+    """Returns the softmax over the last dim. `exact` gives a row the same bits next to any other rows."""
     return exact_softmax(logits) if exact else logits.softmax(-1)
 
 
 def scaled(weights: Tensor, renormalise: bool, scale: float, exact: bool = False) -> Tensor:
-    """Weights that sum to `scale` in each row that has any, or that are multiplied by it."""
+    """Returns weights with the sum `scale` in each nonempty row, or multiplied by `scale`."""
     if renormalise:
         # A row without an expert has the sum 0, and stays 0.
         total = exact_sum(weights) if exact else weights.sum(-1, keepdim=True)
@@ -52,7 +52,7 @@ def scaled(weights: Tensor, renormalise: bool, scale: float, exact: bool = False
 
 
 def taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
-    """[S, K]: the scores of the experts, and a constant where a choice has no expert."""
+    """Returns [S, K]: the scores of the experts, and a constant where a choice has no expert."""
     return where_chosen(experts, scores.gather(-1, experts.clamp(min=0)), otherwise)
 
 

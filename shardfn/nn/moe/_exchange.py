@@ -1,15 +1,15 @@
-"""Where tokens meet their experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same; bytes and memory are not.
+"""Exchanges of tokens and experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same, bytes and memory are not.
 
-S tokens of this rank, k choices of each, E experts, D model, n ranks of the axis.
+S tokens of the rank, k choices of each, E experts, D model, n ranks of the axis.
 
     exchange       leaves of experts   tokens                      travels
-    Local()        whole               this rank's own             nothing
-    Weights(axis)  cut: P(axis)        this rank's own             experts: gathered, and their gradients summed
+    Local()        whole               local                       nothing
+    Weights(axis)  cut: P(axis)        local                       experts: gathered, and gradients summed
     Sum(axis)      cut: P(axis)        the same on all ranks       the result: summed
-    Tokens(axis)   cut: P(axis)        this rank's own             rows to the ranks of their experts, and back
+    Tokens(axis)   cut: P(axis)        local                       all-to-all: rows to the experts' ranks, and back
 
-The exchanges of `Tokens` are each other's transposes: a layer is `D^T W E(D x)` with D the permutation by expert and
-the exchange. Blocks of experts are those of `torch.chunk`, so that E need not be a multiple of n.
+The exchanges of `Tokens` are transposes of each other: a layer is `D^T W E(D x)` with D the permutation by expert and
+the exchange. Experts are cut as by `torch.chunk`, so E need not be a multiple of n, for example 7 experts on 3 ranks.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from ._routing import Routing
 
 @runtime_checkable
 class Exchange(Protocol):
-    """A way in which tokens meet their experts."""
+    """Way in which tokens and experts come together."""
 
     @property
     def spec(self) -> P:
@@ -51,15 +51,15 @@ class Exchange(Protocol):
         ...
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """Returns the sum over each token's choices of weight times expert; `apply` describes the arguments."""
+        """Returns the sum over each token's choices of weight times expert. `apply` describes the arguments."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Every rank has all experts, and applies them to its own tokens.
+    """Exchange where every rank has all experts, and applies the experts to local tokens.
 
-    Under ZeRO's stage 3 the experts are gathered layer by layer, ahead of use, and tokens stay where they are.
+    Under ZeRO's stage 3 the experts are gathered layer by layer, ahead of use, and tokens stay in place.
     """
 
     @property
@@ -68,7 +68,7 @@ class Local:
         return P()
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         _check_leaves(name, params, routing.num_experts, routing.num_experts, self)
         places, counts_E = permutation(routing.experts, routing.num_experts)
         return combine(experts(params, dispatch(x_SD, places), counts_E), places, routing.weights)
@@ -76,10 +76,10 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Experts are cut along an axis. Each rank gathers all of them, and applies them to its own tokens.
+    """Exchange with experts cut along an axis. Each rank gathers all experts, and applies the experts to local tokens.
 
     Attributes:
-        axis: the mesh axes that cut the experts. None is one device.
+        axis: mesh axes along which experts are cut. None means a single device.
     """
 
     axis: Axes
@@ -90,21 +90,23 @@ class Weights:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         E = routing.num_experts
-        _check_leaves(name, params, _own_number(E, self.axis), E, self)
+        _check_leaves(name, params, _local_number(E, self.axis), E, self)
         whole = tree_map(lambda w: all_gather(w, self.axis, size=E), params)
         return Local().run(experts, whole, x_SD, routing, name=name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """All ranks of an axis have the same tokens. Each applies its own experts, and the results are summed.
+    """Exchange where all ranks of an axis have the same tokens.
+
+    Each rank applies local experts, and results are summed.
 
     Attributes:
-        axis: the mesh axes that cut the experts, and no rows of the batch. None is one device.
-        in_order: the results of all choices travel, k times the bytes, and each rank adds them in their order: values
-            are those of one device, exactly, where those of single experts are.
+        axis: mesh axes along which experts, and no rows of the batch, are cut. None means a single device.
+        in_order: whether the results of all choices travel, k times the bytes, and each rank adds the results in order.
+            Values then equal a single device exactly, if the values of single experts do.
     """
 
     axis: Axes
@@ -116,7 +118,7 @@ class Sum:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
             _check_distinct(name, routing.experts)
         start, stop = own_range(routing.num_experts, self.axis)
@@ -130,29 +132,33 @@ class Sum:
         if self.in_order:
             by_choice, _ = permutation(chosen_Sk.view(-1, 1), stop - start, rows=num)
             y = undispatch(experts(params, rows, counts_E), by_choice)
-            # Each choice is computed by one rank, and zeros of the others change no number.
-            return combine(leave_parallel(y, self.axis), _unsorted(routing.experts), routing.weights)
+            # Each choice is computed by a single rank, and zeros of the other ranks change no number.
+            return combine(leave_parallel(y, self.axis), _flatten_choices(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
+    """Exchange by all-to-all.
 
-    In eager code the rows that arrive have exactly their number. A captured step has one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. It
-    still holds exactly the rows that arrive, if every operation of the experts goes by rows.
+    Experts are cut along an axis of ranks with different tokens, and rows go to experts and back.
+
+    In eager code memory has exactly the size of the arriving rows. A captured step has the same size for all routings:
+    by default the largest number that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E /
+    n)`. For example 2 ranks of 7 tokens with k = 2 of 8 experts have room for 28 rows. Memory still holds exactly the
+    arriving rows, if every operation of the experts goes by rows.
 
     Attributes:
-        axis: the mesh axes that cut the experts. None is one device.
-        rows: the most rows that a rank takes. None is any number.
-        overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers. Nothing is sent,
-            and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity whose
-            rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
-        uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
-        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers. None
-            is n times this rank's. `models.gpt` sets it for sequences that ranks cut.
+        axis: mesh axes along which experts are cut. None means a single device.
+        rows: number of rows that a rank takes at most. None means any number.
+        overflow: action where rows find no room. "error" ends the step on all ranks, and names the layer, the ranks and
+            both numbers. Nothing is sent, and the state stays. "drop" leaves out choices of the rank's experts past the
+            largest capacity with room: of each expert the first choices stay, in the order of tokens over all ranks.
+        uneven: whether the ranks may have unequal numbers of experts. False raises for a number of experts not divided
+            by the ranks.
+        tokens: number of tokens of all ranks together at most, for captured steps of ranks with unequal numbers. None
+            means n times the rank's number. `models.gpt` sets `tokens` for sequences cut over ranks.
 
     Raises:
         ValueError: fewer than 0 rows or tokens, or another rule.
@@ -170,8 +176,8 @@ class Tokens:
     def __post_init__(self) -> None:
         if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
             raise ValueError(
-                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens are 0 or"
-                ' more; overflow is "error" or "drop".'
+                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens must be"
+                ' 0 or more, and overflow must be "error" or "drop".'
             )
 
     @property
@@ -180,9 +186,9 @@ class Tokens:
         return P(self.axis)
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """As `Exchange.run`."""
+        """Applies experts as `Exchange.run`."""
         E = routing.num_experts
-        own = _own_number(E, self.axis)
+        own = _local_number(E, self.axis)
         if not self.uneven:
             _check_even(name, E, self.axis)
         _check_leaves(name, params, own, E, self)
@@ -194,39 +200,39 @@ class Tokens:
         known = values_are_known(x_SD, counts_E)
         most = axis_size(self.axis) * S if self.tokens is None else self.tokens
         rows = self.rows if self.rows is not None or known else most * min(k, own)
-        table_nE, room_n = _gathered(counts_E, 0 if rows is None else rows, self.axis)
+        table_nE, room_n = _gather_counts(counts_E, 0 if rows is None else rows, self.axis)
         if self.overflow == "drop" and rows is not None:
-            table_nE = _fitting(table_nE, room_n, ranges)
-            chosen_Sk = _kept(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
+            table_nE = _fit_rows(table_nE, room_n, ranges)
+            chosen_Sk = _drop_choices(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
             places, _ = permutation(chosen_Sk, E)
-        sizes_nn = _by_owner(table_nE, ranges)
+        sizes_nn = _sum_by_owner(table_nE, ranges)
         if rows is not None:
-            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._remedy())
+            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._suggest_tokens())
         come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
-        come = _arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
+        come = _mark_arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
-        # Rows past those that have come have no expert, so that they are the last ones in both orders.
+        # Rows past the arrived rows have no expert, and so are the last rows in both orders.
         sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
-        back = exchange_rows(_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
+        back = exchange_rows(_mark_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
-    def _remedy(self) -> str:
+    def _suggest_tokens(self) -> str:
         if self.rows is not None:
             return 'give it more by Tokens(rows=), or drop some by overflow="drop"'
         counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
         return f"{counted}give Tokens(tokens=) the most tokens that all ranks have together"
 
 
-def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
-    """`x`, marked: rows past those that have come are not used."""
-    # A graph that is differentiated when it runs has derivatives of `nn`'s ops alone.
+def _mark_arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
+    """Returns `x`, marked: rows past the arrived rows are not used."""
+    # A graph differentiated at the run has derivatives only of `nn`'s ops.
     return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
 
-def _unsorted(experts_Sk: Tensor) -> Permutation:
-    """Returns a row for each choice that has an expert, as they come."""
+def _flatten_choices(experts_Sk: Tensor) -> Permutation:
+    """Returns a row for each choice with an expert, in the order of choices."""
     S, k = experts_Sk.shape
     at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
     places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
@@ -234,30 +240,30 @@ def _unsorted(experts_Sk: Tensor) -> Permutation:
 
 
 def _check_distinct(name: str, experts_Sk: Tensor) -> None:
-    """Refuses an expert that a token has chosen twice: a rank with fewer experts than choices has no room for both."""
+    """Raises for an expert chosen twice by a token: a rank with fewer experts than choices has no room for both."""
     ordered_Sk = experts_Sk.sort(1).values
     twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
     refuse(
         twice,
-        f"{name}: tokens have chosen an expert twice, for which Sum has no room; give each choice of a token another"
+        f"{name}: tokens have chosen an expert twice, for which Sum has no room. Give each choice of a token another"
         " expert, or -1.",
     )
 
 
-def _own_number(num: int, axis: Axes) -> int:
+def _local_number(num: int, axis: Axes) -> int:
     start, stop = own_range(num, axis)
     return stop - start
 
 
-def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
+def _gather_counts(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """Returns the rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    # With the name of the rows, which a recomputation needs no more where they are kept.
+    # With the name of the rows: a recomputation needs no counts where the rows are kept.
     table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
     return table[:, :-1], table[:, -1]
 
 
-def _by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _sum_by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Returns the rows from each rank to each."""
     ends_nE = F.pad(table_nE.cumsum(1), (1, 0))
     starts, stops = ([r[i] for r in ranges] for i in (0, 1))
@@ -265,35 +271,36 @@ def _by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor:
-    """Returns the own expert of each row that has come, in the order of ranks and then of experts; -1 past the last."""
+    """Returns the local expert of each arrived row, in the order of ranks and then of experts, or -1 past the last."""
     own = stop - start
     ends = table_nE[:, start:stop].reshape(-1).cumsum(0)
     at = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
     return torch.where(at < len(ends), at % max(own, 1), -1)
 
 
-def _fitting(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns the rows of each rank and expert that find room, if experts of a rank have one, largest capacity."""
+def _fit_rows(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns the rows of each rank and expert with room, if experts of a rank share the same, largest capacity."""
     totals_E = table_nE.sum(0)
-    parts = [_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
+    parts = [_find_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
     before_nE = table_nE.cumsum(0) - table_nE
     return (torch.cat(parts) - before_nE).clamp(min=0).minimum(table_nE)
 
 
-def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
-    """Returns the largest c for which the sum of `min(total, c)` is at most `room`."""
+def _find_capacity(totals_E: Tensor, room: Tensor) -> Tensor:
+    """Returns the largest c such that the sum of `min(total, c)` is at most `room`."""
     E = len(totals_E)
     if E == 0:
         return room
     totals_E = totals_E.sort().values
-    # The sum is the least of (those under c) + (number of others) * c, over all places to divide the sorted totals.
+    # The sum is the least of (totals under c) + (number of other totals) * c, over all places to divide the sorted
+    # totals.
     under_E = totals_E.cumsum(0) - totals_E
     most = ((room - under_E) // torch.arange(E, 0, -1, device=room.device)).amax()
     return torch.where(totals_E.sum() <= room, totals_E.amax(), most)
 
 
-def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
-    """Returns the choices whose row is among the first `kept_E` of its expert, or -1 for others."""
+def _drop_choices(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
+    """Returns the choices with a row among the first `kept_E` of the expert, or -1 for other choices."""
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
     return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)
@@ -304,7 +311,7 @@ def _check_even(name: str, E: int, axis: Axes) -> None:
         held = [stop - start for start, stop in all_ranges(E, axis)]
         raise ValueError(
             f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
-            f" equal numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
+            f" only equal numbers. Choose a multiple of {len(held)} experts, or leave the option out."
         )
 
 
@@ -312,7 +319,7 @@ def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchang
     if all(w.shape[:1] == (own,) for w in tree_leaves(params)):
         return
     wrong = [
-        f"{path} is {tuple(w.shape)}; its first dim must be {own} of the {E} experts of the router"
+        f"{path}: its first dim must be {own} of the {E} experts of the router, got {tuple(w.shape)}"
         for path, w in named_leaves(params, "params")
         if w.shape[:1] != (own,)
     ]

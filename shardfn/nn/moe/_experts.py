@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers of groups of rows, each group with weights of its own.
+"""Experts: feed-forward layers of groups of rows, each group with separate weights.
 
 `f(params, rows, counts) -> rows`: `counts[e]` consecutive rows belong to expert e. Leaves have the experts along dim 0.
 M rows, E experts, D model, F ffn.
@@ -29,14 +29,14 @@ def swiglu_experts(
     *,
     exact: bool = False,
 ) -> Float[Tensor, "m d"]:
-    """`(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
+    """Returns `(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
 
     Args:
-        params: `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is this rank's part
-            of a sum.
-        x_MD: rows, by expert. Those past the last count are zeros, and stay so.
+        params: leaves `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is the
+            rank's part of a sum.
+        x_MD: rows, by expert. Rows past the last count are zeros, and stay zeros.
         counts_E: rows of each expert.
-        exact: a row has the same bits beside any other rows; float32 or float64.
+        exact: whether a row has the same bits next to any other rows, for float32 or float64.
 
     Example:
         >>> import torch
@@ -57,15 +57,15 @@ def gelu_experts(
     axis: Axes = None,
     exact: bool = False,
 ) -> Float[Tensor, "m d"]:
-    """`gelu(x w_up^T + b_up) w_down^T + b_down` with the weights of each row's expert, as in GPT-MoE.
+    """Returns `gelu(x w_up^T + b_up) w_down^T + b_down` with the weights of each row's expert, as in GPT-MoE.
 
     Args:
         params: `{"w_up": [E, F, D], "w_down": [E, D, F]}`, and "b_up" [E, F] and "b_down" [E, D] or neither.
-        x_MD: rows, by expert. Those past the last count are zeros, and stay so.
+        x_MD: rows, by expert. Rows past the last count are zeros, and stay zeros.
         counts_E: rows of each expert.
-        axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
-            with the second bias on the first rank alone. None is one device.
-        exact: a row has the same bits beside any other rows; float32 or float64.
+        axis: mesh axes along which F is cut. All ranks have the same rows, and the result is the rank's part of a sum,
+            with the second bias only on the first rank. None means a single device.
+        exact: whether a row has the same bits next to any other rows, for float32 or float64.
 
     Example:
         >>> import torch
@@ -73,19 +73,19 @@ def gelu_experts(
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    up_MF = _affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
+    up_MF = _apply_affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
     h_MF = exact_gelu(up_MF) if exact else F.gelu(up_MF, approximate="tanh")
     b_ED = params.get("b_down")
     if b_ED is not None and axis_size(axis) > 1:
         b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
-    return _affine(h_MF, params["w_down"], b_ED, counts_E, exact)
+    return _apply_affine(h_MF, params["w_down"], b_ED, counts_E, exact)
 
 
-def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
+def _apply_affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
     y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True, exact=exact)
-    return y_MF if b_EF is None else y_MF + _by_row(b_EF, y_MF, counts_E, exact)
+    return y_MF if b_EF is None else y_MF + _expand_bias(b_EF, y_MF, counts_E, exact)
 
 
-def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
-    """Returns the bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
+def _expand_bias(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
+    """Returns the bias of each row's expert: a product with a matrix of 1, so the transpose sums in a fixed order."""
     return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)

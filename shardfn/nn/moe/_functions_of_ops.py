@@ -1,4 +1,4 @@
-"""The functions that captures write down as ops, for graphs that run: these have derivatives of any order."""
+"""Functions that captures write down as ops, for graphs that run, with derivatives of any order."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,17 +12,17 @@ from ._permute import Permutation, combine, copies
 _OPS = torch.ops.shardfn_kernels
 
 
-def _multiplied(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
+def _multiply_groups(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
     return grouped(x, w, counts, transposed, exact=exact)
 
 
-def _combined(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+def _combine_rows(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     return combine(y, Permutation(source, places), weights)
 
 
 # By op: see `as_ops`.
 FUNCTIONS_OF_OPS: Mapping[Any, Callable[..., Tensor]] = {
-    _OPS.multiplied_rows.default: _multiplied,
+    _OPS.multiplied_rows.default: _multiply_groups,
     _OPS.copied_rows.default: copies,
-    _OPS.combined_rows.default: _combined,
+    _OPS.combined_rows.default: _combine_rows,
 }

@@ -1,4 +1,4 @@
-"""The second half of SwiGLU's experts: it keeps gate and up for the backward, and not silu(gate) * up beside them.
+"""Second half of SwiGLU's experts: only gate and up are kept for the backward, not silu(gate) * up in addition.
 
 M rows, E experts, D model, F ffn, I = 2 F.
 """
@@ -23,13 +23,15 @@ from ._grouped import FORMS, grouped
 def gated_product(
     x_MI: Float[Tensor, "m i"], w_EDF: Float[Tensor, "e d f"], counts_E: Int64[Tensor, " e"], *, exact: bool = False
 ) -> Float[Tensor, "m d"]:
-    """`(silu(gate) * up) w^T` with the matrix of each row's expert; gate and up are the halves of a row of `x_MI`.
+    """Returns `(silu(gate) * up) w^T` with the matrix of each row's expert.
 
-    Its bits and derivatives are those of `gated_silu` and `grouped`. It takes a third less memory until the backward,
-    which computes silu(gate) * up again. Where a pipeline's schedule splits backwards, it is the two functions.
+    The halves of a row of `x_MI` are gate and up.
+
+    Bits and derivatives equal `gated_silu` and `grouped`. Memory until the backward is a third less, and the backward
+    computes silu(gate) * up again. Where a pipeline's schedule splits backwards, the two functions run.
 
     Args:
-        x_MI: rows in the order of their experts.
+        x_MI: rows in the order of experts.
         w_EDF: a matrix for each expert, in the dtype of `x_MI`.
         counts_E: the rows of each expert.
         exact: as of `grouped`.
@@ -38,21 +40,21 @@ def gated_product(
         >>> gated_product(torch.ones(1, 4), torch.ones(1, 3, 2), torch.tensor([1]))
         tensor([[1.4621, 1.4621, 1.4621]])
     """
-    run = _in_parts if runs_as_ops() or splitting() else _at_once
+    run = _apply_in_parts if runs_as_ops() or splitting() else _apply_fused
     return run(x_MI, w_EDF, counts_E, exact)
 
 
-def _at_once(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
+def _apply_fused(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
     if has_torch_function((x, w)):  # a lazy leaf, or a mode
-        return handle_torch_function(_at_once, (x, w), x, w, counts, exact)
+        return handle_torch_function(_apply_fused, (x, w), x, w, counts, exact)
     return _GatedProduct.apply(x, w, counts, exact)  # pyright: ignore[reportReturnType]
 
 
-def _in_parts(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
-    return grouped(_gated(x, exact), w, counts, transposed=True, exact=exact)
+def _apply_in_parts(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    return grouped(_gate_halves(x, exact), w, counts, transposed=True, exact=exact)
 
 
-def _gated(x: Tensor, exact: bool) -> Tensor:
+def _gate_halves(x: Tensor, exact: bool) -> Tensor:
     gate, up = x.chunk(2, -1)
     return exact_gated_silu(gate, up) if exact else gated_silu(gate, up)
 
@@ -62,7 +64,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
-        return _in_parts(x, w, counts, exact)
+        return _apply_in_parts(x, w, counts, exact)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -74,9 +76,9 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (x, w, counts), dy, form = ctx.saved_tensors, grad_outputs[0], FORMS[True, ctx.exact]
-        # One after the other: the value that is computed again is freed before the gradient of its size is made.
-        dw = derivative(form, 1, _gated(x, ctx.exact), dy, counts) if ctx.needs_input_grad[1] else None
-        dx = _of_halves(derivative(form, 0, w, dy, counts), x, ctx.exact) if ctx.needs_input_grad[0] else None
+        # In order: the recomputed value is freed before the gradient of the same size is made.
+        dw = derivative(form, 1, _gate_halves(x, ctx.exact), dy, counts) if ctx.needs_input_grad[1] else None
+        dx = _halves_gradient(derivative(form, 0, w, dy, counts), x, ctx.exact) if ctx.needs_input_grad[0] else None
         return dx, dw, None, None
 
     @staticmethod
@@ -86,10 +88,10 @@ class _GatedProduct(torch.autograd.Function):
         if tx is not None:
             (tgate, tup), (of_gate, of_up) = tx.chunk(2, -1), partials_of_gated_silu(*x.chunk(2, -1))
             out = out + derivative(form, 2, tgate * of_gate + tup * of_up, w, counts)
-        return out if tw is None else out + derivative(form, 2, _gated(x, ctx.exact), tw, counts)
+        return out if tw is None else out + derivative(form, 2, _gate_halves(x, ctx.exact), tw, counts)
 
 
-def _of_halves(dh: Tensor, x: Tensor, exact: bool) -> Tensor:
+def _halves_gradient(dh: Tensor, x: Tensor, exact: bool) -> Tensor:
     """Returns the gradient of `x`."""
     gate, up = x.chunk(2, -1)
     if exact:

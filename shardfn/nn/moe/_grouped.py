@@ -1,4 +1,4 @@
-"""Linear layers of experts: each group of rows times a matrix of its own, with derivatives of any order."""
+"""Linear layers of experts: each group of rows times a separate matrix, with derivatives of any order."""
 
 import functools
 
@@ -21,18 +21,19 @@ def grouped(
     *,
     exact: bool = False,
 ) -> Float[Tensor, "rows n"]:
-    """Returns the rows of each expert times its matrix; exact zeros in rows past the sum of the counts.
+    """Returns the rows of each expert times the expert's matrix, and exact zeros in rows past the sum of the counts.
 
-    No expert needs a row, and no size has to divide anything. Rows of the tail are not read, forward or backward, so
-    that NaNs in them reach no gradient. Where a pipeline's schedule splits backwards, the gradients of `x` and of `w`
-    come apart, as those of torch's products do.
+    An expert may have no row, and no size has to divide anything: counts [3, 0, 4] are fine, for example. Rows of the
+    tail are not read, forward or backward, so NaNs in the tail reach no gradient. Where a pipeline's schedule splits
+    backwards, the gradients of `x` and of `w` are computed separately, as for torch's products.
 
     Args:
-        x: rows in the order of their experts, as `dispatch` gives them.
+        x: rows in the order of experts, as from `dispatch`.
         w: a matrix [k, n] for each expert, in the dtype of `x`.
         counts: the rows of each expert.
-        transposed: `w` has matrices [n, k], as Hugging Face's experts have them.
-        exact: forward, each row has the bits of `kernels.row_linear` on any device; float32 or float64.
+        transposed: whether `w` has matrices [n, k], as in Hugging Face's experts.
+        exact: whether each row of the forward has the bits of `kernels.row_linear` on any device, for float32 or
+            float64.
 
     Raises:
         TypeError: dtypes differ or are not floating point.
@@ -48,7 +49,7 @@ def grouped(
     form = FORMS[transposed, exact]
     if runs_as_ops():
         return run_op(torch.ops.shardfn_kernels.multiplied_rows, x, w, counts, transposed, exact)
-    if has_torch_function((x, w)):  # a lazy leaf, or a mode that splits backwards
+    if has_torch_function((x, w)):  # a lazy leaf, or a mode for split backwards
         product = Product(
             lambda x, w: derivative(form, 2, x, w, counts),
             (
@@ -60,25 +61,25 @@ def grouped(
     return derivative(form, 2, x, w, counts)
 
 
-# t(x, w, y) = sum over rows of (x w[group]) . y, and its three derivatives.
+# t(x, w, y) = sum over rows of (x w[group]) . y, and the three derivatives.
 
 
-def _of_x(w: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+def _gradient_of_x(w: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
     return grouped_product(y, w, counts, transposed=not transposed)
 
 
-def _of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+def _gradient_of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
     return grouped_outer(y, x, counts) if transposed else grouped_outer(x, y, counts)
 
 
-def _of_y(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
+def _recompute_product(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
     return grouped_product(x, w, counts, transposed=transposed, exact=exact)
 
 
-def _form(transposed: bool, exact: bool) -> Trilinear:
-    of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_of_x, _of_w))
-    return of_x, of_w, functools.partial(_of_y, transposed=transposed, exact=exact)
+def _make_form(transposed: bool, exact: bool) -> Trilinear:
+    of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_gradient_of_x, _gradient_of_w))
+    return of_x, of_w, functools.partial(_recompute_product, transposed=transposed, exact=exact)
 
 
 # By `transposed` and `exact`.
-FORMS = {(transposed, exact): _form(transposed, exact) for transposed in (False, True) for exact in (False, True)}
+FORMS = {(transposed, exact): _make_form(transposed, exact) for transposed in (False, True) for exact in (False, True)}

@@ -1,6 +1,6 @@
-"""The router of DeepSeek-V3: each expert has a score of its own, and a token's experts are in its best groups.
+"""Router of DeepSeek-V3: each expert has a separate score, and a token's experts are in the token's best groups.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 import torch
@@ -28,10 +28,11 @@ def sigmoid_groups(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """Returns the k experts of highest sigmoid(logit) + bias, among those of the best groups.
+    """Returns the k experts of highest sigmoid(logit) + bias, among the experts of the best groups.
 
-    The bias takes part in the choice and never in a weight, and has no gradient: `bias_update` moves it. A group is E /
-    groups neighbouring experts, and its score the sum of the two best in it.
+    The bias takes part in the choice and never in a weight, and has no gradient: `bias_update` moves the bias. A group
+    is E / groups neighbouring experts, for example 256 / 8 = 32, and the group's score is the sum of the two best
+    scores.
 
     Args:
         logits: see `top_k`.
@@ -39,15 +40,15 @@ def sigmoid_groups(
         bias: added to the scores for the choice. None: 0.
         groups: number of groups.
         groups_kept: groups of a token's experts.
-        scale: a factor of the weights; 2.5 in DeepSeek-V3.
-        renormalise: whether a token's weights are divided by their sum.
+        scale: factor of the weights, such as 2.5 in DeepSeek-V3.
+        renormalise: whether a token's weights are divided by the sum of the weights.
         mask: see `top_k`.
         chosen: see `top_k`.
         exact: see `top_k`.
         name: the layer, in errors.
 
     Raises:
-        ValueError: as `top_k`, or the groups do not divide the experts, or those kept have fewer than k.
+        ValueError: as `top_k`, or the groups do not divide the experts, or the kept groups have fewer than k experts.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2, 1, -2], [1, 0.5, 0, 2]])
@@ -60,15 +61,15 @@ def sigmoid_groups(
     E = logits.shape[-1]
     _check_groups(k, E, groups, groups_kept, name)
     if bias is not None and bias.shape != (E,):
-        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} for {E} experts; give each expert a number.")
+        raise ValueError(f"{name}: bias must have a number for each of {E} experts, got shape {tuple(bias.shape)}.")
     wide = wide_logits(logits, mask, name)
     scores = exact_sigmoid(wide) if exact else wide.sigmoid()
     biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
-    experts = choice(_in_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
+    experts = choice(_keep_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
     return Routing(experts, scaled(taken(scores, experts), renormalise, scale, exact), scores, wide)
 
 
-def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
+def _keep_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     """Returns the scores, and -inf for experts outside of each token's best groups."""
     if kept == groups:
         return scores

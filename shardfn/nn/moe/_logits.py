@@ -8,16 +8,16 @@ from shardfn.collectives import current_mesh
 
 
 def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
-    """Returns the logits in float32, or in float64 if they have it.
+    """Returns the logits in float32, or float64 logits in float64.
 
-    0 in rows of padding, whose numbers may be anything.
+    Rows of padding become 0, whatever the numbers.
 
     Raises:
-        ValueError: they are not those of a row of tokens, a row that counts is not finite, or the mask does not fit.
+        ValueError: the logits are not [tokens, experts], a counted row is not finite, or the mask does not fit.
     """
     if logits.ndim != 2:
         raise ValueError(
-            f"{name}: logits have shape {tuple(logits.shape)}; a router takes [S, E], a row for each token: pass"
+            f"{name}: logits must be [S, E], a row for each token, got shape {tuple(logits.shape)}. Pass"
             " logits.flatten(0, -2), and route the tokens x.flatten(0, -2)."
         )
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -29,7 +29,7 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
 
 
 def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
-    """Refuses numbers of a router that are not finite, also in a captured step, not under vmap.
+    """Raises for infinite or NaN numbers of a router, also in a captured step, but not under vmap.
 
     Args:
         x: [S, ...] of tokens.
@@ -37,7 +37,7 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
         noun: the numbers.
 
     Raises:
-        ValueError: some are not; has the layer, the rank and the number of tokens.
+        ValueError: some numbers are not finite. The message has the layer, the rank and the number of tokens.
 
     Example:
         >>> check_finite(torch.ones(3, 2), "layers.0")
@@ -46,15 +46,15 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
     if _is_batched(rows):
         return  # vmap has no branch on a value
     if isinstance(rows, FakeTensor):
-        # In a graph, which each rank captures for itself, a message is a constant: it has no number of rows.
-        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name + _on_rank()))
+        # Each rank captures a separate graph. In a graph a message is a constant, without a number of rows.
+        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name + _describe_rank()))
         return
     if rows != 0:
-        raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _on_rank()))
+        raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _describe_rank()))
 
 
 def refuse(wrong: Tensor, text: str) -> None:
-    """Raises where a number is not 0, also in a captured step, not under vmap, which has no branch on a value.
+    """Raises where a number is not 0, also in a captured step, but not under vmap: vmap has no branch on a value.
 
     Raises:
         ValueError: with the text.
@@ -81,7 +81,7 @@ def _not_finite(noun: str, rows: str, where: str) -> str:
     )
 
 
-def _on_rank() -> str:
+def _describe_rank() -> str:
     mesh = current_mesh()
     at = ", ".join(f"{axis} {i}" for axis, i in mesh.coords.items()) if mesh.size > 1 else ""
     return f" (on the rank at {at})" if at else ""
@@ -96,10 +96,10 @@ def _check_mask(mask: Tensor, logits: Tensor, name: str) -> None:
 
 
 def check_k(k: int, num_experts: int, name: str) -> None:
-    """Refuses a number of choices that the experts do not allow.
+    """Raises for a number of choices not allowed by the experts.
 
     Raises:
-        ValueError: it is less than 1, or more than there are experts.
+        ValueError: k is less than 1, or more than the number of experts.
     """
     if not 1 <= k <= num_experts:
         raise ValueError(
@@ -109,7 +109,7 @@ def check_k(k: int, num_experts: int, name: str) -> None:
 
 
 def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str) -> None:
-    """Refuses a replayed choice that does not fit.
+    """Raises for a replayed choice of the wrong shape, dtype or expert.
 
     Args:
         chosen: a number for each choice of each token.
@@ -119,7 +119,7 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
         name: begins the message.
 
     Raises:
-        ValueError: another shape or dtype, or an expert that does not exist.
+        ValueError: another shape or dtype, or an unknown expert.
 
     Example:
         >>> check_chosen(torch.tensor([[0, 1], [-1, -1]]), 2, 2, 4, "router")
@@ -130,7 +130,7 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
             f" need int64 of shape {(size, k)}: the experts of an earlier routing."
         )
     outside = ((chosen < -1) | (chosen >= num_experts)).sum()
-    # In a graph a message is a constant: it has no number of choices.
+    # In a graph a message is a constant, without a number of choices.
     num = "some" if isinstance(outside, FakeTensor) or _is_batched(outside) else int(outside)
     refuse(
         outside,

@@ -1,4 +1,4 @@
-"""Metrics of a router, as sums and weights that a step's metrics average."""
+"""Metrics of a router, as sums and weights for the average of a step's metrics."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,23 +17,23 @@ def load(
     axes: Axes = None,
     mask: Bool[Tensor, " s"] | None = None,
 ) -> dict[str, tuple[Float[Tensor, ""], Float[Tensor, ""]]]:
-    """How busy the experts are, as pairs of a sum and its weight.
+    """Returns how busy the experts are, as pairs of a sum and a weight.
 
         max_load   choices of the busiest expert, divided by the mean over experts
         dead       number of experts without a choice
-        entropy    of the router's scores of a token; log E where it has no preference
-        dropped    share of the choices that a capacity has dropped
+        entropy    of the router's scores of a token, log E without a preference
+        dropped    share of the choices dropped by a capacity
 
-    A loss returns them beside its value, as `{name: sf.WeightedMean(*pair) for name, pair in load(...).items()}`. The
-    step adds up sums and weights over microbatches and ranks, in the message of its other metrics. `entropy` and
-    `dropped` are then those of the whole batch. `max_load` and `dead` are no means: they are those of the ranks' own
-    rows, averaged; with `axes`, those of the whole microbatch.
+    A loss returns the metrics next to the value, as `{name: sf.WeightedMean(*pair) for name, pair in
+    load(...).items()}`. The step adds up sums and weights over microbatches and ranks, in the message of the other
+    metrics. So `entropy` and `dropped` hold for the whole batch. `max_load` and `dead` are no means: both are averages
+    over the ranks' rows, or with `axes` hold for the whole microbatch.
 
     Args:
         routing: before a capacity.
-        kept: after it. None: without a capacity.
-        axes: axes of the batch, for `max_load` and `dead`, in a message of E counts. None: own rows.
-        mask: the tokens that count. None: those that have an expert.
+        kept: routing after the capacity. None: without a capacity.
+        axes: axes of the batch, for `max_load` and `dead`, in a message of E counts. None: the rank's rows.
+        mask: counted tokens. None: the tokens with an expert.
 
     Example:
         >>> from shardfn.nn import moe
@@ -46,11 +46,11 @@ def load(
     counts = counts_of(experts, routing.num_experts)
     whole, made = psum(counts, axes), counts.sum()
     dropped = made * 0 if kept is None else made - (torch.where(counted[:, None], kept.experts, -1) >= 0).sum()
-    tokens, one = counted.sum(), (whole.sum() > 0).to(made.dtype)  # a rank without tokens is not in their mean
+    tokens, one = counted.sum(), (whole.sum() > 0).to(made.dtype)  # a rank without tokens is not in the mean
     found = {
         "max_load": (whole.max() * routing.num_experts / whole.sum().clamp(min=1), one),
         "dead": ((whole == 0).sum(), one),
-        "entropy": (torch.where(counted, _entropy(routing.probs.detach()), 0.0).sum(), tokens),
+        "entropy": (torch.where(counted, _score_entropy(routing.probs.detach()), 0.0).sum(), tokens),
         "dropped": (dropped, made),
     }
     dtype = routing.probs.dtype
@@ -60,16 +60,16 @@ def load(
 def other_choices(
     routing: Routing, other: Routing, *, mask: Bool[Tensor, " s"] | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Returns the share of choices that another routing of the same tokens does not have, as a sum and its weight.
+    """Returns the share of choices missing in another routing of the same tokens, as a sum and a weight.
 
-    It measures a dtype, a kernel or an older router by the experts that change with it. The order of a token's choices
-    does not count. A loss returns it beside its value, as `sf.WeightedMean(*other_choices(...))`, and the step averages
-    it over the whole batch.
+    The share measures a dtype, a kernel or an older router by the changed experts. The order of a token's choices does
+    not count. For example experts [2, 5] and [5, 3] differ in half of the choices. A loss returns the share next to the
+    value, as `sf.WeightedMean(*other_choices(...))`, and the step averages over the whole batch.
 
     Args:
-        routing: routing of this rank's tokens.
-        other: other of the same tokens, such as that of logits in bfloat16, or of choices that a rollout has made.
-        mask: the tokens that count. None: those that have an expert in `routing`.
+        routing: routing of the rank's tokens.
+        other: another routing of the same tokens, such as from bfloat16 logits, or from the choices of a rollout.
+        mask: counted tokens. None: the tokens with an expert in `routing`.
 
     Raises:
         ValueError: the routings are of other numbers of tokens.
@@ -83,8 +83,8 @@ def other_choices(
     """
     if len(routing.experts) != len(other.experts):
         raise ValueError(
-            f"other_choices: the routings are of {len(routing.experts)} and {len(other.experts)} tokens; pass two of"
-            " the same tokens."
+            f"other_choices: the routings are of {len(routing.experts)} and {len(other.experts)} tokens. Both must be"
+            " of the same tokens."
         )
     counted = routing.routed() if mask is None else mask
     made = counted[:, None] & (routing.experts >= 0)
@@ -93,7 +93,7 @@ def other_choices(
     return (made & ~kept).sum().to(dtype), made.sum().to(dtype)
 
 
-def _entropy(scores: Tensor) -> Tensor:
-    """[S]: of the scores as probabilities."""
+def _score_entropy(scores: Tensor) -> Tensor:
+    """Returns [S]: the entropy of the scores as probabilities."""
     probs = as_shares(scores)
     return -torch.xlogy(probs, probs).sum(-1)

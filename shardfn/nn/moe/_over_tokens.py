@@ -1,8 +1,8 @@
-"""Routers whose choice for one token depends on the other tokens: expert choice and Sinkhorn.
+"""Routers with a choice that depends on the other tokens: expert choice and Sinkhorn.
 
-A model that generates one token after the other sees no others then. These are for training, and for encoders.
+During generation a model sees no other tokens. So such routers are for training, and for encoders.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 import torch
@@ -26,21 +26,21 @@ def expert_choice(
     mask: Bool[Tensor, " s"] | None = None,
     name: str = "moe",
 ) -> Routing:
-    """Returns each expert takes the `capacity` tokens that give it the highest probability.
+    """Gives each expert the `capacity` tokens with the highest probability for the expert.
 
     All experts are equally busy.
 
-    A token has between no expert and all of them, so the routing has K = E choices, choice e being expert e or -1. Ties
-    go to the earlier token.
+    A token has between no expert and all experts, so the routing has K = E choices, choice e being expert e or -1, for
+    example [0, -1, 2]. Ties go to the earlier token.
 
     Args:
         logits: see `top_k`.
         capacity: tokens of an expert, at most S. `capacity(S, k, E)` gives k experts to a token on average.
-        axes: axes of the batch: experts choose among the tokens of all ranks, in the order of the ranks, as on one
-            device, and the capacity is that of the whole batch. Scores stay where they are: the ranks compare counts,
-            in four messages of 256 E integers (eight in float64) and one of E, for any number of tokens. None: a rank's
-            experts choose among its own tokens.
-        mask: False for padding, which is not taken.
+        axes: axes of the batch: experts choose among the tokens of all ranks, in the order of the ranks, as on a single
+            device, and the capacity holds for the whole batch. Scores stay in place: the ranks compare counts, in four
+            messages of 256 E integers (eight in float64) and a message of E, for any number of tokens. None: experts
+            choose among the rank's tokens.
+        mask: False for padding, never taken by an expert.
         name: the layer, in errors.
 
     Raises:
@@ -54,7 +54,7 @@ def expert_choice(
     References:
         Zhou et al., Mixture-of-Experts with Expert Choice Routing, 2022, https://arxiv.org/abs/2202.09368
     """
-    # With axes all tokens are those of several ranks, whose numbers need not be equal; experts may take all.
+    # With axes all tokens come from several ranks, with maybe unequal numbers, and experts may take all.
     if capacity < 1 or (axis_size(axes) == 1 and capacity > max(len(logits), 1)):
         raise ValueError(
             f"{name}: each expert is to take capacity={capacity} of {len(logits)} tokens, and takes a token once at"
@@ -68,7 +68,7 @@ def expert_choice(
         every = Routing(experts, probs, probs, wide)
         return with_capacity(every, capacity, by="probs", axes=axes)
     scores = torch.where(experts >= 0, probs.detach(), -1.0)
-    # The place of each token in the order of an expert is the inverse of that order.
+    # The place of each token in the order of an expert is the inverse of the order.
     places = scores.sort(stable=True, dim=0, descending=True).indices.argsort(0)
     experts = torch.where(places < capacity, experts, -1)
     return Routing(experts, torch.where(experts >= 0, probs, 0.0), probs, wide)
@@ -84,16 +84,16 @@ def sinkhorn(
     chosen: Int64[Tensor, "s k"] | None = None,
     name: str = "moe",
 ) -> Routing:
-    """Returns the k best experts once logits are shifted so that all experts have the same total probability.
+    """Returns the k best experts, after a shift of logits such that all experts have the same total probability.
 
-    Each iteration moves a shift of each expert: b <- b - log(E mean_s softmax(logits + b)). Weights are those of the
+    Each iteration moves a shift of each expert: b <- b - log(E mean_s softmax(logits + b)). Weights come from the
     logits without shifts: sigmoids for k = 1, else probabilities.
 
     Args:
         logits: see `top_k`.
         k: experts of a token.
-        iterations: how often the shifts are moved; large logits need more.
-        axes: axes of the batch, whose ranks' tokens are balanced together. None: this rank's own.
+        iterations: number of moves of the shifts. Large logits need more.
+        axes: axes of the batch. Tokens of all ranks are balanced together. None: only the rank's tokens.
         mask: see `top_k`.
         chosen: see `top_k`.
         name: the layer, in errors.
@@ -111,13 +111,13 @@ def sinkhorn(
     """
     check_k(k, logits.shape[-1], name)
     wide = wide_logits(logits, mask, name)
-    experts = choice(wide.detach() + _shifts(wide.detach(), iterations, axes, mask), k, mask, chosen, name)
+    experts = choice(wide.detach() + _compute_shifts(wide.detach(), iterations, axes, mask), k, mask, chosen, name)
     probs = wide.sigmoid() if k == 1 else wide.softmax(-1)
     return Routing(experts, taken(probs, experts), probs, wide)
 
 
-def _shifts(logits: Tensor, iterations: int, axes: Axes, mask: Tensor | None) -> Tensor:
-    """[E]: the logarithms of the experts' factors."""
+def _compute_shifts(logits: Tensor, iterations: int, axes: Axes, mask: Tensor | None) -> Tensor:
+    """Returns [E]: the logarithms of the experts' factors."""
     counted = torch.ones_like(logits[:, :1]) if mask is None else mask[:, None].to(logits)
     tokens, shifts = psum(counted.sum(), axes).clamp(min=1), torch.zeros_like(logits.sum(0))
     for _ in range(iterations):

@@ -1,7 +1,7 @@
-"""Rows of tokens in the order of their experts, and back: gathers in a fixed order, each the transpose of the other.
+"""Rows of tokens in the order of experts, and back: gathers in a fixed order, each the transpose of the other.
 
-Nothing is added into rows that others add to, so results have the same bits in each run and on any number of threads.
-Shapes depend on sizes alone, never on the choices.
+No two sources add into the same row (no atomics), so results have the same bits in each run and on any number of
+threads. Shapes depend only on sizes, never on the choices.
 
 Shapes: s tokens, k choices a token, e experts, d width.
 """
@@ -18,10 +18,10 @@ from shardfn.nn._trilinear import Trilinear, derivative
 
 
 class Permutation(NamedTuple):
-    """Where the rows of tokens are.
+    """Places of the rows of tokens.
 
     Attributes:
-        source: int64 [rows]: the token of each sorted row; -1 in the tail, which no choice has.
+        source: token of each sorted row, int64 [rows], or -1 in the tail without choices.
         places: int64 [s, k]: the row of each choice, or -1 for a choice without a row.
     """
 
@@ -35,13 +35,12 @@ def permutation(
     """Returns the order of the choices by expert, then token, then choice.
 
     Args:
-        experts: the experts that each token has chosen; choices that are not from 0 to `num_experts` - 1, such as -1,
-            have no row.
+        experts: chosen experts of each token. Choices not from 0 to `num_experts` - 1, such as -1, have no row.
         num_experts: e.
-        rows: the static number of rows, or None for s k. Choices that come after it have no row.
+        rows: static number of rows, or None for s k. Choices past `rows` have no row.
 
     Returns:
-        The permutation, and the number of rows of each expert. The rows past the sum of these are the tail.
+        The permutation, and the number of rows of each expert. Rows past the sum of the numbers are the tail.
 
     Example:
         >>> p, counts = permutation(torch.tensor([[1, 0], [1, -1]]), 2)
@@ -53,7 +52,7 @@ def permutation(
     flat = experts.flatten()
     keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     order = keys.argsort(stable=True)
-    # Sums of integers, whose order is of no effect. The last is that of choices without an expert.
+    # Sums of integers, in any order. The last sum counts choices without an expert.
     chosen = keys.new_zeros(num_experts + 1).scatter_add(0, keys, torch.ones_like(keys))
     bounds = torch.cat([chosen.new_zeros(1), chosen[:-1].cumsum(0).clamp(max=num)])
     counts, used = bounds[1:] - bounds[:-1], bounds[-1]
@@ -68,7 +67,7 @@ def permutation(
 def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]:
     """Returns the rows of the experts: a copy of a token for each of its choices, and zeros in the tail.
 
-    The gradient of a token is the sum of those of its rows, in the order of its choices.
+    The gradient of a token is the sum of the gradients of the token's rows, in the order of choices.
 
     Args:
         x: tokens.
@@ -83,12 +82,12 @@ def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]
 
 
 def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
-    """Returns the weighted sum of each token's rows, in the order of its choices. A choice without a row adds nothing.
+    """Returns the weighted sum of each token's rows, in the order of choices. A choice without a row adds nothing.
 
     Args:
         y: the experts' results, in the order of `dispatch`. The tail is not read.
         p: parameters from `permutation`.
-        weights: weights of the choices. They may have a wider dtype than `y`, in which the sums are computed.
+        weights: weights of the choices. A wider dtype than `y` is the dtype of the sums.
 
     Example:
         >>> p, _ = permutation(torch.tensor([[1, 0], [0, -1]]), 2)
@@ -104,9 +103,9 @@ def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "
 def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d"]:
     """Returns the sum of each token's rows.
 
-    The transpose of `dispatch`, and its inverse where each token has one choice.
+    The transpose of `dispatch`, and the inverse where each token has a single choice.
 
-    It is `combine` with weights of one, and keeps nothing for a gradient of weights.
+    Equal to `combine` with weights of 1, and keeps nothing for a gradient of weights.
 
     Args:
         y: rows, in the order of `dispatch`. The tail is not read.
@@ -128,7 +127,7 @@ def copies(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
 
 
 class _Copies(torch.autograd.Function):
-    """Rows by an index. `back` is the index whose sums are the transpose."""
+    """Rows by an index. Sums by the index `back` are the transpose."""
 
     generate_vmap_rule = True
 
@@ -154,17 +153,17 @@ class _Copies(torch.autograd.Function):
         return _Copies.apply(grad_inputs[0], *ctx.saved_tensors)
 
 
-# t(y, x, w) = sum over tokens s and choices j of w[s, j] (y[places[s, j]] . x[s]), and its three derivatives.
+# t(y, x, w) = sum over tokens s and choices j of w[s, j] (y[places[s, j]] . x[s]), and the three derivatives.
 
 
-def _to_tokens(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+def _token_gradient(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     del source
     return gather_rows(y, places, weights)
 
 
-def _to_weights(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+def _weight_gradient(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
     del source
     return row_dots(y, x, places)
 
 
-_WEIGHTED: Trilinear = (combined_to_rows, _to_tokens, _to_weights)
+_WEIGHTED: Trilinear = (combined_to_rows, _token_gradient, _weight_gradient)

@@ -1,4 +1,4 @@
-"""`residual`: experts beside a dense MLP, mixed by a learnt coefficient."""
+"""`residual`: experts next to a dense MLP, mixed by a learnt coefficient."""
 
 import torch
 from jaxtyping import Float
@@ -12,15 +12,15 @@ def residual(
     w_2D: Float[Tensor, "2 d"],
     b_2: Float[Tensor, "2"] | None = None,
 ) -> Float[Tensor, "*s d"]:
-    """`c[0] * experts + c[1] * mlp`, c = softmax(x w^T + b) of each token.
+    """Returns `c[0] * experts + c[1] * mlp`, c = softmax(x w^T + b) of each token.
 
-    With one expert a token it has the computation of two, without their second exchange.
+    With a single expert for each token the layer has the computation of two experts, without the second exchange.
 
     Args:
         experts_SD: the result of `moe.apply`.
         mlp_SD: mlp of the dense MLP, for the same tokens.
         x_SD: the tokens.
-        w_2D: a leaf beside the router's, whole on all ranks.
+        w_2D: leaf next to the router's leaf, whole on all ranks.
         b_2: bias, or None.
 
     Example:

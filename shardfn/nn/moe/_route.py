@@ -1,12 +1,12 @@
 """Routers: functions from logits to the experts of each token, by the published rules.
 
     top_k         the k most probable experts (Mixtral, Qwen3-MoE, OLMoE)
-    switch_top1   the most probable one, its probability as weight (Switch Transformer)
-    gshard_top2   the most probable one, and a second one by noise (GShard)
+    switch_top1   the most probable expert, the probability as weight (Switch Transformer)
+    gshard_top2   the most probable expert, and a second expert by noise (GShard)
 
-Where scores are equal, the lower index wins. A token's experts depend on its own logits alone.
+Where scores are equal, the lower index wins. A token's experts depend only on the token's logits.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 from typing import Literal
@@ -36,19 +36,20 @@ def top_k(
     """Returns the k experts of highest probability, in order.
 
     Mixtral is the default. Qwen3-MoE with `norm_topk_prob=False` and OLMoE have `renormalise=False`. With
-    `softmax="after"` the probabilities are those among the chosen experts, which sum to 1 by themselves. With k = 1 a
-    weight that sums to 1 is constant, and the router has no gradient through it: take `switch_top1`.
+    `softmax="after"` weights are probabilities among the chosen experts, with the sum 1 anyway. With k = 1 a weight of
+    sum 1 is constant, and the router has no gradient through the weight: take `switch_top1`.
 
     Args:
-        logits: logits of any floating dtype; computed with in float32, or in float64.
+        logits: logits of any floating dtype, computed in float32, or in float64.
         k: experts of a token.
         softmax: whether weights are probabilities among all experts, or among the chosen ones.
-        renormalise: whether a token's weights are divided by their sum.
+        renormalise: whether a token's weights are divided by the sum of the weights.
         scale: a factor of the weights.
-        mask: False for padding, which gets no expert.
-        chosen: experts to use in place of the best, such as those of an earlier routing; gradients reach the router
-            through the weights as before. -1 is a choice without an expert.
-        exact: a token's weights have the same bits beside any other tokens, on every processor; float32 or float64.
+        mask: False for padding, without an expert.
+        chosen: experts in place of the best, such as from an earlier routing (routing replay). Gradients reach the
+            router through the weights as before. -1 is a choice without an expert.
+        exact: whether a token's weights have the same bits next to any other tokens, on every processor, for float32 or
+            float64.
         name: the layer, in errors.
 
     Raises:
@@ -73,7 +74,7 @@ def top_k(
     experts = choice(wide, k, mask, chosen, name)
     if softmax == "after":
         weights = where_chosen(experts, softmax_of(taken(wide, experts, torch.finfo(wide.dtype).min), exact))
-        renormalise = False  # they sum to 1
+        renormalise = False  # with sum 1
     else:
         weights = taken(probs, experts)
     return Routing(experts, scaled(weights, renormalise, scale, exact), probs, wide)
@@ -89,14 +90,14 @@ def switch_top1(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """Returns the most probable expert, with its probability as weight, through which the router has its gradient.
+    """Returns the most probable expert, with the probability as weight. The router has a gradient through the weight.
 
-    With a key it is drawn with its probability (DeepSpeed's "RSample": the largest logit with Gumbel noise). The weight
-    is that of the logits without noise.
+    With a key the expert is drawn by probability (DeepSpeed's "RSample": the largest logit with Gumbel noise). The
+    weight comes from the logits without noise.
 
     Args:
         logits: see `top_k`.
-        key: a key for this layer and step. None: no noise.
+        key: key for the layer and step. None: no noise.
         index: global number of each token, for the noise, from `token_numbers`.
         mask: see `top_k`.
         chosen: see `top_k`.
@@ -117,7 +118,7 @@ def switch_top1(
     """
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
-    experts = choice(_noisy(wide, key, index), 1, mask, chosen, name)
+    experts = choice(_add_noise(wide, key, index), 1, mask, chosen, name)
     probs = softmax_of(wide, exact)
     return Routing(experts, taken(probs, experts), probs, wide)
 
@@ -132,13 +133,14 @@ def gshard_top2(
     exact: bool = False,
     name: str = "moe",
 ) -> Routing:
-    """Returns the most probable expert and a second one. Their weights are probabilities, divided by their sum.
+    """Returns the most probable expert and a second expert. Weights are probabilities, divided by their sum.
 
-    With a key the second is drawn among the others with its probability among them. Without, it is the next best.
+    With a key the second is drawn among the other experts by probability. Without a key the second is the next best
+    expert.
 
     Args:
         logits: see `top_k`, of at least two experts.
-        key: a key for this layer and step. None: no noise.
+        key: key for the layer and step. None: no noise.
         index: global number of each token, for the noise, from `token_numbers`.
         mask: see `top_k`.
         chosen: see `top_k`.
@@ -163,14 +165,14 @@ def gshard_top2(
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
     first = choice(wide, 1, None, None, name)
-    # The first has the highest score of all, so that noise does not change it.
-    scores = _noisy(wide, key, index).scatter(-1, first, torch.inf)
+    # The first has the highest score of all, so noise does not change the first.
+    scores = _add_noise(wide, key, index).scatter(-1, first, torch.inf)
     experts = choice(scores, 2, mask, chosen, name)
     probs = softmax_of(wide, exact)
     return Routing(experts, scaled(taken(probs, experts), True, 1.0, exact), probs, wide)
 
 
-def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
+def _add_noise(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
     if key is None:
         return logits
     assert index is not None  # checked

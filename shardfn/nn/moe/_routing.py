@@ -1,6 +1,6 @@
-"""The result of a router: the experts of each token, with the weights of their outputs.
+"""Result of a router: the experts of each token, with the weights of outputs.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """The experts of each token. It is a tree of tensors, which may be saved, cut along S and passed to other ranks.
+    """Experts of each token. A tree of tensors, to be saved, cut along S or passed to other ranks.
 
     Attributes:
         experts: [S, K] of int64, or -1 where a choice has no expert: of a padding token, or dropped by a capacity.
-        weights: [S, K], by which outputs of experts are multiplied, or 0 where there is no expert.
+        weights: factors of the outputs of experts, [S, K], or 0 where there is no expert.
         probs: [S, E], the router's scores of all experts.
-        logits: [S, E] as computed with, in float32 or float64; 0 in rows of padding.
+        logits: logits [S, E] of the computation, in float32 or float64, and 0 in rows of padding.
 
     Example:
         >>> from shardfn.nn import moe
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """E, those without a token among them."""
+        """Returns E, including experts without a token."""
         return self.probs.shape[-1]
 
     def counts(self) -> Int64[Tensor, " e"]:
@@ -41,18 +41,18 @@ class Routing(NamedTuple):
         return counts_of(self.experts, self.num_experts)
 
     def routed(self) -> Bool[Tensor, " s"]:
-        """Returns the tokens that have an expert: before a capacity drops choices, all but padding."""
+        """Returns the tokens with an expert: before a capacity drops choices, all except padding."""
         return (self.experts >= 0).any(-1)
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
-    """[E] of int64: how often each expert occurs among indices of any shape; -1 is not counted."""
+    """Returns [E] of int64: how often each expert occurs among indices of any shape. -1 is not counted."""
     flat = experts.flatten()
-    # Indices of no expert fall in a last place, which is cut off: shapes then do not depend on the data.
+    # Indices of no expert fall in a last place that is cut off: shapes then do not depend on the data.
     place = torch.where(flat < 0, num_experts, flat)
     return place.new_zeros(num_experts + 1).scatter_add(0, place, torch.ones_like(place))[:num_experts]
 
 
 def as_shares(scores: Tensor) -> Tensor:
-    """[S, E]: scores divided by their sum, which sigmoids do not have at 1."""
+    """Returns [S, E]: scores divided by the sum, as sigmoids do not sum to 1."""
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)

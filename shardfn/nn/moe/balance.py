@@ -1,9 +1,9 @@
-"""Losses that keep the experts of a router equally busy, and its logits small.
+"""Losses for equally busy experts of a router, and for small logits.
 
-With `axes` they are over the whole batch, without over a rank's own rows. Pass a routing before a capacity drops any of
-its choices.
+With `axes` the losses are over the whole batch, without `axes` over a rank's rows. Pass a routing before a capacity
+drops choices.
 
-S tokens of this rank, K choices of a token, E experts.
+S tokens of the rank, K choices of a token, E experts.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,17 @@ from ._routing import Routing, as_shares, counts_of
 
 
 def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
-    """E sum_e f_e p_e: 1 where experts are equally busy.
+    """Returns E sum_e f_e p_e: 1 where experts are equally busy.
 
-    f_e is the share of the choices that fall on expert e, a constant; p_e its mean score, which has the gradient. A
-    token's scores are divided by their sum, which is 1 except for those of sigmoids.
+    f_e is the share of the choices of expert e, a constant, and p_e the expert's mean score, with the gradient. For
+    example all tokens on a single expert of 8 with probability 1 give 8. A token's scores are divided by their sum,
+    equal to 1 except for sigmoids.
 
     Args:
-        routing: routing of this rank's tokens, before a capacity.
-        axes: axes of the batch: f and p are those of all ranks' tokens, in one message of 2 E + 1 numbers. None: those
-            of this rank's own tokens, whose loss a step then averages over the ranks.
-        mask: the tokens that count. None: those that have an expert, so all but padding.
+        routing: routing of the rank's tokens, before a capacity.
+        axes: axes of the batch: f and p cover all ranks' tokens, in a message of 2 E + 1 numbers. None: f and p cover
+            the rank's tokens, and a step averages the losses over the ranks.
+        mask: counted tokens. None: the tokens with an expert, so all except padding.
 
     Example:
         >>> from shardfn.nn import moe
@@ -39,11 +40,11 @@ def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
     """
-    return _products(routing, routing.experts, axes, mask).mean()
+    return _balance_products(routing, routing.experts, axes, mask).mean()
 
 
 def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
-    """As `switch`, with the shares of each token's first choice alone.
+    """Returns the loss `switch` with the shares of only each token's first choice.
 
     Args:
         routing: see `switch`, with choices in order.
@@ -59,21 +60,22 @@ def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | No
     References:
         Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
     """
-    return _products(routing, routing.experts[:, :1], axes, mask).mean()
+    return _balance_products(routing, routing.experts[:, :1], axes, mask).mean()
 
 
 def mixtral(
     routing: Routing | Sequence[Routing], *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
 ) -> Float[Tensor, ""]:
-    """Returns the loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
+    """Returns the loss of `transformers`: k times the loss `switch`, so k where experts are equally busy.
 
-    It joins the tokens of several layers before the product, which is not the mean of the layers' losses: experts of
-    the same number in different layers even each other out.
+    The tokens of several layers are joined before the product. So the loss is not the mean of the layers' losses:
+    experts of the same number in different layers even each other out.
 
     Args:
-        routing: see `switch`, or those of several layers, with equal numbers of tokens, experts and choices.
+        routing: routing of a layer as in `switch`, or routings of several layers, with equal numbers of tokens, experts
+            and choices.
         axes: see `switch`.
-        mask: see `switch`, of one layer.
+        mask: mask of a layer as in `switch`.
 
     Example:
         >>> from shardfn.nn import moe
@@ -95,18 +97,18 @@ def sequence(
     batch_axes: Axes = None,
     mask: Bool[Tensor, " s"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Returns the mean over sequences of E sum_e f_e p_e, with f and p of the tokens of one sequence.
+    """Returns the mean over sequences of E sum_e f_e p_e, with f and p of the tokens of a single sequence.
 
     Args:
-        routing: tokens of sequences of one length, one after the other, before a capacity.
-        num_sequences: number of the sequences; 0 on a rank without rows.
-        axes: axes that cut the sequences, not the batch. None: this rank has whole sequences.
-        batch_axes: axes that cut the batch: the mean is over the sequences of all ranks, of which each may have
-            another number, for example 4 and 2. None: own sequences, and 0 where a rank has none.
-        mask: tokens that count, as in `switch`. A sequence without such a token has the loss 0, and counts in the mean.
+        routing: routing of the tokens of sequences of equal length, in order, before a capacity.
+        num_sequences: number of sequences, 0 on a rank without rows.
+        axes: axes along which sequences are cut, not the batch. None: the rank has whole sequences.
+        batch_axes: axes along which the batch is cut: the mean is over the sequences of all ranks. Ranks may have
+            different numbers of sequences, for example 4 and 2. None: the rank's sequences, and 0 without sequences.
+        mask: counted tokens, as in `switch`. A sequence without a counted token has the loss 0, and counts in the mean.
 
     Raises:
-        ValueError: the tokens are not those of this number of sequences of one length.
+        ValueError: the tokens are not `num_sequences` sequences of equal length.
 
     Example:
         >>> from shardfn.nn import moe
@@ -124,17 +126,18 @@ def sequence(
             f"sequence: {S} tokens are not those of num_sequences={num_sequences} sequences of one length. Pass the"
             " number of rows of the batch that was flattened to tokens."
         )
-    each = _products(routing, routing.experts, axes, mask, num_sequences)
+    each = _balance_products(routing, routing.experts, axes, mask, num_sequences)
     total, number = summed_over(torch.stack([each.sum(), each.new_tensor(num_sequences)]), batch_axes).unbind()
     return total / number.clamp(min=1)
 
 
 def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
-    """Returns the mean over tokens of logsumexp(logits)^2, which keeps logits small.
+    """Returns the mean over tokens of logsumexp(logits)^2, a loss for small logits.
 
     Args:
         routing: see `switch`.
-        axes: see `switch`. The mean of own rows is the same where ranks have equal numbers of tokens.
+        axes: axes of the batch, as in `switch`. The mean of the rank's rows is the same where ranks have equal numbers
+            of tokens.
         mask: see `switch`.
 
     Example:
@@ -146,20 +149,20 @@ def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = 
     References:
         Zoph et al., ST-MoE, 2022, https://arxiv.org/abs/2202.08906
     """
-    counted = _counted(routing, mask)
+    counted = _count_mask(routing, mask)
     squares = torch.where(counted, routing.logits.logsumexp(-1).square(), 0.0)
     total, tokens = summed_over(torch.stack([squares.sum(), counted.sum().to(squares.dtype)]), axes).unbind()
     return total / tokens.clamp(min=1)
 
 
-def _products(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
+def _balance_products(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
     """Returns [parts]: E sum_e f_e p_e of equal parts of the tokens, with the shares f of the given choices."""
-    f, p = _shares(routing, experts, _counted(routing, mask), axes, parts)
+    f, p = _expert_shares(routing, experts, _count_mask(routing, mask), axes, parts)
     return routing.num_experts * (f * p).sum(-1)
 
 
-def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
-    """Returns [parts, E] twice: each expert's share of the choices, and its mean score, over the tokens that count."""
+def _expert_shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
+    """Returns [parts, E] twice: each expert's share of the choices, and mean score, over the counted tokens."""
     E, scores = routing.num_experts, as_shares(routing.probs)
     shape = parts, len(experts) // max(parts, 1)  # in numbers: torch finds no size of 0 rows
     part = torch.arange(parts, device=experts.device).repeat_interleave(shape[1])
@@ -171,10 +174,10 @@ def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, part
     return counts / counts.sum(1, keepdim=True).clamp(min=1), sums / tokens.clamp(min=1)
 
 
-def _counted(routing: Routing, mask: Tensor | None) -> Tensor:
-    """[S]: the tokens that count."""
+def _count_mask(routing: Routing, mask: Tensor | None) -> Tensor:
+    """Returns [S]: the counted tokens."""
     if mask is not None and mask.shape != routing.experts.shape[:1]:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} for {len(routing.experts)} tokens; give each token a bool."
+            f"mask must have a bool for each of {len(routing.experts)} tokens, got shape {tuple(mask.shape)}."
         )
     return routing.routed() if mask is None else mask

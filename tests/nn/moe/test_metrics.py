@@ -64,7 +64,7 @@ def test_other_choices_are_those_that_the_other_routing_lacks() -> None:
     assert 0 < total < weight
     turned = other._replace(experts=other.experts.flip(1))
     assert moe.other_choices(other, turned)[0] == 0
-    with pytest.raises(ValueError, match="of 50 and 49 tokens; pass two of the same"):
+    with pytest.raises(ValueError, match=r"of 50 and 49 tokens\. Both must be of the same"):
         moe.other_choices(routing, moe.top_k(logits[1:], 2))
 
 

@@ -226,7 +226,7 @@ def test_each_expert_takes_its_best_tokens() -> None:
 def test_sinkhorn_balances_its_scores() -> None:
     x = drawn(12) + torch.tensor([4.0, 0, 0, -4])
     assert moe.sinkhorn(x, iterations=0).counts().max() >= 11
-    shifts = _over_tokens._shifts(x, 100, None, None)
+    shifts = _over_tokens._compute_shifts(x, 100, None, None)
     close((x + shifts).softmax(-1).mean(0), [0.25] * 4)
     assert moe.sinkhorn(x, iterations=100).counts().max() <= 6
 
