@@ -77,8 +77,8 @@ class Stream:
                 names them.
             ValueError: a pass has no batch at all.
         """
-        batch, have = self._read()
-        if not self._all_have(have):
+        batch, have = self._read_batch()
+        if not self._agree_on_batch(have):
             if not self.next:
                 raise ValueError(
                     f"Stream: pass {self.passes} has no batch on any rank. A generator can be read only once: pass an"
@@ -98,12 +98,12 @@ class Stream:
             TypeError: the loader keeps no place.
             ValueError: the place that it keeps would not lead to the same batches. The message names the reason.
         """
-        place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._size}
+        place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._loader_size}
         if self._resume == "replay":
             return place
-        with self._told():
+        with self._send_errors():
             self._check_exact()
-            own = to_json(self._own_place()) if self._started else None
+            own = to_json(self._loader_place()) if self._started else None
         if self._mesh is None:
             return place | {"loaders": [own]}
         control = comms_of(self._mesh).control
@@ -116,18 +116,18 @@ class Stream:
         Raises:
             ValueError: it was taken on another number of ranks, or with another `resume`.
         """
-        if state["ranks"] != self._size:
+        if state["ranks"] != self._loader_size:
             raise ValueError(
-                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._size}: each has a"
-                " place of its own in the stream. Go on with that number of ranks; or leave at() out, which begins"
-                " anew."
+                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._loader_size}: each"
+                " has a place of its own in the stream. Go on with that number of ranks; or leave at() out, which"
+                " begins anew."
             )
         if ("loaders" in state) != (self._resume == "state"):
             was = "state" if "loaders" in state else "replay"
             raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}; pass that.")
         self._batches = None
         if self._resume == "replay":
-            self._replay(state["pass"], state["next"])
+            self._replay_batches(state["pass"], state["next"])
             return self
         self.passes, self.next = state["pass"], state["next"]
         own = state["loaders"][0 if self._mesh is None else self._mesh.rank]
@@ -136,12 +136,15 @@ class Stream:
         return self
 
     @property
-    def _size(self) -> int:
+    def _loader_size(self) -> int:
         return 1 if self._mesh is None else self._mesh.size
 
-    def _own_place(self) -> dict[str, Any]:
+    def _loader_place(self) -> dict[str, Any]:
         generator = getattr(self._loader, "generator", None)
-        return {"loader": self._keeper().state_dict(), "order": None if generator is None else generator.get_state()}
+        return {
+            "loader": self._state_keeper().state_dict(),
+            "order": None if generator is None else generator.get_state(),
+        }
 
     def _go_to(self, loader: Any, order: Any) -> None:
         """Moves the loader to a place.
@@ -152,15 +155,15 @@ class Stream:
         self._set_epoch()
         self._started = True
         if self.next or order is None:
-            self._keeper().load_state_dict(loader)
+            self._state_keeper().load_state_dict(loader)
         if self.next:
             self._batches = iter(self._loader)
         if order is not None:
             vars(self._loader)["generator"].set_state(order)
 
-    def _read(self) -> tuple[PyTree, bool]:
+    def _read_batch(self) -> tuple[PyTree, bool]:
         """Returns the next batch, and whether there is one."""
-        with self._told():
+        with self._send_errors():
             if self._batches is None:
                 self._set_epoch()
                 self._batches = iter(self._loader)
@@ -170,7 +173,7 @@ class Stream:
             except StopIteration:
                 return None, False
 
-    def _all_have(self, have: bool) -> bool:
+    def _agree_on_batch(self, have: bool) -> bool:
         """Returns whether all ranks have a batch; agreed by all."""
         if self._mesh is None or self._mesh.size == 1:
             return have
@@ -188,7 +191,7 @@ class Stream:
             )
         return False
 
-    def _replay(self, passes: int, batches: int) -> None:
+    def _replay_batches(self, passes: int, batches: int) -> None:
         takes_epoch = any(True for _ in self._epoch_takers())
         for self.passes in range(passes if takes_epoch else 0, passes + 1):
             self._set_epoch()
@@ -205,7 +208,7 @@ class Stream:
                 )
         self._started = True
 
-    def _told(self) -> Any:
+    def _send_errors(self) -> Any:
         """Returns a context that sends an error of this rank's to the others."""
         return told_before(comms_of(self._mesh).control) if self._mesh is not None else contextlib.nullcontext()
 
@@ -221,7 +224,7 @@ class Stream:
         for x in self._epoch_takers():
             x.set_epoch(self.passes)
 
-    def _keeper(self) -> Any:
+    def _state_keeper(self) -> Any:
         """Returns the object that knows the place: the loader, or its dataset where no worker reads ahead."""
         loader: Any = self._loader
         if callable(getattr(loader, "load_state_dict", None)):

@@ -64,19 +64,19 @@ class Batches:
         for name in ("batch_size", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Batches({name}={getattr(self, name)}): must be at least 1.")
-        if self._total < 1:
+        if self._total_size < 1:
             raise ValueError(
                 f"{self.source!r} has {self.source.num_tokens} ids, but one window of length={self.length}"
                 f" needs {self.length + 1}; use a longer corpus or a smaller length."
             )
-        first, stop = self._part
-        if not 0 <= first < stop <= self._total:
-            raise ValueError(f"Batches(part={self.part}): not a range of the {self._total} windows of the corpus.")
+        first, stop = self._rank_part
+        if not 0 <= first < stop <= self._total_size:
+            raise ValueError(f"Batches(part={self.part}): not a range of the {self._total_size} windows of the corpus.")
 
     @property
     def num_windows(self) -> int:
         """W, the windows an epoch visits; W / batch_size batches make an epoch."""
-        first, stop = self._part
+        first, stop = self._rank_part
         return stop - first
 
     @functools.cached_property
@@ -87,9 +87,9 @@ class Batches:
 
         The digest is of `part`, the number of ids, and at most 64 windows at equal distances.
         """
-        starts = np.array(sampled_rows(self._total), np.int64) * self.length
+        starts = np.array(sampled_rows(self._total_size), np.int64) * self.length
         ids = self.source.read(starts, self.length + 1)
-        digest = digest_bytes([repr((self._part, self.source.num_tokens)).encode(), ids.tobytes()])
+        digest = digest_bytes([repr((self._rank_part, self.source.num_tokens)).encode(), ids.tobytes()])
         return {"windows": self.num_windows, "length": self.length, "digest": digest}
 
     def split(self, fraction: float) -> tuple["Batches", "Batches"]:
@@ -109,7 +109,7 @@ class Batches:
             >>> train.num_windows, validation.num_windows, train(0)["tokens"].shape
             (9, 2, torch.Size([2, 10]))
         """
-        first, stop = self._part
+        first, stop = self._rank_part
         middle = stop - round(fraction * (stop - first))
         if not first < middle < stop:
             raise ValueError(
@@ -148,16 +148,16 @@ class Batches:
         """Returns the window of each row number n B + i; window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
         # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
-        return permute(place + self._part[0], self._total)
+        return permute(place + self._rank_part[0], self._total_size)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:
         """Batches `first` to `stop` (exclusive) in order."""
         return (self(n, rank=rank, world=world) for n in range(first, stop))
 
     @property
-    def _total(self) -> int:
+    def _total_size(self) -> int:
         return (self.source.num_tokens - 1) // self.length
 
     @property
-    def _part(self) -> tuple[int, int]:
-        return (0, self._total) if self.part is None else self.part
+    def _rank_part(self) -> tuple[int, int]:
+        return (0, self._total_size) if self.part is None else self.part

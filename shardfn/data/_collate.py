@@ -40,18 +40,18 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
         ([[5, 6, 7, 0], [8, 9, 0, 0]], [[5, 6, 7, -100], [-100, 9, -100, -100]], [2.0, 1.0])
     """
 
-    def collate(examples: list[Any]) -> dict[str, Tensor]:
-        pairs = _pairs(examples, length)
+    def collate_padded(examples: list[Any]) -> dict[str, Tensor]:
+        pairs = _token_pairs(examples, length)
         width = length or max((len(tokens) for tokens, _ in pairs), default=0)
-        out = _empty(len(pairs), width, token)
+        out = _empty_rows(len(pairs), width, token)
         mask = torch.zeros(len(pairs), width, dtype=torch.int64)
         for row, (tokens, labels) in enumerate(pairs):
             out["tokens"][row, : len(tokens)] = tokens
             out["labels"][row, : len(tokens)] = labels
             mask[row, : len(tokens)] = 1
-        return {**out, "attention_mask": mask, "weight": _weights(out["labels"])}
+        return {**out, "attention_mask": mask, "weight": _label_weights(out["labels"])}
 
-    return collate
+    return collate_padded
 
 
 def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
@@ -79,15 +79,15 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
         [[-100, 2, 3, 4, -100, 9], [-100, 6, 7, -100, -100, -100]]
     """
 
-    def collate(examples: list[Any]) -> dict[str, Tensor]:
-        pairs = _pairs(examples, length)
+    def collate_packed(examples: list[Any]) -> dict[str, Tensor]:
+        pairs = _token_pairs(examples, length)
         places, needed = first_fit([len(tokens) for tokens, _ in pairs], length)
         if rows is not None and needed > rows:
             raise ValueError(
                 f"pack(rows={rows}): these {len(pairs)} examples take {needed} rows of {length} tokens; pass fewer"
                 " examples, more rows, or rows=None."
             )
-        out = _empty(needed if rows is None else rows, length, token)
+        out = _empty_rows(needed if rows is None else rows, length, token)
         positions, segments = torch.zeros_like(out["tokens"]), torch.zeros_like(out["tokens"])
         for (row, start), (tokens, labels) in zip(places, pairs, strict=True):
             at = slice(start, start + len(tokens))
@@ -98,9 +98,9 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
             starts = sorted((start, len(pairs[i][0])) for i, (r, start) in enumerate(places) if r == row)
             for number, (start, count) in enumerate(starts, 1):
                 segments[row, start : start + count] = number
-        return {**out, "position_ids": positions, "segment_ids": segments, "weight": _weights(out["labels"])}
+        return {**out, "position_ids": positions, "segment_ids": segments, "weight": _label_weights(out["labels"])}
 
-    return collate
+    return collate_packed
 
 
 def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]], int]:
@@ -133,7 +133,7 @@ def first_rows(batch: PyTree, count: int) -> PyTree:
     return tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
 
 
-def _pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
+def _token_pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
     """Tokens and labels of each example."""
     pairs = []
     _check_examples(examples)
@@ -174,13 +174,13 @@ def _check_examples(examples: list[Any]) -> None:
     )
 
 
-def _empty(rows: int, length: int, token: int) -> dict[str, Tensor]:
+def _empty_rows(rows: int, length: int, token: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.full((rows, length), token, dtype=torch.int64),
         "labels": torch.full((rows, length), IGNORED, dtype=torch.int64),
     }
 
 
-def _weights(labels: Int64[Tensor, "b t"]) -> Tensor:
+def _label_weights(labels: Int64[Tensor, "b t"]) -> Tensor:
     # The first token of a row is predicted by no other.
     return (labels[:, 1:] != IGNORED).sum(1).to(torch.float32)

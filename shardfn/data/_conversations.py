@@ -58,15 +58,15 @@ def encode_chat(
     if learn not in LEARN:
         raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {learn!r}.")
 
-    def render(part: Messages, reply: bool) -> list[int]:
-        return list(_applied(tokenizer, part, tools, add_generation_prompt=reply, return_dict=False))
+    def render_part(part: Messages, reply: bool) -> list[int]:
+        return list(_apply_template(tokenizer, part, tools, add_generation_prompt=reply, return_dict=False))
 
     if learn == "everything":
-        tokens = render(messages, False)
+        tokens = render_part(messages, False)
         return {"tokens": tokens, "labels": [*tokens]}
     if _GENERATION.search(_template_of(tokenizer, tools)) and getattr(tokenizer, "is_fast", True):
-        return _encode_masked(tokenizer, messages, tools, render(messages[:start], False) if start else [])
-    return encode_answers(render, messages, start=start)
+        return _encode_masked(tokenizer, messages, tools, render_part(messages[:start], False) if start else [])
+    return encode_answers(render_part, messages, start=start)
 
 
 def encode_answers(
@@ -123,7 +123,7 @@ def encode_answers(
 def _encode_masked(tokenizer: Any, messages: Messages, tools: Any, prompt: list[int]) -> dict[str, list[int]]:
     """Returns tokens and labels by the masks of the template. Tokens of the prompt are not learnt."""
     _answers_of(messages, 0)
-    found = _applied(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+    found = _apply_template(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
     tokens, mask = list(found["input_ids"]), found["assistant_masks"]
     if tokens[: len(prompt)] != prompt:
         raise ValueError(
@@ -160,7 +160,7 @@ def _template_of(tokenizer: Any, tools: Any) -> str:
         ) from error
 
 
-def _applied(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
+def _apply_template(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
     """Applies the chat template; a message that it refuses is a ValueError."""
     _template_of(tokenizer, tools)
     try:

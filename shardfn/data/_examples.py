@@ -100,7 +100,7 @@ class ExampleBatches:
             raise ValueError(
                 f"batch {n} of rank {rank} of {world}: batches count from 0, and so do ranks, below {world}."
             )
-        return self._rows(n * self.batch_size, self.batch_size, rank, world)
+        return self._read_rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the example of each row number n B + i."""
@@ -114,9 +114,9 @@ class ExampleBatches:
         """Every example once, in the order of the first epoch, for evaluation: the last batch may be shorter."""
         size = len(self.examples)
         for first in range(0, size, self.batch_size):
-            yield self._rows(first, min(self.batch_size, size - first), rank, world)
+            yield self._read_rows(first, min(self.batch_size, size - first), rank, world)
 
-    def _rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
+    def _read_rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
         lo, hi = chunk_bounds(count, world, rank)
         # A rank without rows collates one and keeps none: so it has the names and dtypes.
         rows = np.arange(first + lo, first + hi, dtype=np.int64) if hi > lo else np.array([first], np.int64)
@@ -169,7 +169,7 @@ class Cursor:
         """
         settings = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
         known = {name: x for name, x in settings.items() if x is not None}
-        return {"next": self.next} | known | dict(self._fingerprint())
+        return {"next": self.next} | known | dict(self._source_fingerprint())
 
     def at(self, state: Mapping[str, Any]) -> "Cursor":
         """Moves this cursor to the position where `state` was taken. The number of ranks may be another one.
@@ -187,7 +187,7 @@ class Cursor:
             if name != "next" and mine.get(name) != x
         ]
         raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
-        missing = [name for name in self._fingerprint() if name not in state]
+        missing = [name for name in self._source_fingerprint() if name not in state]
         if missing:
             warnings.warn(
                 f"the saved position in the data does not name the data set ({', '.join(missing)}): an earlier version"
@@ -198,7 +198,7 @@ class Cursor:
         self.next = state["next"]
         return self
 
-    def _fingerprint(self) -> Mapping[str, Any]:
+    def _source_fingerprint(self) -> Mapping[str, Any]:
         found = getattr(self.batches, "fingerprint", {})
         return found if isinstance(found, Mapping) else {}
 

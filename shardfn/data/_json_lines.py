@@ -56,7 +56,7 @@ class JSONLines:
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")
-        value = self._value(index)
+        value = self._parse_line(index)
         if self._encode is None:
             return value
         try:
@@ -67,9 +67,9 @@ class JSONLines:
             error.add_note(f"The row is {self.place(index)}.")
             raise
 
-    def _value(self, index: int) -> Any:
+    def _parse_line(self, index: int) -> Any:
         try:
-            return json.loads(self._line(index).strip())
+            return json.loads(self._read_line(index).strip())
         except json.JSONDecodeError as error:
             problem = f"{error.msg} at column {error.colno}"
             raise ValueError(f"{self.place(index)}: expected one JSON value a line, got {problem}.") from error
@@ -87,10 +87,10 @@ class JSONLines:
 
     def digest(self) -> str:
         """Returns a digest of the lengths of all lines, and of the contents of at most 64 lines at equal distances."""
-        lines = (self._line(i) for i in sampled_rows(len(self)))
+        lines = (self._read_line(i) for i in sampled_rows(len(self)))
         return digest_bytes([self._starts.tobytes(), *lines])
 
-    def _line(self, index: int) -> bytes:
+    def _read_line(self, index: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(int(self._starts[index]))
             return file.readline()

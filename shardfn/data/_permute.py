@@ -37,26 +37,26 @@ def permute(index: Int64[np.ndarray, " n"], size: int, *key: int) -> Int64[np.nd
     if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:
         raise ValueError(f"index spans {index.min()} to {index.max()}, but the permutation is of 0 to {size - 1}.")
     keys, bits = _round_keys(key), max(size - 1, 0).bit_length()
-    out = _feistel(index.astype(np.uint64), bits, keys)
+    out = _permute_bits(index.astype(np.uint64), bits, keys)
     # Terminates: the orbit of a bijection of a finite set returns to its start, which lies inside.
     while (outside := out >= size).any():
-        out[outside] = _feistel(out[outside], bits, keys)
+        out[outside] = _permute_bits(out[outside], bits, keys)
     return out.astype(np.int64)
 
 
-def _feistel(x: UInt64[np.ndarray, " n"], bits: int, keys: list[np.uint64]) -> UInt64[np.ndarray, " n"]:
+def _permute_bits(x: UInt64[np.ndarray, " n"], bits: int, keys: list[np.uint64]) -> UInt64[np.ndarray, " n"]:
     low_bits = np.uint64(bits - bits // 2)
     low_mask, high_mask = np.uint64((1 << int(low_bits)) - 1), np.uint64((1 << bits // 2) - 1)
     low, high = x & low_mask, x >> low_bits
     for i, key in enumerate(keys):
         if i % 2:
-            high ^= _mix(low ^ key) & high_mask
+            high ^= _mix_bits(low ^ key) & high_mask
         else:
-            low ^= _mix(high ^ key) & low_mask
+            low ^= _mix_bits(high ^ key) & low_mask
     return high << low_bits | low
 
 
-def _mix(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+def _mix_bits(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
     """Returns the finalizer of splitmix64; unsigned products wrap."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -66,8 +66,8 @@ def _mix(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
 def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
     state = np.zeros(1, np.uint64)
     for k in key:
-        state = _mix(state + np.uint64((k + _GOLDEN) & _MASK))
-    return [_mix(state + np.uint64((i + 1) * _GOLDEN & _MASK))[0] for i in range(_ROUNDS)]
+        state = _mix_bits(state + np.uint64((k + _GOLDEN) & _MASK))
+    return [_mix_bits(state + np.uint64((i + 1) * _GOLDEN & _MASK))[0] for i in range(_ROUNDS)]
 
 
 def shuffled(rows: Int64[np.ndarray, " n"], size: int, seed: int | None) -> Int64[np.ndarray, " n"]:

@@ -31,15 +31,15 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """
     if depth < 1:
         raise ValueError(f"prefetch(depth={depth}): must be at least 1.")
-    return _run(iterable, depth)
+    return _yield_items(iterable, depth)
 
 
-def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
+def _yield_items(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     # One writer, the thread; one reader, the iterating one. Its last entry is "end" or "error".
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(
-        target=adopting(_fill), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
+        target=adopting(_fill_queue), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
     )
     thread.start()
     try:
@@ -57,10 +57,10 @@ def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
         thread.join()
 
 
-def _fill(
+def _fill_queue(
     iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event
 ) -> None:
-    def put(kind: str, item: T | BaseException | None) -> bool:
+    def put_item(kind: str, item: T | BaseException | None) -> bool:
         while not left.is_set():
             try:
                 items.put((kind, item), timeout=_POLL)
@@ -71,8 +71,8 @@ def _fill(
 
     try:
         for item in iterable:
-            if not put("item", item):
+            if not put_item("item", item):
                 return
-        put("end", None)
+        put_item("end", None)
     except BaseException as error:  # the reader gets every exception
-        put("error", error)
+        put_item("error", error)

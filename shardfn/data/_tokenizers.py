@@ -74,13 +74,13 @@ class BPETokenizer:
         """
         if vocab_size < 256:
             raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids; ask for more, or use bytes.")
-        paths, lib = checked(paths), _library()
+        paths, lib = checked(paths), _import_library()
         inner = lib.Tokenizer(lib.models.BPE())
         inner.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = lib.decoders.ByteLevel()
         alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
         trainer = lib.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-        inner.train_from_iterator((_clean(text) for path in paths for text in read_text(path)), trainer)
+        inner.train_from_iterator((_clean_spaces(text) for path in paths for text in read_text(path)), trainer)
         return cls(inner)
 
     @classmethod
@@ -91,7 +91,7 @@ class BPETokenizer:
             ImportError: the `tokenizers` library is missing.
             FileNotFoundError: there is no such file.
         """
-        return cls(_library().Tokenizer.from_file(os.fspath(checked([path])[0])))
+        return cls(_import_library().Tokenizer.from_file(os.fspath(checked([path])[0])))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes vocabulary and merges as json, by rename, so that no reader sees half a file."""
@@ -111,7 +111,7 @@ class BPETokenizer:
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
         """Returns the ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
-        return np.array(self._inner.encode(_clean(text), add_special_tokens=False).ids, np.int64)
+        return np.array(self._inner.encode(_clean_spaces(text), add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`; half characters become U+FFFD."""
@@ -146,11 +146,11 @@ def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     return paths
 
 
-def _clean(text: str) -> str:
+def _clean_spaces(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

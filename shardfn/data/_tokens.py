@@ -44,7 +44,7 @@ class TokenFile:
             ValueError: the description is malformed, or the file has another size than follows from it.
         """
         path = pathlib.Path(path)
-        for needed in (path, _sidecar(path)):
+        for needed in (path, _sidecar_path(path)):
             if not needed.is_file():
                 raise FileNotFoundError(
                     f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...)."
@@ -143,7 +143,7 @@ def _checked_ids(ids: Any, vocab_size: int, path: pathlib.Path) -> Int64[np.ndar
     return ids
 
 
-def _sidecar(path: pathlib.Path) -> pathlib.Path:
+def _sidecar_path(path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(f"{path}.json")
 
 
@@ -151,15 +151,15 @@ def _write_sidecar(file: TokenFile, more: dict[str, Any]) -> None:
     sidecar = {"dtype": file.dtype, "vocab_size": file.vocab_size, "num_tokens": file.num_tokens, **more}
     partial = pathlib.Path(f"{file.path}.json.partial")
     partial.write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, _sidecar(file.path))
+    os.replace(partial, _sidecar_path(file.path))
 
 
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
-    text = _sidecar(path).read_text(encoding="utf-8")
+    text = _sidecar_path(path).read_text(encoding="utf-8")
     try:
         said = json.loads(text)
         if said["dtype"] in _DTYPES and int(said["vocab_size"]) > 0 and int(said["num_tokens"]) >= 0:
             return said
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{str(_sidecar(path))!r} does not describe a token file: {text[:200]!r}; write it again.")
+    raise ValueError(f"{str(_sidecar_path(path))!r} does not describe a token file: {text[:200]!r}; write it again.")

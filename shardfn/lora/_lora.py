@@ -167,7 +167,7 @@ class LoRA:
             own = of_pattern(rank_pattern, path, rank), float(of_pattern(alpha_pattern, path, default))
             sites[path] = Site(entry, tuple(x.shape), cut.spec, cut.stacked, *((0, 0.0) if full else own), full)
             problems += [f"{path} is a target, and in modules_to_save; leave it out of one"] if low and full else []
-            problems += [] if full else _unsuited(path, x, own[0])
+            problems += [] if full else _find_unsuited(path, x, own[0])
         thin = [path for path, site in sites.items() if not site.full]
         for name, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
             problems += [f"{name}[{p!r}] fits no target" for p in unused(patterns, thin)]
@@ -221,7 +221,7 @@ class LoRA:
     @property
     def specs(self) -> PyTree:
         """For `sharded_step`: adapters are cut where their leaves are; their rank never is."""
-        return {"base": self.base_specs, "lora": {path: self._cuts(site) for path, site in self.sites.items()}}
+        return {"base": self.base_specs, "lora": {path: self._cut_site(site) for path, site in self.sites.items()}}
 
     @property
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -257,13 +257,13 @@ class LoRA:
         out: dict[str, dict[str, Tensor]] = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
             if self.sites[path].full:
-                out[path] = {"full": _value(at[self.sites[path].entries]).to(dtype).clone()}
+                out[path] = {"full": _initial_value(at[self.sites[path].entries]).to(dtype).clone()}
                 continue
             bound = 1 / math.sqrt(shapes["a"][-1])
             a = uniform(fold_in(key, i), shapes["a"], dtype=dtype, minval=-bound, maxval=bound)
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
-                w = _value(at[self.sites[path].entries]).to(dtype)
+                w = _initial_value(at[self.sites[path].entries]).to(dtype)
                 w = load(encode(w, Placement(dtype=w.dtype, code=self.codes)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
@@ -291,9 +291,9 @@ class LoRA:
             if site.full:
                 leaves[i] = own["full"] if own["full"].dtype == w.dtype else own["full"].to(w.dtype)
                 continue
-            leaves[i] = self._weight(w, own, path)
+            leaves[i] = self._low_rank_weight(w, own, path)
             if self.dropout and key is not None:
-                leaves[i].drop = _dropping(self.dropout, fold_in(key, number), index_B)
+                leaves[i].drop = _make_dropout(self.dropout, fold_in(key, number), index_B)
         return tree_unflatten(treedef, leaves)
 
     def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
@@ -316,13 +316,13 @@ class LoRA:
                 f"adapt({f.transform}(f)): it adapts a function of parameters; write {f.transform}(adapt(f))."
             )
 
-        def adapted(tree: PyTree, *rest: Any, **named: Any) -> Any:
+        def adapted_loss(tree: PyTree, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"]), *rest, **named)
 
-        def dropped(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
-            return f(self.apply(tree["base"], tree["lora"], key, _numbers(batch, index)), batch, *rest, **named)
+        def dropout_loss(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
+            return f(self.apply(tree["base"], tree["lora"], key, _example_numbers(batch, index)), batch, *rest, **named)
 
-        loss: Any = dropped if self.dropout else adapted
+        loss: Any = dropout_loss if self.dropout else adapted_loss
         loss.trains = self.trainable
         return loss
 
@@ -353,7 +353,7 @@ class LoRA:
         if self.sites[path].full:
             return adapter["full"].to(leaf.dtype)
         wide = leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-        return self._weight(wide, adapter, path).whole().to(leaf.dtype)
+        return self._low_rank_weight(wide, adapter, path).whole().to(leaf.dtype)
 
     def _check_adapters(self, adapters: PyTree) -> None:
         if adapters.keys() != self.sites.keys():
@@ -362,19 +362,19 @@ class LoRA:
                 " one LoRA."
             )
 
-    def _cuts(self, site: Site) -> dict[str, P | Sharding]:
-        *stack, out, into = self._axes(site) if len(site.shape) > 1 else (None, None)
+    def _cut_site(self, site: Site) -> dict[str, P | Sharding]:
+        *stack, out, into = self._dim_axes(site) if len(site.shape) > 1 else (None, None)
         cuts: dict[str, P] = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
         cuts = {"full": site.spec} if site.full else cuts | ({"m": P(*stack, out)} if self.dora else {})
         return {name: Sharding(cut, stacked=True) if site.stacked else cut for name, cut in cuts.items()}
 
-    def _axes(self, site: Site) -> list[Any]:
+    def _dim_axes(self, site: Site) -> list[Any]:
         """The axes that cut each dim: stacked dims first, then out and in."""
         axes: list[Any] = [tuple(site.spec.dim_axes(d)) or None for d in range(len(site.shape))]
         return [*axes[:-2], axes[-1], axes[-2]] if self.fan_in_fan_out else axes
 
-    def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], path: str) -> LowRankWeight:
-        *_, out, into = self._axes(self.sites[path])
+    def _low_rank_weight(self, w: Tensor, adapter: Mapping[str, Tensor], path: str) -> LowRankWeight:
+        *_, out, into = self._dim_axes(self.sites[path])
         # Where the leaf is cut, ranks use the uncut part of its adapter differently, so it becomes varying.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
@@ -385,13 +385,13 @@ class LoRA:
         if not self.dora:
             return LowRankWeight.of(w, left, right, scale)
         m = pvary(adapter["m"], into) if into else adapter["m"]
-        factor = m.to(w.dtype) / self._norms(w, left, right, scale, into)
+        factor = m.to(w.dtype) / self._row_norms(w, left, right, scale, into)
         if self.fan_in_fan_out:
             return LowRankWeight.of(w * factor.unsqueeze(-2), left, right * factor.unsqueeze(-2), scale)
         return LowRankWeight.of(w * factor.unsqueeze(-1), left * factor.unsqueeze(-1), right, scale)
 
     @torch.no_grad()
-    def _norms(self, w: Tensor, left: Tensor, right: Tensor, scale: float, into: Any) -> Tensor:
+    def _row_norms(self, w: Tensor, left: Tensor, right: Tensor, scale: float, into: Any) -> Tensor:
         """The norms of the sum's rows, as constants: so does DoRA's paper, section 4.3, and `peft`."""
         whole = w + scale * (left @ right)
         wide = whole if whole.dtype.itemsize >= 4 else whole.float()
@@ -399,18 +399,18 @@ class LoRA:
         return (psum(squares, into) if into else squares).sqrt().to(w.dtype)
 
 
-def _unsuited(path: str, x: Any, rank: int) -> list[str]:
+def _find_unsuited(path: str, x: Any, rank: int) -> list[str]:
     shape = tuple(x.shape)
     if len(shape) < 2 or not x.dtype.is_floating_point:
         return [f"{path} {shape} of {x.dtype} is no weight of two dims or more"]
     return [f"{path} {shape} has a smaller side than rank={rank}"] if rank > min(shape[-2:]) else []
 
 
-def _value(x: Any) -> Tensor:
+def _initial_value(x: Any) -> Tensor:
     return x.full() if isinstance(x, Draw) else x.detach()
 
 
-def _numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
+def _example_numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
     if index is not None:
         return index(batch)
     if isinstance(batch, Mapping) and "index" in batch:
@@ -421,12 +421,12 @@ def _numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
     )
 
 
-def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _make_dropout(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Dropout of an adapter's input, whose rows may be merged with the dims after them."""
     if index_B is None:
         raise ValueError("lora.apply(key=) needs index_B, the global number of each row.")
 
-    def drop(x: Tensor) -> Tensor:
+    def drop_rows(x: Tensor) -> Tensor:
         rows = index_B.shape[0]
         if x.shape[0] % max(rows, 1):
             raise ValueError(
@@ -435,7 +435,7 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
             )
         return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 
-    return drop
+    return drop_rows
 
 
 def _warn_of_trained(paths: Sequence[str]) -> None:

@@ -196,25 +196,25 @@ class _Found:
             site = Site(entry, tuple(x.shape), P(), full=True)
             names, path = _names_of(site) or [], ".".join(map(str, entry))
             known |= {name.rpartition(".")[0]: site for name in names}
-            problems += self._whole(path, names, len(entry) > 1)
+            problems += self._read_whole(path, names, len(entry) > 1)
             if names and names[0].endswith(".weight"):
-                problems += self._thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
+                problems += self._read_thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
         left = [name for name in self._tensors if name not in self._taken]
         modules = [re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$", "", name) for name in left]
         problems += [f"{m} is no weight of the parameters.{did_you_mean(m, known)}" for m in dict.fromkeys(modules)]
         raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
         return self
 
-    def _whole(self, path: str, names: list[str], stacked: bool) -> list[str]:
+    def _read_whole(self, path: str, names: list[str], stacked: bool) -> list[str]:
         if not any(name in self._tensors for name in names):
             return []
         self._taken |= {*names}
         missing = [f"{name} is missing" for name in names if name not in self._tensors]
         if not missing:
-            self.values[path] = {"full": self._stacked(names, stacked)}
+            self.values[path] = {"full": self._read_stacked(names, stacked)}
         return missing
 
-    def _thin(self, path: str, modules: list[str], stacked: bool) -> list[str]:
+    def _read_thin(self, path: str, modules: list[str], stacked: bool) -> list[str]:
         wanted = {letter: [f"{module}.{_SUFFIX[letter]}" for module in modules] for letter in self._letters}
         every = {name for own in wanted.values() for name in own}
         self._taken |= every
@@ -226,10 +226,10 @@ class _Found:
         ranks = {self._tensors[name].shape[0] for name in wanted["a"]}
         if len(ranks) > 1 or len(alphas) > 1:
             return [f"{path} stacks layers of ranks {sorted(ranks)}, alphas {sorted(alphas)}; leave out layers="]
-        self.values[path] = {letter: self._stacked(own, stacked) for letter, own in wanted.items()}
+        self.values[path] = {letter: self._read_stacked(own, stacked) for letter, own in wanted.items()}
         self.alphas[path] = alphas.pop()
         return []
 
-    def _stacked(self, names: list[str], stacked: bool) -> Tensor:
+    def _read_stacked(self, names: list[str], stacked: bool) -> Tensor:
         parts = [self._tensors[name] for name in names]
         return torch.stack(parts) if stacked else parts[0]

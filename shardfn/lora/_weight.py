@@ -84,14 +84,14 @@ class LowRankWeight(MetadataTensor):
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a product, by the parts; of other functions, the result for the sum."""
         if type(args[0] if args else None) is LowRankWeight:
-            view = _view(func, args[0], args[1:], kwargs)
+            view = _view_parts(func, args[0], args[1:], kwargs)
             if view is not None:
                 return view
         product, operands = product_of(func, args, kwargs)
         known = product is not None and not isinstance(func, Product)
         if known and sum(type(x) is LowRankWeight for x in operands[:2]) == 1:
-            return _multiplied(func, args, operands)
-        return func(*(_summed(x) for x in args), **{k: _summed(x) for k, x in kwargs.items()})
+            return _multiply_parts(func, args, operands)
+        return func(*(_merge_operands(x) for x in args), **{k: _merge_operands(x) for k, x in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +106,7 @@ _TRANSPOSES: set[Any] = {_TENSOR.t, torch.t, _TENSOR.T.__get__, _TENSOR.mT.__get
 _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSOR.swapdims}
 
 
-def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view_parts(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the result of an operation that keeps the parts apart.
 
     A transpose, or layers of a stack. None for others.
@@ -129,7 +129,7 @@ def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, 
     return None
 
 
-def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
+def _multiply_parts(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
     """Returns a product with the weight: that of the weight alone, and the two thin ones."""
     a, b, *bias = operands
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
@@ -137,10 +137,10 @@ def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> 
         return torch.nn.functional.linear(w.whole(), x, *bias)
     thin = x if w.drop is None else w.drop(x)
     if func is torch.einsum:
-        return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(
+        return torch.einsum(args[0], *(_base_of(y) for y in operands)) + w.scale * _thin_einsum(
             args[0], thin, w, on_right
         )
-    base = func(*(_alone(y) for y in args))
+    base = func(*(_base_of(y) for y in args))
     if func is torch.nn.functional.linear:
         return base + w.scale * ((thin @ w.right.mT) @ w.left.mT)
     return base + w.scale * ((thin @ w.left) @ w.right if on_right else w.left @ (w.right @ thin))
@@ -157,27 +157,27 @@ def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> 
     return torch.einsum(f"{of_x},{first},{second}->{out}", x, a, b)
 
 
-def _alone(x: Any) -> Any:
+def _base_of(x: Any) -> Any:
     return x.weight if type(x) is LowRankWeight else x
 
 
-def _summed(x: Any) -> Any:
+def _merge_operands(x: Any) -> Any:
     if type(x) is LowRankWeight:
         return x.whole()
     if type(x) in (list, tuple):
-        return type(x)(_summed(y) for y in x)
+        return type(x)(_merge_operands(y) for y in x)
     return x
 
 
-def _parts(x: LowRankWeight) -> tuple[tuple[Any, ...], tuple[float, Any], tuple[str, ...]]:
+def _parts_of(x: LowRankWeight) -> tuple[tuple[Any, ...], tuple[float, Any], tuple[str, ...]]:
     return (x.weight, x.left, x.right), (x.scale, x.drop), ("weight", "left", "right")
 
 
-def _of_parts(kept: tuple[float, Any], parts: Any) -> Any:
+def _join_parts(kept: tuple[float, Any], parts: Any) -> Any:
     weight, left, right = parts
     if all(isinstance(x, Tensor) for x in (weight, left, right)):
         return LowRankWeight.of(weight, left, right, *kept)
     return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
-register_pytree_node(LowRankWeight, _parts, _of_parts)
+register_pytree_node(LowRankWeight, _parts_of, _join_parts)

@@ -171,13 +171,13 @@ class DiskWriter:
         """
         count = rows.shape[0] if self.shape else 1
         _check_source(rows, torch.Size([count, *self.shape[1:]]) if self.shape else self.shape, self.dtype, "rows")
-        self._claim(lo, lo + count)
+        self._claim_rows(lo, lo + count)
         self._pool.check_open()
         source = as_bytes(rows.detach().resolve_conj().resolve_neg().contiguous())
         if not len(source) or self._slot is None:
             return Pending.of(None)
         record_move("host", "disk", len(source))
-        futures = self._submit(self._slot, lo * self._row, source)
+        futures = self._submit_grains(self._slot, lo * self._row, source)
         return of_futures(None, futures)
 
     def finish(self) -> DiskTensor:
@@ -196,7 +196,7 @@ class DiskWriter:
             ValueError: rows are missing.
         """
         with self._lock:
-            holes = _holes(self._written, self._rows)
+            holes = _find_holes(self._written, self._rows)
             if holes:
                 text = ", ".join(f"{lo}:{hi}" for lo, hi in holes)
                 raise ValueError(f"rows {text} of a value of shape {tuple(self.shape)} were not written.")
@@ -204,7 +204,7 @@ class DiskWriter:
         value = DiskTensor(self.shape, self.dtype, self._io.grain, self._sums, self._slot, self._pool)
         return of_futures(value, futures)
 
-    def _claim(self, lo: int, hi: int) -> None:
+    def _claim_rows(self, lo: int, hi: int) -> None:
         """Notes that rows `lo:hi` are written, once."""
         if not 0 <= lo <= hi <= self._rows:
             raise ValueError(f"rows {lo}:{hi} of a value of shape {tuple(self.shape)}: there are rows 0:{self._rows}.")
@@ -218,9 +218,9 @@ class DiskWriter:
                         f"rows {max(a, lo)}:{min(b, hi)} were written before; values on disk do not change."
                     )
             self._written.insert(at, (lo, hi))
-            self._written[max(at - 1, 0) : at + 2] = _joined(self._written[max(at - 1, 0) : at + 2])
+            self._written[max(at - 1, 0) : at + 2] = _join_runs(self._written[max(at - 1, 0) : at + 2])
 
-    def _submit(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
+    def _submit_grains(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
         """Writes whole grains at once. The parts at both ends wait for the rest of their grains."""
         grain, stop = self._io.grain, start + len(source)
         first, last = -(-start // grain) * grain, stop // grain * grain
@@ -240,7 +240,7 @@ class DiskWriter:
         grain = self._io.grain
         at = start // grain * grain
         with self._lock:
-            edge = self._edges.get(at) or self._edges.setdefault(at, _Edge(grain, min(grain, self._end - at)))
+            edge = self._edges.get(at) or self._edges.setdefault(at, _Edge(grain, min(grain, self._close_slot - at)))
             edge.data[start - at : start - at + len(data)] = data
             edge.missing -= len(data)
             if edge.missing:
@@ -250,7 +250,7 @@ class DiskWriter:
         return self._io.write(slot, at, edge.data, self._sums)
 
     @property
-    def _end(self) -> int:
+    def _close_slot(self) -> int:
         return self._rows * self._row
 
 
@@ -273,7 +273,7 @@ def _check_source(x: Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -
         raise ValueError(f"out has strides {x.stride()}; a read fills contiguous memory: `host_empty(shape, dtype)`.")
 
 
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     out = runs[:1]
     for lo, hi in runs[1:]:
         if lo == out[-1][1]:
@@ -283,7 +283,7 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def _holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+def _find_holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
     """Returns the ranges of `0:rows` that the sorted `runs` leave out."""
     ends = [0, *(hi for _, hi in runs)]
     starts = [*(lo for lo, _ in runs), rows]

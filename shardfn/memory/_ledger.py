@@ -58,7 +58,7 @@ class Ledger:
         if is_device(kind) and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         with self._lock:
-            self._bury()
+            self._count_freed()
             return self._live[kind]
 
     def peak(self, kind: str) -> int:
@@ -70,11 +70,11 @@ class Ledger:
 
     def moved(self, src: str, dst: str) -> int:
         """Bytes that went from `src` to `dst`."""
-        return self._traffic(src, dst)[1]
+        return self._traffic_between(src, dst)[1]
 
     def transfers(self, src: str, dst: str) -> int:
         """How many transfers went from `src` to `dst`."""
-        return self._traffic(src, dst)[0]
+        return self._traffic_between(src, dst)[0]
 
     def count(self, tree: PyTree, kind: str) -> None:
         """Counts values older than the ledger as `kind`: tensors, blocks of a state's leaves, values on disk.
@@ -100,7 +100,7 @@ class Ledger:
         if self.recorder is None:
             raise ValueError("this ledger keeps no timeline: open it by memory.ledger(timeline=True).")
         with self._lock:
-            self._bury()
+            self._count_freed()
             return self.recorder.timeline()
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -150,16 +150,16 @@ class Ledger:
         """Notes a part of a step in the timeline while the context is open."""
         assert self.recorder is not None
         with self._lock:
-            self._bury()
+            self._count_freed()
         with self.recorder.section(what, leaves):
             yield
             with self._lock:
-                self._bury()
+                self._count_freed()
 
     def hold(self, owner: Any, key: int, kind: str, nbytes: int, name: str = "") -> None:
         """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             if key in self._held:
                 return
             if self.recorder is not None:
@@ -172,13 +172,13 @@ class Ledger:
     def pass_through(self, kind: str, nbytes: int) -> None:
         """Counts bytes that were alive beside the present ones, and are gone."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             self._peak[kind] = max(self._peak[kind], self._live[kind] + nbytes)
 
     def knows(self, key: int) -> bool:
         """Whether the owner of this key is counted."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             return key in self._held
 
     def move(self, src: str, dst: str, nbytes: int) -> None:
@@ -193,12 +193,12 @@ class Ledger:
         if self._device.type == "cuda":
             self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
 
-    def _traffic(self, src: str, dst: str) -> list[int]:
+    def _traffic_between(self, src: str, dst: str) -> list[int]:
         _check_kind(src)
         _check_kind(dst)
         return self._moved.get((src, dst), [0, 0])
 
-    def _bury(self) -> None:
+    def _count_freed(self) -> None:
         while self._dead:
             _, kind, nbytes, name = self._held.pop(self._dead.popleft())
             self._live[kind] -= nbytes
@@ -336,19 +336,19 @@ class _StorageWatch(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if _has_bytes(x):
-                self._see(x, func, args, kwargs)
+                self._record_op(x, func, args, kwargs)
         if self._cpu_is_device and (extra := scratch_bytes(func, args)):
             self._book.pass_through("host" if in_host_region() else "device", extra)
         return out
 
-    def _see(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+    def _record_op(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
         if self._book.knows(key):
             return
         # `torch.tensor` allocates out of sight and then lifts its tensor; every other result that shares an operand's
         # storage is a view of something older than the ledger.
-        if func is not torch.ops.aten.lift_fresh.default and key in _storages((args, kwargs)):
+        if func is not torch.ops.aten.lift_fresh.default and key in _find_storages((args, kwargs)):
             return
         host = in_host_region() or not self._cpu_is_device
         name = "" if self._book.recorder is None else str(func).removesuffix(".default")
@@ -359,7 +359,7 @@ def _has_bytes(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
 
 
-def _storages(tree: PyTree) -> set[int]:
+def _find_storages(tree: PyTree) -> set[int]:
     return {x.untyped_storage()._cdata for x in tree_leaves(tree) if _has_bytes(x)}
 
 

@@ -96,17 +96,17 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
     Raises:
         DamagedError: the file differs from the one that was written.
     """
-    content = _content(path)
+    content = _read_content(path)
     return content["step"], content["values"]
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the `about` of the last commit, empty without a commit or without `about`."""
     found = commits(directory)
-    return _content(found[0]).get("about", {}) if found else {}
+    return _read_content(found[0]).get("about", {}) if found else {}
 
 
-def _content(path: pathlib.Path) -> dict[str, Any]:
+def _read_content(path: pathlib.Path) -> dict[str, Any]:
     try:
         outer = json.loads(path.read_text())
         body = outer["body"]
@@ -125,12 +125,12 @@ def stored_entry(x: DiskTensor) -> dict[str, Any]:
     """Returns the entry of a value that has a file, or no elements."""
     sums = base64.b64encode(x.sums.crcs.tobytes()).decode() if x.sums is not None else None
     file = {"file": x.slot.path.name, "capacity": x.slot.capacity} if x.slot else {"file": None}
-    return {**_meta(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
+    return {**_meta_tensor(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
 
 
 def inline_entry(x: Tensor) -> dict[str, Any]:
     """Returns the entry of a small tensor, with its bytes."""
-    return {**_meta(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
+    return {**_meta_tensor(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
 
 
 def inline_value(entry: dict[str, Any]) -> Tensor:
@@ -160,5 +160,5 @@ def sync(path: pathlib.Path) -> None:
         os.close(fd)
 
 
-def _meta(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+def _meta_tensor(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype_name(dtype)}

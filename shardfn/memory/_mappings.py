@@ -46,7 +46,7 @@ class Mappings:
     @property
     def waiting(self) -> int:
         """Bytes of the mappings that wait."""
-        self._settle()
+        self._collect_returned()
         return self._waiting
 
     def lend(self, nbytes: int) -> Any:
@@ -55,17 +55,17 @@ class Mappings:
         Raises:
             OSError: there is no room, even after all waiting mappings have been given up.
         """
-        size = _rounded(nbytes)
+        size = _round_up(nbytes)
         with self._lock:
             self._take_back()
-            area = self._reuse(size)
+            area = self._reuse_mapping(size)
             self._lent += size
             self._most = max(self._most, self._lent)
-            self._drop()
-        self._settle()
+            self._drop_mappings()
+        self._collect_returned()
         if area is None:
             area = self._map(size)
-        lent = _bytes(size).from_buffer(area)
+        lent = _new_bytes(size).from_buffer(area)
         weakref.finalize(lent, self._give_back, area).atexit = False
         return lent
 
@@ -73,16 +73,16 @@ class Mappings:
         """Gives all mappings that wait back to the system."""
         with self._lock:
             self._take_back()
-            self._drop(0)
-        self._settle()
+            self._drop_mappings(0)
+        self._collect_returned()
 
     def _map(self, size: int) -> mmap.mmap:
         try:
-            return _map(size)
+            return _map_memory(size)
         except OSError:
             self.trim()
         try:
-            return _map(size)
+            return _map_memory(size)
         except OSError:
             with self._lock:
                 self._lent -= size
@@ -95,14 +95,14 @@ class Mappings:
     def _give_back(self, area: mmap.mmap) -> None:
         """Called wherever a reference ends: in any thread, and by the garbage collector while the lock is held too."""
         self._returned.append(area)
-        self._settle()
+        self._collect_returned()
 
-    def _settle(self) -> None:
+    def _collect_returned(self) -> None:
         """Takes back returned mappings. If another thread holds the lock, that thread does so after releasing it."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._take_back()
-                self._drop()
+                self._drop_mappings()
             finally:
                 self._lock.release()
 
@@ -116,14 +116,14 @@ class Mappings:
                 self._next += 1
                 self._waiting += len(area)
 
-    def _reuse(self, size: int) -> mmap.mmap | None:
+    def _reuse_mapping(self, size: int) -> mmap.mmap | None:
         numbers = self._sizes.get(size)
         if not numbers:
             return None
         self._waiting -= size
         return self._free.pop(numbers.pop())  # the last one, whose bytes may still be in a cache
 
-    def _drop(self, keep: int | None = None) -> None:
+    def _drop_mappings(self, keep: int | None = None) -> None:
         keep = min(self._keep, self._most - self._lent) if keep is None else keep
         while self._waiting > keep:
             number, area = self._free.popitem(last=False)
@@ -132,16 +132,16 @@ class Mappings:
 
 
 @functools.cache
-def _bytes(nbytes: int) -> Any:
+def _new_bytes(nbytes: int) -> Any:
     return ctypes.c_char * nbytes
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def _map_memory(nbytes: int) -> mmap.mmap:
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # a large page is faulted in at a tenth of the cost of its small ones

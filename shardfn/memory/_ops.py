@@ -75,14 +75,14 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
     try:
         with _POOL.bound(pool):
             yield
-            _settle()
+            _wait_in_flight()
     finally:
         while _IN_FLIGHT.here():
             with contextlib.suppress(Exception):  # the error that ended the program is the one to raise
-                _settle()
+                _wait_in_flight()
 
 
-def _settle() -> None:
+def _wait_in_flight() -> None:
     """Waits for transfers without a `wait`: their memory may be the caller's."""
     pending = _IN_FLIGHT.here()
     while pending:
@@ -109,69 +109,69 @@ def stored_of(token: Int64[Tensor, "1"]) -> Any:
     return _NAMED[int(token)]
 
 
-def _under_way(pending: Pending[Any]) -> Tensor:
+def _start_transfer(pending: Pending[Any]) -> Tensor:
     with on_host():
         handle = torch.empty(0)
     _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = handle, pending
     return handle
 
 
-def _wait(handle: Tensor) -> Tensor:
+def _wait_transfer(handle: Tensor) -> Tensor:
     kept, pending = _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)
     value = pending.result()
     return value if isinstance(value, Tensor) else kept
 
 
 def _to_host_start(x: Tensor) -> Tensor:
-    return _under_way(to_host(x))
+    return _start_transfer(to_host(x))
 
 
 def _to_host_into_start(into: Tensor, x: Tensor) -> Tensor:
-    return _under_way(to_host(x, into))
+    return _start_transfer(to_host(x, into))
 
 
 def _to_device_start(x: Tensor, device: torch.device) -> Tensor:
-    return _under_way(to_device(x, device))
+    return _start_transfer(to_device(x, device))
 
 
 def _to_device_into_start(into: Tensor, x: Tensor) -> Tensor:
-    return _under_way(to_device(x, into.device, into))
+    return _start_transfer(to_device(x, into.device, into))
 
 
 def _rows_to_device_start(x: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    return _under_way(rows_to_device(x, rows, device))
+    return _start_transfer(rows_to_device(x, rows, device))
 
 
 def _rows_to_host_start(into: Tensor, x: Tensor, places: Sequence[Tensor]) -> Tensor:
     # Its wait returns no memory that is there already: a ledger would count it anew.
-    return _under_way(rows_to_host(x, into, places).then(lambda _: None))
+    return _start_transfer(rows_to_host(x, into, places).then(lambda _: None))
 
 
 def _read_start(value: Tensor, lo: int, hi: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     del shape, dtype
     stored: Stored = stored_of(value)
-    return _under_way(stored.read(lo, hi))
+    return _start_transfer(stored.read(lo, hi))
 
 
 def _read_into_start(into: Tensor, value: Tensor, lo: int, hi: int) -> Tensor:
     stored: Stored = stored_of(value)
-    return _under_way(stored.read(lo, hi, into))
+    return _start_transfer(stored.read(lo, hi, into))
 
 
-def _flat(value: Tensor) -> Tensor:
+def _flat_value(value: Tensor) -> Tensor:
     stored: Stored = stored_of(value)
     return token_of(stored.flat())
 
 
-def _writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _open_writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return token_of(cast(Any, _POOL.innermost()).writer(torch.Size(shape), dtype))
 
 
 def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
-    return _under_way(stored_of(writer).write(lo, rows))
+    return _start_transfer(stored_of(writer).write(lo, rows))
 
 
-def _finish(writer: Tensor) -> Tensor:
+def _finish_writer(writer: Tensor) -> Tensor:
     # Under the number of the writer: from here on its token is the value's.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
@@ -191,49 +191,49 @@ for _name, _impl in (
     ("rows_to_host_start", _rows_to_host_start),
     ("read_start", _read_start),
     ("read_into_start", _read_into_start),
-    ("flat", _flat),
-    ("writer", _writer),
+    ("flat", _flat_value),
+    ("writer", _open_writer),
     ("write_start", _write_start),
-    ("finish", _finish),
-    ("wait", _wait),
+    ("finish", _finish_writer),
+    ("wait", _wait_transfer),
     ("host_empty", _host_empty),
 ):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
 
 
-def _like(x: Tensor, device: torch.device | str) -> Tensor:
+def _empty_like(x: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def _nothing(*args: Any) -> Tensor:
+def _empty_handle(*args: Any) -> Tensor:
     del args
     return torch.empty(0)
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _token(*args: Any) -> Tensor:
+def _empty_token(*args: Any) -> Tensor:
     del args
     return torch.empty(1, dtype=torch.int64)
 
 
 for _name, _fake in (
-    ("to_host_start", lambda x: _like(x, "cpu")),
-    ("to_host_into_start", _nothing),
-    ("to_device_start", _like),
-    ("to_device_into_start", _nothing),
-    ("rows_to_device_start", lambda x, rows, device: _like(x, device)),
-    ("rows_to_host_start", _nothing),
-    ("read_start", lambda value, lo, hi, shape, dtype: _empty(shape, dtype)),
-    ("read_into_start", _nothing),
-    ("flat", _token),
-    ("writer", _token),
-    ("write_start", _nothing),
+    ("to_host_start", lambda x: _empty_like(x, "cpu")),
+    ("to_host_into_start", _empty_handle),
+    ("to_device_start", _empty_like),
+    ("to_device_into_start", _empty_handle),
+    ("rows_to_device_start", lambda x, rows, device: _empty_like(x, device)),
+    ("rows_to_host_start", _empty_handle),
+    ("read_start", lambda value, lo, hi, shape, dtype: _empty_tensor(shape, dtype)),
+    ("read_into_start", _empty_handle),
+    ("flat", _empty_token),
+    ("writer", _empty_token),
+    ("write_start", _empty_handle),
     ("finish", lambda writer: writer),
     ("wait", lambda handle: handle),
-    ("host_empty", _empty),
+    ("host_empty", _empty_tensor),
 ):
     torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
 

@@ -140,7 +140,7 @@ class Pool:
                     " directory."
                 )
             _remove_strangers(place, set())
-            self._start(place, lock, options)
+            self._start_pool(place, lock, options)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], step: int | None = None, **options: Any) -> Opened:
@@ -166,12 +166,12 @@ class Pool:
             raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
         with locked(place, *_USE, PoolInUseError) as lock:
-            path, step, entries = _chosen(place, step)
-            pool._start(place, lock, chosen)
+            path, step, entries = _choose_manifest(place, step)
+            pool._start_pool(place, lock, chosen)
         # The lock is the pool's from here on: a failure closes the pool, and releases the lock that way alone.
         try:
             manifest.settle(place, path)
-            return Opened(pool, pool._restore(entries), step)
+            return Opened(pool, pool._restore_entries(entries), step)
         except BaseException:
             pool.close()
             raise
@@ -263,8 +263,8 @@ class Pool:
         """
         self.check_open()
         self._check_values(values)
-        kept = {name: self._kept(x) for name, x in values.items()}
-        entries = {name: _entry(x) for name, x in kept.items()}
+        kept = {name: self._store_value(x) for name, x in values.items()}
+        entries = {name: _value_entry(x) for name, x in kept.items()}
         slots = [x.slot for x in kept.values() if isinstance(x, DiskTensor) and x.slot is not None]
         for name, x in kept.items():
             if isinstance(x, DiskTensor) and x.slot is not None:
@@ -316,7 +316,7 @@ class Pool:
     def __repr__(self) -> str:
         return f"Pool({str(self._directory)!r})"
 
-    def _start(self, place: pathlib.Path, lock: int, options: "_Options") -> None:
+    def _start_pool(self, place: pathlib.Path, lock: int, options: "_Options") -> None:
         grain = _SUMMED_GRAIN if options.checksum else PAGE
         reason = why_not_direct(place) if options.direct else "not asked for"
         if options.direct and reason:
@@ -331,17 +331,17 @@ class Pool:
         self._before: list[Slot] = []
         self._commit_lock = threading.Lock()
         self._info = PoolInfo(str(place), direct, reason, options.threads, piece, piece * buffers, 0, 0, 0)
-        self._finalizer = weakref.finalize(self, _shut, self.io, place, lock, os.getpid())
+        self._finalizer = weakref.finalize(self, _close_files, self.io, place, lock, os.getpid())
 
-    def _restore(self, entries: dict[str, Any]) -> dict[str, Any]:
+    def _restore_entries(self, entries: dict[str, Any]) -> dict[str, Any]:
         owners: dict[str, Slot] = {}
-        values = {name: self._value(name, entry, owners) for name, entry in entries.items()}
+        values = {name: self._entry_value(name, entry, owners) for name, entry in entries.items()}
         self._committed = [x.slot for x in values.values() if isinstance(x, DiskTensor) and x.slot is not None]
         check_sizes(self._committed)
         _remove_strangers(self._directory, {slot.path.name for slot in self._committed})
         return values
 
-    def _value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
+    def _entry_value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
         """Returns the value of an entry.
 
         Values that share a file share its slot, so that it is free when all of them are.
@@ -360,7 +360,7 @@ class Pool:
             slot.name = name
         return DiskTensor(shape, dtype, entry["grain"], Checksums(crcs) if crcs is not None else None, slot, self)
 
-    def _kept(self, x: Value) -> Value:
+    def _store_value(self, x: Value) -> Value:
         return self.write(x).result() if isinstance(x, Tensor) and x.nbytes >= PAGE else x
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
@@ -385,25 +385,25 @@ AnyPool = Pool | TracedPool
 POOLS: PerMesh[dict[str | None, Pool]] = PerMesh()
 
 
-def _entry(x: Value) -> dict[str, Any]:
+def _value_entry(x: Value) -> dict[str, Any]:
     if isinstance(x, DiskTensor):
         return manifest.stored_entry(x)
     return manifest.inline_entry(x) if isinstance(x, Tensor) else {"value": x}
 
 
-def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
+def _close_files(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child has neither the threads nor a claim to the files
     io.close()
     try:
-        named = _named(directory)
+        named = _named_files(directory)
         if named is not None:
             _remove_strangers(directory, named, quiet=True)
     finally:
         unlock(lock)
 
 
-def _named(directory: pathlib.Path) -> set[str] | None:
+def _named_files(directory: pathlib.Path) -> set[str] | None:
     """Returns the files that manifests name, or None if it cannot be read, and nothing should be removed."""
     try:
         kept = [manifest.read(path)[1] for path in manifest.commits(directory)]
@@ -412,7 +412,7 @@ def _named(directory: pathlib.Path) -> set[str] | None:
         return None
 
 
-def _chosen(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
+def _choose_manifest(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
     """Returns the manifest of a step, or the last one."""
     manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]

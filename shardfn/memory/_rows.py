@@ -47,7 +47,7 @@ def rows_to_device(
         raise ValueError(f"rows are on {rows.device}, and the copies are made from the CPU; pass rows.cpu().")
     if capturing():
         return traced_rows_to_device(x, rows, place)
-    runs = _runs(rows.numpy().reshape(-1), len(x))
+    runs = _row_runs(rows.numpy().reshape(-1), len(x))
     out = torch.empty(x.shape, dtype=x.dtype, device=place)
     record_move("host", "device", sum(hi - lo for lo, hi in runs) * x[:1].nbytes)
     return copies_to_device(out, [(out[lo:hi], x[lo:hi]) for lo, hi in runs])
@@ -90,7 +90,7 @@ def rows_to_host(
     return on_thread("down", out, out.index_put_, at, x)
 
 
-def _runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
+def _row_runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
     """Returns the rows in order as ranges, `(lo, hi)`, that do not touch."""
     if len(rows) and not (0 <= rows.min() and rows.max() < num):
         raise ValueError(f"rows are from {rows.min()} to {rows.max()}, and the tensor has {num}; pass 0 to {num - 1}.")

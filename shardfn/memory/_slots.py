@@ -55,59 +55,59 @@ class Slots:
             DiskFullError: there is no room, not even after every free file was removed.
         """
         with self._lock:
-            self._collect()
-            path = self._reuse(capacity) or self._create(capacity)
-        return self._own(Slot(path, capacity), nbytes)
+            self._collect_free()
+            path = self._reuse_file(capacity) or self._create_file(capacity)
+        return self._own_slot(Slot(path, capacity), nbytes)
 
     def adopt(self, name: str, capacity: int, nbytes: int) -> Slot:
         """Returns the slot of a file that a manifest names."""
         path = self._directory / name
         with self._lock:
             self._next = max(self._next, int(path.stem.removeprefix("slot-")) + 1)
-        return self._own(Slot(path, capacity), nbytes)
+        return self._own_slot(Slot(path, capacity), nbytes)
 
     def trim(self) -> int:
         """Removes every free file; the bytes that were in them."""
         with self._lock:
-            self._collect()
+            self._collect_free()
             return self._remove_free()
 
     def usage(self) -> tuple[int, int]:
         """Returns how many files wait to be used again, and their bytes."""
         with self._lock:
-            self._collect()
+            self._collect_free()
             return sum(map(len, self._free.values())), sum(c * len(paths) for c, paths in self._free.items())
 
-    def _own(self, slot: Slot, nbytes: int) -> Slot:
+    def _own_slot(self, slot: Slot, nbytes: int) -> Slot:
         weakref.finalize(slot, self._dead.append, (slot.path, slot.capacity)).atexit = False
         record_owner(slot, "disk", nbytes)
         return slot
 
-    def _collect(self) -> None:
+    def _collect_free(self) -> None:
         while self._dead:
             path, capacity = self._dead.popleft()
             self._free.setdefault(capacity, []).append(path)
 
-    def _reuse(self, capacity: int) -> pathlib.Path | None:
+    def _reuse_file(self, capacity: int) -> pathlib.Path | None:
         paths = self._free.get(capacity)
         return paths.pop() if paths else None
 
-    def _create(self, capacity: int) -> pathlib.Path:
+    def _create_file(self, capacity: int) -> pathlib.Path:
         path = self._directory / f"slot-{self._next:06d}.bin"
         self._next += 1
         try:
-            _reserve(path, capacity)
+            _reserve_file(path, capacity)
         except OSError as problem:
             if problem.errno not in FULL:
                 raise
             # With the lock held: the finalizers of slots take none.
             gc.collect()  # values in reference cycles hold their slots
-            self._collect()
-            if again := self._reuse(capacity):
+            self._collect_free()
+            if again := self._reuse_file(capacity):
                 return again
             self._remove_free()
             try:
-                _reserve(path, capacity)
+                _reserve_file(path, capacity)
             except OSError as still:
                 if still.errno not in FULL:
                     raise
@@ -135,11 +135,11 @@ def no_room(directory: pathlib.Path, needed: int, problem: OSError) -> DiskFullE
     )
 
 
-def _reserve(path: pathlib.Path, capacity: int) -> None:
+def _reserve_file(path: pathlib.Path, capacity: int) -> None:
     """Makes a file of that size, with its blocks, so that a full disk is found before a byte is written."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        _allocate(fd, capacity)
+        _allocate_blocks(fd, capacity)
     except OSError:
         path.unlink()
         raise
@@ -147,7 +147,7 @@ def _reserve(path: pathlib.Path, capacity: int) -> None:
         os.close(fd)
 
 
-def _allocate(fd: int, capacity: int) -> None:
+def _allocate_blocks(fd: int, capacity: int) -> None:
     if not hasattr(os, "posix_fallocate"):
         return os.ftruncate(fd, capacity)
     try:

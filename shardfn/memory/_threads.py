@@ -61,7 +61,7 @@ class Threads:
         job = _Job(concurrent.futures.Future(), work, [args], this_program())
         lane.append(job)
         try:
-            self._executor.submit(self._next)
+            self._executor.submit(self._run_next)
         except BaseException:  # closed, or interrupted: then no thread may run the job
             with contextlib.suppress(ValueError):
                 lane.remove(job)
@@ -76,7 +76,7 @@ class Threads:
         here = threading.current_thread().name.startswith(self._name)
         self._executor.shutdown(wait=wait and not here)
 
-    def _next(self) -> None:
+    def _run_next(self) -> None:
         """Does one job, if there is one. It is called at least as often as there are jobs."""
         for lane in (self._first, self._later):
             with contextlib.suppress(IndexError):

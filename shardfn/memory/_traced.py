@@ -25,7 +25,7 @@ def capturing() -> bool:
     return any(dispatch_mode(mode) is not None for mode in _MODES)
 
 
-def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
+def _recorded_result(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
     """Returns a value that arrives when the graph runs: its wait is recorded where it is first asked for.
 
     Args:
@@ -34,33 +34,33 @@ def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
     """
     here: list[Tensor] = []
 
-    def result() -> Tensor:
+    def take_result() -> Tensor:
         if not here:
             arrived = _ops.wait(handle)
             here.append(arrived if out is None else out)
         return here[0]
 
-    return Pending(result)
+    return Pending(take_result)
 
 
 def traced_to_host(x: Tensor, out: Tensor | None) -> Pending[Any]:
     """`to_host`, as an op."""
-    return _traced(_ops.to_host_start(x) if out is None else _ops.to_host_into_start(out, x), out)
+    return _recorded_result(_ops.to_host_start(x) if out is None else _ops.to_host_into_start(out, x), out)
 
 
 def traced_to_device(x: Tensor, device: torch.device, out: Tensor | None) -> Pending[Any]:
     """`to_device`, as an op."""
-    return _traced(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
+    return _recorded_result(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
 
 
 def traced_rows_to_device(x: Tensor, rows: Tensor, device: torch.device) -> Pending[Any]:
     """`rows_to_device`, as an op."""
-    return _traced(_ops.rows_to_device_start(x, rows, device))
+    return _recorded_result(_ops.rows_to_device_start(x, rows, device))
 
 
 def traced_rows_to_host(x: Tensor, out: Tensor, places: Sequence[Tensor]) -> Pending[Any]:
     """`rows_to_host`, as an op."""
-    return _traced(_ops.rows_to_host_start(out, x, list(places)), out)
+    return _recorded_result(_ops.rows_to_host_start(out, x, list(places)), out)
 
 
 def traced_host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -104,9 +104,9 @@ class TracedStored:
         """Rows `lo:hi` of dim 0."""
         hi = (self.shape[0] if self.shape else 1) if hi is None else hi
         if out is not None:
-            return _traced(_ops.read_into_start(out, self.token, lo, hi), out)
+            return _recorded_result(_ops.read_into_start(out, self.token, lo, hi), out)
         shape = (hi - lo, *self.shape[1:]) if self.shape else ()
-        return _traced(_ops.read_start(self.token, lo, hi, shape, self.dtype))
+        return _recorded_result(_ops.read_start(self.token, lo, hi, shape, self.dtype))
 
 
 class TracedWriter:
@@ -118,7 +118,7 @@ class TracedWriter:
 
     def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> Pending[Any]:
         """Writes rows from `lo` on."""
-        return _traced(_ops.write_start(self._token, lo, rows))
+        return _recorded_result(_ops.write_start(self._token, lo, rows))
 
     def finish(self) -> TracedStored:
         """Returns the value, when all rows are there."""
@@ -133,13 +133,13 @@ class TracedPool:
         writer = self.writer(x.shape, x.dtype)
         going, here = writer.write(0, x), list[TracedStored]()
 
-        def result() -> TracedStored:
+        def finish_write() -> TracedStored:
             if not here:
                 going.result()
                 here.append(writer.finish())
             return here[0]
 
-        return Pending(result)
+        return Pending(finish_write)
 
     def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> TracedWriter:
         """Returns a value to be written in chunks of rows."""

@@ -29,17 +29,17 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> P
     """Returns a transfer that is done when all of `futures` are. Its error is the first one's."""
     futures = tuple(futures)
 
-    def wait() -> None:
+    def wait_for_event() -> None:
         # For all, before the first error is raised: no thread may still write into memory that the caller then reuses.
         for error in [future.exception() for future in futures]:
             if error is not None:
                 raise error
 
-    def result() -> T:
-        wait()
+    def wait_for_all() -> T:
+        wait_for_event()
         return value
 
-    return Pending(result, lambda: all(f.done() for f in futures), wait)
+    return Pending(wait_for_all, lambda: all(f.done() for f in futures), wait_for_event)
 
 
 def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
@@ -69,7 +69,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
     record_move("device", "host", x.nbytes)
     if x.is_cuda:
         return _copy_cuda(out, [(out, x)], x.device, "down")
-    return on_thread("down", out, _copy, [(out, x)])
+    return on_thread("down", out, _copy_parts, [(out, x)])
 
 
 def to_device(
@@ -108,7 +108,7 @@ def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pen
     """Returns a device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
     if out.is_cuda:
         return _copy_cuda(out, parts, out.device, "up")
-    return on_thread("up", out, _copy, parts)
+    return on_thread("up", out, _copy_parts, parts)
 
 
 def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
@@ -130,13 +130,13 @@ def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
         raise ValueError(f"out has {'; '.join(wrong)}. A transfer copies bytes: cast or reshape before or after it.")
 
 
-def _copy(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     for out, x in parts:
         out.copy_(x)
 
 
 def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device, way: str) -> Pending[Tensor]:
-    stream, event = _stream(device.index, way), torch.cuda.Event()
+    stream, event = _copy_stream(device.index, way), torch.cuda.Event()
     # After the computation of the source, and after earlier uses of the memory of a fresh `out`.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -147,7 +147,7 @@ def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torc
         if side.is_cuda:
             side.record_stream(stream)
 
-    def ready() -> Tensor:
+    def is_ready() -> Tensor:
         if way == "up":
             torch.cuda.current_stream(device).wait_event(event)
         else:
@@ -155,11 +155,11 @@ def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torc
         return out
 
     # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable one is copied at once.
-    return Pending(ready, event.query, event.synchronize)
+    return Pending(is_ready, event.query, event.synchronize)
 
 
 @functools.cache
-def _stream(index: int, way: str) -> "torch.cuda.Stream":
+def _copy_stream(index: int, way: str) -> "torch.cuda.Stream":
     del way
     return torch.cuda.Stream(index)
 

@@ -67,17 +67,17 @@ def adafactor(
     if clipping_threshold is not None:
         positive("adafactor", clipping_threshold=clipping_threshold)
         rules.append(_scale_by_rms(lambda rms: 1 / (rms / clipping_threshold).clamp(min=1.0)))
-    rules.append(_negate() if learning_rate is None else scale_by_learning_rate(learning_rate))
+    rules.append(_negate_updates() if learning_rate is None else scale_by_learning_rate(learning_rate))
     if multiply_by_parameter_scale:
         rules.append(_scale_by_rms(lambda rms: rms.clamp(min=1e-3), of_params=True))
     if momentum is not None:
         rules.append(ema(momentum, debias=False))
     if weight_decay_rate is not None:
-        rules += [_negate(), add_decayed_weights(weight_decay_rate, weight_decay_mask), _negate()]
+        rules += [_negate_updates(), add_decayed_weights(weight_decay_rate, weight_decay_mask), _negate_updates()]
     return chain(*rules)
 
 
-def _negate() -> GradientTransformation:
+def _negate_updates() -> GradientTransformation:
     rule = stateless(lambda updates, params, specs: tree_map(torch.neg, updates))
     return rule._replace(needs=Needs("element"))
 
@@ -85,7 +85,7 @@ def _negate() -> GradientTransformation:
 def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -> GradientTransformation:
     """Multiplies each leaf by a function of the root mean square of its update, or of its parameter."""
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         us, treedef = tree_flatten(updates)
         if not us:
             return updates
@@ -98,4 +98,4 @@ def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -
         by = factor((total[:, 0] / total[:, 1].clamp(min=1)).sqrt()).unbind()
         return tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in zip(us, by, strict=True)])
 
-    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))

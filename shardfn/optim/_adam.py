@@ -87,13 +87,13 @@ def scale_by_adam(
     not_negative("scale_by_adam", eps=eps, eps_root=eps_root)
     float_dtype("scale_by_adam", mu_dtype=mu_dtype)
 
-    def numbers(count: Tensor) -> dict[str, Any]:
+    def bias_corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
         ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "c1": c1, "c2": c2, "ahead": ahead}
 
     start = {"mu": lambda zeros: zeros.to(mu_dtype or zeros.dtype), "nu": same}
-    return elementwise("scale_by_adam", ScaleByAdamState, _direction, start, numbers)
+    return elementwise("scale_by_adam", ScaleByAdamState, _leaf_direction, start, bias_corrections_at)
 
 
 @explains_keywords(**MEANT)
@@ -137,7 +137,7 @@ def adam(
     pure = chain(moments, scale_by_learning_rate(learning_rate))
     if not _is_plain(eps_root, mu_dtype, nesterov):
         return pure
-    return _fused(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
+    return _fused_rule(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
 
 
 @explains_keywords(**MEANT)
@@ -193,12 +193,12 @@ def adamw(
     pure = chain(moments, decay, scale_by_learning_rate(learning_rate))
     if not _is_plain(eps_root, mu_dtype, nesterov):
         return pure
-    tx = _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
+    tx = _fused_rule(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return tx._replace(needs=Needs("element", decide=decide))
+    return tx._replace(needs=Needs("element", decide=decide_decay))
 
 
 @explains_keywords(**MEANT)
@@ -250,7 +250,7 @@ def _is_plain(eps_root: Number, mu_dtype: torch.dtype | None, nesterov: bool) ->
     return is_zero(eps_root) and mu_dtype is None and not nesterov
 
 
-def _direction(
+def _leaf_direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -295,7 +295,7 @@ def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str)
     return mus, nus
 
 
-def _fused(
+def _fused_rule(
     pure: GradientTransformation,
     num: int,
     learning_rate: LearningRate,
@@ -308,7 +308,7 @@ def _fused(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_chain("adam", state, num)
         check_state("adam", state[0], ScaleByAdamState)
         ps, treedef = tree_flatten(params)
@@ -329,4 +329,4 @@ def _fused(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))

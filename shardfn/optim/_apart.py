@@ -94,7 +94,7 @@ class Apart:
 
         Gathered, or decoded from the last codes.
         """
-        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._columns())), strict=True)
+        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._leaf_columns())), strict=True)
         return [
             x
             if not share.cut
@@ -116,7 +116,7 @@ class Apart:
         table = zip(xs, *map(self.pick, (self.specs, self.shares)), strict=True)
         return [self.averaging.rows(x, spec, share) for x, spec, share in table]
 
-    def _columns(self) -> tuple[list[Any], ...]:
+    def _leaf_columns(self) -> tuple[list[Any], ...]:
         return self.gs, self.specs, self.shares
 
 

@@ -110,7 +110,7 @@ class _ApplyIfFinite:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        finite, steps, counts = self._counted(updates, state, specs)
+        finite, steps, counts = self._count_step(updates, state, specs)
         us, inner = self.tx.update(updates, state.inner_state, params, specs=specs)
         leaves, treedef = tree_flatten(us)
         rows = zip(leaves, beside(leaves, steps, us, specs), strict=True)
@@ -120,10 +120,10 @@ class _ApplyIfFinite:
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        finite, steps, counts = self._counted(grads, state, specs)
+        finite, steps, counts = self._count_step(grads, state, specs)
         inner = state.inner_state
         if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # its value cannot be read
-            params, inner = self._chosen(grads, state, params, specs)
+            params, inner = self._select_updates(grads, state, params, specs)
         elif bool(steps):
             params, inner = inplace(self.tx)(grads, inner, params, specs=specs)
         old = (state.notfinite_count, state.last_finite, state.total_notfinite)
@@ -131,7 +131,7 @@ class _ApplyIfFinite:
             x.copy_(new)
         return params, state._replace(inner_state=inner)
 
-    def _chosen(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+    def _select_updates(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
         """Returns the pure update, written into the buffers that were given."""
         us, new = self.update(grads, state, params, specs=specs)
         fresh = tree_leaves((apply_updates(params, us), new.inner_state))
@@ -139,16 +139,18 @@ class _ApplyIfFinite:
             x.copy_(y)
         return params, state.inner_state
 
-    def _counted(self, grads: Updates, state: OptState, specs: Specs) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def _count_step(
+        self, grads: Updates, state: OptState, specs: Specs
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Returns whether the gradients are finite, whether the step is made, and the new counts."""
         check_state("apply_if_finite", state, ApplyIfFiniteState)
-        bad = self._bad(grads, specs) if self.bad is None else self.bad
+        bad = self._count_nonfinite(grads, specs) if self.bad is None else self.bad
         finite = (bad == 0).to(state.notfinite_count.device)
         row = torch.where(finite, 0, state.notfinite_count + 1)
         total = state.total_notfinite + (~finite).to(torch.int32)
         return finite, finite | (row > self.most), (row, total)
 
-    def _bad(self, grads: Updates, specs: Specs) -> Tensor:
+    def _count_nonfinite(self, grads: Updates, specs: Specs) -> Tensor:
         leaves: list[Any] = tree_leaves(grads)
         if not leaves:
             return torch.zeros(())

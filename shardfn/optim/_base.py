@@ -188,16 +188,16 @@ def stateless(update: Callable[..., Updates], granularity: Grain = "tree") -> Gr
         ([-1.0], EmptyState())
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def step(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         return update(updates, params, specs), state
 
-    return GradientTransformation(init, step, needs=Needs(granularity))
+    return GradientTransformation(init_fn, update_fn, needs=Needs(granularity))
 
 
 def identity() -> GradientTransformation:

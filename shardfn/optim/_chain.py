@@ -41,14 +41,14 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         [tensor([-0.5000])]
     """
     txs = tuple(map(as_transformation, rules)) or (identity(),)
-    last, speaks = inplace(txs[-1]), _communicates(txs)
+    last, speaks = inplace(txs[-1]), _find_communicating(txs)
 
-    def init(params: Params) -> OptState:
+    def init_fn(params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in txs)
         _check_early(states[:speaks] if speaks else ())
         return states
 
-    def through(
+    def apply_rules(
         rules: Sequence[Rule], updates: Updates, state: OptState, params: Params, specs: Specs
     ) -> tuple[Updates, tuple[OptState, ...]]:
         check_chain("chain", state, len(txs))
@@ -58,33 +58,33 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
             states.append(new)
         return updates, tuple(states)
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        return through([tx.update for tx in txs], updates, state, params, specs)
+        return apply_rules([tx.update for tx in txs], updates, state, params, specs)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        updates, states = through([_donated(tx) for tx in txs[:-1]], grads, state, params, specs)
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        updates, states = apply_rules([_donating_update(tx) for tx in txs[:-1]], grads, state, params, specs)
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
     # A chain's state is the tuple of its rules' states, in their order.
-    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends(txs))
+    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends_by_leaf(txs))
     if speaks is None:
-        return GradientTransformation(init, update, apply, needs)
+        return GradientTransformation(init_fn, update_fn, apply_fn, needs)
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_chain(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         assert needs.specialize is not None and needs.phases is not None
         rule, over = needs.specialize(params, stats, phase), needs.phases.axes
 
-        def init(rows: Params) -> OptState:
+        def init_rows(rows: Params) -> OptState:
             _check_whole(txs[:speaks], params, over)
             return rule.init(rows)
 
-        return rule._replace(init=init)
+        return rule._replace(init=init_rows)
 
-    return GradientTransformation(init, update, apply, needs._replace(specialize=on))
+    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(specialize=specialize_chain))
 
 
 def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
@@ -113,13 +113,13 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
     names = tuple(name for name, _ in args)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"named_chain needs rules of different names, but was given {list(names)}.")
-    return _named(names, chain(*(tx for _, tx in args)))
+    return _with_named_states(names, chain(*(tx for _, tx in args)))
 
 
-def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
+def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
     """Returns a chain whose state has names."""
 
-    def of(state: OptState) -> tuple[OptState, ...]:
+    def states_of(state: OptState) -> tuple[OptState, ...]:
         if not isinstance(state, dict) or set(state) != set(names):
             own = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
             raise ValueError(
@@ -128,27 +128,27 @@ def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTra
             )
         return tuple(state[name] for name in names)
 
-    def named(states: OptState) -> dict[str, OptState]:
+    def name_states(states: OptState) -> dict[str, OptState]:
         return dict(zip(names, states, strict=True))
 
-    def init(params: Params) -> OptState:
-        return named(inner.init(params))
+    def init_fn(params: Params) -> OptState:
+        return name_states(inner.init(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        updates, states = inner.update(updates, of(state), params, specs=specs)
-        return updates, named(states)
+        updates, states = inner.update(updates, states_of(state), params, specs=specs)
+        return updates, name_states(states)
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        params, states = inplace(inner)(grads, of(state), params, specs=specs)
-        return params, named(states)
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        params, states = inplace(inner)(grads, states_of(state), params, specs=specs)
+        return params, name_states(states)
 
-    needs = join_needs([inner], lambda rule: _named(names, rule), states=lambda state: (of(state),))
-    return GradientTransformation(init, update, apply, needs._replace(ascends=inner.needs.ascends))
+    needs = join_needs([inner], lambda rule: _with_named_states(names, rule), states=lambda state: (states_of(state),))
+    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(ascends=inner.needs.ascends))
 
 
-def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
+def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
     """Returns whether all rules ascend, by leaf where they differ.
 
     A descending one turns updates around, or stops them.
@@ -161,12 +161,12 @@ def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params],
     return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
 
 
-def _donated(tx: GradientTransformation) -> Rule:
+def _donating_update(tx: GradientTransformation) -> Rule:
     """Its update, for updates that are not needed afterwards."""
     return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
-def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
+def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
     """Which of the rules averages for itself.
 
     Raises:

@@ -50,7 +50,7 @@ def clip_by_block_rms(threshold: float | int) -> GradientTransformation:
 def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransformation:
     sizes_of = per_leaf(sizes, int, "clip_by_block_rms")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         del params
         gs, treedef = tree_flatten(updates)
         if not gs:
@@ -62,10 +62,10 @@ def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransforma
         rows = zip(gs, by, [None] * len(gs) if specs is None else spec_leaves(specs, updates), strict=True)
         return tree_unflatten(treedef, [(wide(g) / beside([g], x, g, cut)[0]).to(g.dtype) for g, x, cut in rows])
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return _clip_by_block_rms(threshold, resolved(sizes, params, int, "clip_by_block_rms"))
 
-    return stateless(update)._replace(needs=Needs("leaf", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", decide=decide_leaves, ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -100,13 +100,13 @@ def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axi
         https://arxiv.org/abs/2102.06171
     """
     positive("adaptive_grad_clip", clipping=clipping, eps=eps)
-    return _adaptive_grad_clip(clipping, eps, lambda params: _units(params, axis))
+    return _adaptive_grad_clip(clipping, eps, lambda params: _unit_dims(params, axis))
 
 
 def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> GradientTransformation:
     dims_of = per_leaf(units, frozenset, "adaptive_grad_clip")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("adaptive_grad_clip", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
@@ -116,20 +116,20 @@ def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> 
         squares = unit_squares([*gs, *ps], [*dims, *dims], None if cuts is None else [*cuts, *cuts])
         norms = [root(x) for x in squares]
         rows = zip(gs, norms[: len(gs)], norms[len(gs) :], strict=True)
-        return tree_unflatten(treedef, [_clipped(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
+        return tree_unflatten(treedef, [_clip_leaf(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return _adaptive_grad_clip(clipping, eps, resolved(units, params, frozenset, "adaptive_grad_clip"))
 
-    return stateless(update)._replace(needs=Needs("leaf", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", decide=decide_leaves, ascends=True))
 
 
-def _clipped(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]) -> Tensor:
+def _clip_leaf(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]) -> Tensor:
     # Not `norm > most`: a norm that is NaN makes its unit NaN.
     return torch.where(norm < most, wide(g), wide(g) * (most / norm.clamp(min=1e-6))).to(g.dtype)
 
 
-def _units(params: Params, axis: Axis) -> Params:
+def _unit_dims(params: Params, axis: Axis) -> Params:
     """For each whole leaf the dims of a unit."""
     leaves, treedef = tree_flatten(params)
     given = None if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)

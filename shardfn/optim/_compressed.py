@@ -99,7 +99,7 @@ class Averaging:
         local = compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
         own = P(share.own) if share.own else P()
         residual = global_residuals(local, mean.axis, [own], outer=mean.outer)[0]
-        return residual, tuple(_copies(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
+        return residual, tuple(_global_block(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
 
     def _zero_codes(self, n: int, device: torch.device) -> Codes:
         ranks, size = axis_size(self.axis if self.outer is None else self.outer), axis_size(self.axis)
@@ -126,12 +126,12 @@ class Averaging:
         means, new, codes = list(flat), list(residuals), [Codes()] * len(xs)
         for by, at in groups.items():
             coded, parts = any(shares[i].cut for i in at), ([x[i] for i in at] for x in (flat, residuals))
-            for i, m, e, code in zip(at, *by._means(*parts, coded=coded, donate=donate), strict=True):
+            for i, m, e, code in zip(at, *by._average_leaves(*parts, coded=coded, donate=donate), strict=True):
                 means[i], new[i], codes[i] = m, e, code
         out = [m[: x.numel()].view(x.shape) for m, x in zip(means, xs, strict=True)]
         return out, new, [c if s.cut else () for c, s in zip(codes, shares, strict=True)]
 
-    def _means(
+    def _average_leaves(
         self, flat: list[Tensor], residuals: list[Any], *, coded: bool, donate: bool
     ) -> tuple[list[Tensor], list[Any], list[Codes]]:
         """Returns the means of leaves over the same axes, the new errors, and the codes of the means."""
@@ -150,17 +150,17 @@ class Averaging:
 
     def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:
         """This rank's rows of a leaf, by the axes of the mean that cut it."""
-        for dim, axes in self.of(share)._cuts(x, spec):
+        for dim, axes in self.of(share)._row_cuts(x, spec):
             x = take_own_block(x, axes, dim=dim)
         return x
 
     def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
         """Returns the leaf that has these rows, in the shape of `like`."""
-        for dim, axes in self.of(share)._cuts(x, spec):
+        for dim, axes in self.of(share)._row_cuts(x, spec):
             x = all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
 
-    def _cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+    def _row_cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in self.over)) for d in range(x.ndim)]
         return [(d, axes) for d, axes in cuts if axes]
 
@@ -186,7 +186,7 @@ def written(old: Tensor, new: Tensor) -> Tensor:
     return old
 
 
-def _copies(block: Tensor, own: P) -> GlobalTensor:
+def _global_block(block: Tensor, own: P) -> GlobalTensor:
     """Returns a block that ranks along the axis of the mean have alike, and those along `own` for themselves."""
     mesh = current_mesh()
     shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))

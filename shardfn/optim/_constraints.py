@@ -72,11 +72,11 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         [tensor([0.6000, 0.8000], dtype=torch.float64)]
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def projected(updates: Updates, params: Params) -> tuple[list[Tensor], list[Tensor], object]:
+    def project_tree(updates: Updates, params: Params) -> tuple[list[Tensor], list[Tensor], object]:
         check_params("project_params", params)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -85,17 +85,17 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         check_shapes(treedef, ps, projection=new)
         return ps, new, treedef
 
-    def update(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
-        ps, new, treedef = projected(updates, params)
+    def update_fn(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
+        ps, new, treedef = project_tree(updates, params)
         return tree_unflatten(treedef, [x.double() - p.double() for x, p in zip(new, ps, strict=True)]), state
 
-    def apply(grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
         with torch.no_grad():
-            ps, new, _ = projected(grads, params)
+            ps, new, _ = project_tree(grads, params)
             for p, x in zip(ps, new, strict=True):
                 p.copy_(x)
         return params, state
 
     # An update without `specs`: the leaves that it gets are whole, or blocks that are as good.
     needs = Needs("element" if by_element else "leaf", ascends=True)
-    return as_transformation(GradientTransformation(init, update, apply, needs))
+    return as_transformation(GradientTransformation(init_fn, update_fn, apply_fn, needs))

@@ -45,14 +45,14 @@ def piecewise_constant_schedule(
         num_steps("piecewise_constant_schedule", boundary=boundary)
         not_negative("piecewise_constant_schedule", **{f"the scale at {boundary}": scale})
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + init_value
         for boundary, scale in pieces:
             value = torch.where(n < boundary, value, value * scale)
         return value.float()
 
-    return schedule
+    return schedule_fn
 
 
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
@@ -77,12 +77,12 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     cycles = [dict(cycle) for cycle in cosine_kwargs]
     if not cycles:
         raise ValueError("sgdr_schedule: there are no cycles; give the arguments of at least one.")
-    schedules = [_cycle(**cycle) for cycle in cycles]
+    schedules = [_cosine_cycle(**cycle) for cycle in cycles]
     ends = list(itertools.accumulate(cycle["decay_steps"] for cycle in cycles))
     return join_schedules(schedules, ends[:-1])
 
 
-def _cycle(
+def _cosine_cycle(
     init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0,
     exponent: Number = 1.0,
 ) -> Schedule:  # fmt: skip
@@ -130,7 +130,7 @@ def linear_onecycle_schedule(
     positive(who, div_factor=div_factor, final_div_factor=final_div_factor)
     ends = [int(pct_start * transition_steps), int(pct_final * transition_steps), transition_steps]
     scales = [div_factor, 1.0 / div_factor, 1.0 / final_div_factor]
-    return _interpolated(who, peak_value / div_factor, ends, scales, lambda a, b, x: (b - a) * x + a)
+    return _interpolate_pieces(who, peak_value / div_factor, ends, scales, lambda a, b, x: (b - a) * x + a)
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
@@ -171,12 +171,12 @@ def cosine_onecycle_schedule(
         [int(pct_start * transition_steps), transition_steps],
         [div_factor, 1 / (div_factor * final_div_factor)],
     )
-    return _interpolated(
+    return _interpolate_pieces(
         who, peak_value / div_factor, ends, scales, lambda a, b, x: b + (a - b) / 2 * (torch.cos(math.pi * x) + 1)
     )
 
 
-def _interpolated(
+def _interpolate_pieces(
     who: str, init_value: Number, ends: list[int], scales: list[float], between: Callable[[Any, Any, Tensor], Tensor]
 ) -> Schedule:
     """From `init_value` at 0, piece by piece to the value times the piece's scale at its end."""
@@ -189,11 +189,11 @@ def _interpolated(
     values = list(itertools.accumulate(scales, lambda value, scale: value * scale, initial=init_value))
     pieces = list(zip([0, *ends], ends, values, values[1:], strict=False))
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + values[-1]
         for start, end, a, b in reversed(pieces):
             value = torch.where(n < end, between(a, b, (n - start) / max(end - start, 1)), value)
         return value.float()
 
-    return schedule
+    return schedule_fn

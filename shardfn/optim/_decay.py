@@ -44,31 +44,31 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     not_negative("add_decayed_weights", weight_decay=weight_decay)
     flags = decay_flags(weight_decay, mask)
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("add_decayed_weights", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         on, by = flags(params, ps, treedef, specs), beside(ps, weight_decay, params, specs)
         return tree_unflatten(
-            treedef, [_decayed(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
+            treedef, [_add_decay(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
         )
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
 
-    return stateless(update)._replace(needs=Needs("element", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("element", decide=decide_leaves, ascends=True))
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
     """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
     resolve = per_leaf(True if mask is None else mask, bool, "mask")
 
-    def flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
+    def leaf_flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
         on = resolve(params, leaves, treedef, specs)
         return (False,) * len(leaves) if is_zero(weight_decay) else on
 
-    return flags
+    return leaf_flags
 
 
-def _decayed(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
+def _add_decay(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
     return (wide(g) + weight_decay * p).to(g.dtype)

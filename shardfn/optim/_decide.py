@@ -35,18 +35,18 @@ def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[
         return lambda tree, leaves, treedef, specs=None: prefix.of(tree)
     memo: dict[Any, tuple[Any, ...]] = {}
 
-    def resolve(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
+    def resolve_leaves(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
         key: Any = treedef
         if callable(prefix):
             check_whole(name, tree, specs)
             key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in memo:
-            full = prefix(_shapes(name, tree)) if callable(prefix) else prefix
+            full = prefix(_abstract_tree(name, tree)) if callable(prefix) else prefix
             memo.clear()
             memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
         return memo[key]
 
-    return resolve
+    return resolve_leaves
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ _SEEN = {
 }  # fmt: skip
 
 
-def _shapes(name: str, tree: PyTree) -> PyTree:
+def _abstract_tree(name: str, tree: PyTree) -> PyTree:
     """Returns the tree as a function of it sees it."""
     leaves, treedef = tree_flatten(tree)
     pairs = zip(leaves, tree_paths(tree, "params"), strict=True)

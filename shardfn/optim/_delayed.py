@@ -142,7 +142,7 @@ class _Delayed:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        gs, waiting = _columns(updates, state, "updates")
+        gs, waiting = _leaf_columns(updates, state, "updates")
         # Both outcomes of each branch are computed: under a transform the counter cannot be read.
         plain, moves, now = state.count < self.warmup, state.count != self.warmup, self.total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
@@ -158,9 +158,9 @@ class _Delayed:
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
-            return _through(self.update, grads, state, params, specs)  # the counter cannot be read
+            return _apply_update(self.update, grads, state, params, specs)  # the counter cannot be read
         # The rule spends the waiting gradients before this step's take their place.
-        gs, waiting = _columns(grads, state, "grads")
+        gs, waiting = _leaf_columns(grads, state, "grads")
         inner, count, now = state.inner, int(state.count), self.total(grads, specs)
         if count < self.warmup:
             params, inner = inplace(self.by(grads, now))(grads, inner, params, specs=specs)
@@ -181,7 +181,7 @@ def _sum_measures(measure: Measure, updates: Updates, specs: Specs) -> Tensor:
     return (local if specs is None else over_blocks(local, spec_leaves(specs, updates))).sum()
 
 
-def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
+def _leaf_columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
     check_state("delayed", state, DelayedState)
     leaves, treedef = tree_flatten(tree)
     waiting = leaves_like(state.pending, treedef, "state.pending", name)
@@ -189,7 +189,9 @@ def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list
     return leaves, waiting
 
 
-def _through(update: Any, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+def _apply_update(
+    update: Any, grads: Updates, state: OptState, params: Params, specs: Specs
+) -> tuple[Params, OptState]:
     updates, new = update(grads, state, params, specs=specs)
     stepped = tree_leaves(apply_updates(params, updates))
     for old, fresh in zip(tree_leaves((params, state)), [*stepped, *tree_leaves(new)], strict=True):

@@ -40,12 +40,12 @@ def elementwise(
         ([tensor([1.])], TraceState(trace=[tensor([1.])]))
     """
 
-    def init(params: Params) -> OptState:
+    def init_fn(params: Params) -> OptState:
         # Each tree has memory of its own.
         trees = {name: tree_map(first, zeros_like(params)) for name, first in start.items()}
         return kind(**trees, **({"count": zero_count(params)} if counts else {}))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
@@ -55,7 +55,7 @@ def elementwise(
         us, *new = leafwise(step, 1 + len(start), updates, of=old, specs=specs, **numbers(count))
         return us, kind(**dict(zip(start, new, strict=True)), **({"count": count} if counts else {}))
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 def same(zeros: Tensor) -> Tensor:

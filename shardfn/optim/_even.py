@@ -33,31 +33,31 @@ def even(columns: Columns) -> Iterator[Columns]:
         return
     dtype = columns[0][0].dtype
     if columns[-1][0].dtype == dtype:
-        yield from _even(columns)
+        yield from _align_columns(columns)
         return
     pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
     # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
-    scratch = torch.empty(max(_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
+    scratch = torch.empty(max(_total_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
     for *piece, grads in pieces:
-        cast = [x.view_as(g) for x, g in zip(_split(scratch, grads), grads, strict=True)]
+        cast = [x.view_as(g) for x, g in zip(_split_ends(scratch, grads), grads, strict=True)]
         foreach_copy_(cast, grads)
-        yield from _even([*piece, cast])
+        yield from _align_columns([*piece, cast])
 
 
-def _even(columns: Columns) -> Iterator[Columns]:
+def _align_columns(columns: Columns) -> Iterator[Columns]:
     first = columns[0]
     if first[0].device.type != "cpu" or not any(x.numel() % _LANES for x in first):
         yield columns
         return
     sizes = [x.numel() for x in first]
     starts = [_start_of_end(n) for n in sizes]
-    bodies = [[_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
-    ends = [[_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
-    joined = [_join(column) for column in ends]
+    bodies = [[_leaf_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
+    ends = [[_leaf_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
+    joined = [_join_ends(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
     # The bodies are views, written in place; ends were copied into one leaf, and go back from there.
     for end, join in zip(ends[:-1], joined, strict=False):
-        foreach_copy_(end, _split(join, end))
+        foreach_copy_(end, _split_ends(join, end))
 
 
 def _start_of_end(n: int) -> int:
@@ -65,22 +65,22 @@ def _start_of_end(n: int) -> int:
     return n if n % _LANES == 0 else 0 if n < _SMALL else n // _LANES * _LANES
 
 
-def _body(x: Tensor, n: int, start: int) -> Tensor:
+def _leaf_body(x: Tensor, n: int, start: int) -> Tensor:
     """Returns a leaf up to its end; `x` itself where it has only whole vectors."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 
-def _end(x: Tensor, n: int, start: int) -> Tensor:
+def _leaf_end(x: Tensor, n: int, start: int) -> Tensor:
     return x.view(-1).narrow(0, start, n - start) if start else x.view(-1)
 
 
-def _join(ends: list[Tensor]) -> Tensor:
-    return torch.cat([*ends, ends[0].new_zeros(-_numel(ends) % _LANES)])
+def _join_ends(ends: list[Tensor]) -> Tensor:
+    return torch.cat([*ends, ends[0].new_zeros(-_total_numel(ends) % _LANES)])
 
 
-def _split(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
-    return flat[: _numel(like)].split([x.numel() for x in like])
+def _split_ends(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
+    return flat[: _total_numel(like)].split([x.numel() for x in like])
 
 
-def _numel(leaves: list[Tensor]) -> int:
+def _total_numel(leaves: list[Tensor]) -> int:
     return sum(x.numel() for x in leaves)

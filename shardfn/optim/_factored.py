@@ -123,14 +123,14 @@ class _Factored:
         rows, columns, own = list[Any](), list[Any](), list[Any]()
         for p, leaf in zip(ps, self.leaves(params), strict=True):
             pair = leaf.vectors
-            row, column = (None, None) if pair is None else (self._vector(p, shape) for shape in pair)
+            row, column = (None, None) if pair is None else (self._zero_vector(p, shape) for shape in pair)
             rows.append(row)
             columns.append(column)
             own.append(torch.zeros_like(p, dtype=wide(p).dtype) if pair is None else None)
         v_row, v_col, v = (tree_unflatten(treedef, column) for column in (rows, columns, own))
         return FactoredState(zero_count(params), v_row, v_col, v)
 
-    def _vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | GlobalTensor:
+    def _zero_vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | GlobalTensor:
         zeros = p.new_zeros(shape, dtype=wide(p).dtype)
         return zeros if self.shapes is None else GlobalTensor(zeros, zeros.shape, P(), current_mesh())
 
@@ -142,7 +142,7 @@ class _Factored:
         gs, treedef = tree_flatten(updates)
         leaves = self.leaves(updates, specs)
         squares = [wide(g).square() + self.epsilon for g in gs]
-        sums = iter(_sums([(x, leaf) for x, leaf in zip(squares, leaves, strict=True) if leaf.dims is not None]))
+        sums = iter(_factor_sums([(x, leaf) for x, leaf in zip(squares, leaves, strict=True) if leaf.dims is not None]))
         d = 1 - (state.count + 1 - self.offset).double() ** -self.decay
         columns = [treedef.flatten_up_to(x) for x in (state.v_row, state.v_col, state.v)]
         out, new = list[Tensor](), list[tuple[Any, Any, Any]]()
@@ -204,7 +204,7 @@ class _FactoredLeaf(NamedTuple):
         return by_row * column[self.box(other)].rsqrt().unsqueeze(other)
 
 
-def _sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
+def _factor_sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
     """Returns the sums over the largest dim of whole leaves, and over the other.
 
     One psum for leaves that are cut alike.

@@ -59,7 +59,7 @@ def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, Op
         return tx.apply
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         updates, state = tx.update(grads, state, params, specs=specs)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -68,4 +68,4 @@ def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, Op
             foreach_add_(ps, us)
         return params, state
 
-    return apply
+    return apply_fn

@@ -79,20 +79,20 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
     not_negative("scale_by_moment_ratio", eps=eps)
 
-    def init(params: Params) -> ScaleByMomentRatioState:
+    def init_fn(params: Params) -> ScaleByMomentRatioState:
         return ScaleByMomentRatioState(zeros_like(params), zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
         us, mu, nu = leafwise(
-            _direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
+            _leaf_direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
         )
         return us, ScaleByMomentRatioState(mu, nu)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
@@ -115,10 +115,10 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     """
     decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
 
-    def init(params: Params) -> ScaleByBiasCorrectionState:
+    def init_fn(params: Params) -> ScaleByBiasCorrectionState:
         return ScaleByBiasCorrectionState(zero_count(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
@@ -128,7 +128,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         [us] = leafwise(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
         return us, ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -194,14 +194,14 @@ def lamb(
     )
     step = lamb_in_place(learning_rate, b1, b2, eps, weight_decay, mask, min_coeff, max_coeff)
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         return step(grads, state, params, specs=specs)[:2]
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         on = resolved(mask, params, bool, "mask")
         return lamb(learning_rate, b1, b2, eps, weight_decay, on, min_coeff=min_coeff, max_coeff=max_coeff)
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("leaf", decide=decide_decay))
 
 
 def _check_correction(bias_correction: str, eps_root: Number) -> None:
@@ -227,7 +227,7 @@ def lamb_in_place(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
         check_chain("lamb", state, 5 if corrected else 4)
         check_state("lamb", state[0], ScaleByMomentRatioState)
         ps, treedef = tree_flatten(params)
@@ -240,15 +240,15 @@ def lamb_in_place(
         rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
         ratios = torch.zeros(0)
         if ps:
-            u = _directions(mu, nu, g, number(b1), number(b2), number(eps))
+            u = _leaf_directions(mu, nu, g, number(b1), number(b2), number(eps))
             _add_decay(u, p, on, number(weight_decay))
             leaf_specs = None if specs is None else spec_leaves(specs, params)
             ratios = trust_ratios(p, u, leaf_specs, min_coeff, max_coeff)
-            _descend(p, u, rate, ratios)
+            _descend_leaves(p, u, rate, ratios)
         unstage(copies)
         return params, state, ratios
 
-    return apply
+    return apply_fn
 
 
 def bias_factor(
@@ -260,14 +260,18 @@ def bias_factor(
     return c2.sqrt() / c1
 
 
-def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number) -> tuple[Tensor, Tensor, Tensor]:
+def _leaf_direction(
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the update of one leaf, and its next moments, in the dtype that they are kept in."""
     dtype = mu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     return (mu / (root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)
 
 
-def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:
+def _leaf_directions(
+    mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float
+) -> list[Tensor]:
     u = [torch.empty_like(x) for x in mu]
     # Piece by piece: the temporaries of a chain of kernels stay in the cache.
     for m, v, d, out in blocks([mu, nu, g, u]):
@@ -287,7 +291,7 @@ def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_d
         foreach_add_([x for x, _ in decayed], [y for _, y in decayed], alpha=weight_decay)
 
 
-def _descend(p: list[Tensor], u: list[Tensor], rate: Any, ratios: Float[Tensor, " num_leaves"]) -> None:
+def _descend_leaves(p: list[Tensor], u: list[Tensor], rate: Any, ratios: Float[Tensor, " num_leaves"]) -> None:
     rates = (rate * ratios).unbind()
     if ratios.dtype == torch.float64:  # beside float64 leaves others step as they do alone
         narrow = (rate * ratios.float()).unbind()

@@ -45,7 +45,7 @@ def scale(step_size: Number) -> GradientTransformation:
     """
     finite("scale", step_size=step_size)
     ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not looked at
-    rule = stateless(lambda updates, params, specs: _scaled(updates, step_size, specs))
+    rule = stateless(lambda updates, params, specs: _scale_updates(updates, step_size, specs))
     return rule._replace(needs=Needs("element", ascends=ascends))
 
 
@@ -73,7 +73,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         raise TypeError(
             f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count; use optim.scale(x)."
         )
-    return _by_schedule("scale_by_schedule", step_size_fn, _scaled)
+    return _scale_by_count("scale_by_schedule", step_size_fn, _scale_updates)
 
 
 @explains_keywords(**MEANT)
@@ -95,31 +95,33 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
-        return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs), "element")
-    return _by_schedule("scale_by_learning_rate", learning_rate, _descend)
+        return stateless(lambda updates, params, specs: _scale_descending(updates, learning_rate, specs), "element")
+    return _scale_by_count("scale_by_learning_rate", learning_rate, _scale_descending)
 
 
-def _by_schedule(who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]) -> GradientTransformation:
-    def init(params: Params) -> ScaleByScheduleState:
+def _scale_by_count(
+    who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]
+) -> GradientTransformation:
+    def init_fn(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state(who, state, ScaleByScheduleState)
         return step(updates, scheduled(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element"))
 
 
-def _scaled(updates: Updates, by: Any, specs: Specs) -> PyTree:
+def _scale_updates(updates: Updates, by: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
     rows = zip(gs, beside(gs, by, updates, specs), strict=True)
     return tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
 
 
-def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:
+def _scale_descending(updates: Updates, rate: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
     rows = zip(gs, beside(gs, rate, updates, specs), strict=True)
     return tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])

@@ -40,7 +40,7 @@ def leaves_like(tree: PyTree, treedef: Any, name: str, like: str) -> list[Any]:
     """
     leaves, own = tree_flatten(tree)
     if own != treedef:
-        _refuse(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
+        _refuse_trees(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
     return leaves
 
 
@@ -214,7 +214,7 @@ def _stage_row(row: tuple[Tensor, ...], wider: bool) -> list[Tensor]:
     return [x.to(dtype).contiguous() for x in row]
 
 
-def _refuse(tree: PyTree, other: PyTree, name: str, like: str) -> None:
+def _refuse_trees(tree: PyTree, other: PyTree, name: str, like: str) -> None:
     ours, theirs = tree_paths(tree), tree_paths(other)
     extra = [p for p in ours if p not in set(theirs)]
     missing = [p for p in theirs if p not in set(ours)]

@@ -67,18 +67,18 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     """
     decay_rate("scale_by_lion", b1=b1, b2=b2)
 
-    def init(params: Params) -> ScaleByLionState:
+    def init_fn(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
-        us, mu = leafwise(_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
+        us, mu = leafwise(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -121,7 +121,7 @@ def lion(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_chain("lion", state, 3)
         check_state("lion", state[0], ScaleByLionState)
         ps, treedef = tree_flatten(params)
@@ -133,17 +133,17 @@ def lion(
         lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
         for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
             for p_, mu_, g_ in blocks([p, mu, g]):
-                _step(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
+                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
         unstage(copies)
         return params, state
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element", decide=decide))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", decide=decide_decay))
 
 
-def _step(
+def _step_leaves(
     p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: float | Tensor, b1: float, b2: float, decay: float
 ) -> None:
     # The same expression as the pure rule, not a lerp: near 0 another rounding would be another sign.
@@ -159,15 +159,15 @@ def _step(
     foreach_add_(mu, g, alpha=1 - b2)
 
 
-def _direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+def _leaf_direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
     """Returns the update of one leaf, and its next momentum."""
-    return _sign(_mix(g, mu, b1)).to(mu.dtype), _mix(g, mu, b2).to(mu.dtype)
+    return _sign_of(_mix_moment(g, mu, b1)).to(mu.dtype), _mix_moment(g, mu, b2).to(mu.dtype)
 
 
-def _mix(g: Tensor, mu: Tensor, b: Number) -> Tensor:
+def _mix_moment(g: Tensor, mu: Tensor, b: Number) -> Tensor:
     mu = wide(mu)
     return b * mu + (1 - b) * g.to(mu.dtype)
 
 
-def _sign(x: Tensor) -> Tensor:
+def _sign_of(x: Tensor) -> Tensor:
     return x.sign() + 0.0 * x

@@ -76,14 +76,14 @@ def static_loss_scale(scale: float | int) -> LossScale:
     """
     positive("static_loss_scale", scale=scale)
 
-    def init() -> StaticScaleState:
+    def init_fn() -> StaticScaleState:
         return StaticScaleState(torch.tensor(float(scale)))
 
-    def update(state: StaticScaleState, finite: Tensor) -> StaticScaleState:
+    def update_fn(state: StaticScaleState, finite: Tensor) -> StaticScaleState:
         del finite
         return state
 
-    return LossScale(init, update, lambda state: None)
+    return LossScale(init_fn, update_fn, lambda state: None)
 
 
 def dynamic_loss_scale(
@@ -132,15 +132,15 @@ def dynamic_loss_scale(
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    _check(init, window, hysteresis, min_scale, factor)
+    _check_settings(init, window, hysteresis, min_scale, factor)
 
-    def first() -> DynamicScaleState:
+    def init_fn() -> DynamicScaleState:
         number = lambda x: torch.tensor(x, dtype=torch.int64)  # noqa: E731
         return DynamicScaleState(
             torch.tensor(float(init)), number(0), number(-1), number(hysteresis), torch.tensor(False)
         )
 
-    def update(state: DynamicScaleState, finite: Tensor) -> DynamicScaleState:
+    def update_fn(state: DynamicScaleState, finite: Tensor) -> DynamicScaleState:
         scale, i, last, left, _ = state
         clean = finite.to(scale.device)
         falls = ~clean & (left == 1)
@@ -158,7 +158,7 @@ def dynamic_loss_scale(
             falls & (scale <= min_scale),
         )
 
-    def check(state: DynamicScaleState) -> None:
+    def check_state(state: DynamicScaleState) -> None:
         if raise_at_min and bool(state.exhausted):
             raise FloatingPointError(
                 f"gradients overflow although the loss scale is at its floor {min_scale}: the loss or its gradient is"
@@ -166,10 +166,10 @@ def dynamic_loss_scale(
                 " the learning rate, compute in bfloat16, or pass a lower min_scale (raise_at_min=False goes on)."
             )
 
-    return LossScale(first, update, check)
+    return LossScale(init_fn, update_fn, check_state)
 
 
-def _check(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
+def _check_settings(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
     positive("dynamic_loss_scale", init=init, min_scale=min_scale)
     for name, x in (("window", window), ("hysteresis", hysteresis)):
         if isinstance(x, bool) or not isinstance(x, int) or x < 1:

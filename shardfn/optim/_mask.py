@@ -50,21 +50,21 @@ def set_to_zero() -> GradientTransformation:
         [tensor([0.])]
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params, specs
         return tree_map(torch.zeros_like, updates), state
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         del grads, specs
         return params, state
 
-    return GradientTransformation(init, update, apply, Needs("element"))
+    return GradientTransformation(init_fn, update_fn, apply_fn, Needs("element"))
 
 
 def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransformation:
@@ -188,7 +188,7 @@ class _ByLabel:
     def ascending(self, params: Params) -> list[bool]:
         """For each leaf the value of its own rule; without a rule its update is the gradient."""
         leaves, treedef, names = self.labelled(params)
-        rows = {k: iter(ascending(rule, _select(leaves, treedef, names, k))) for k, rule in self.rules.items()}
+        rows = {k: iter(ascending(rule, _select_leaves(leaves, treedef, names, k))) for k, rule in self.rules.items()}
         return [next(rows[k]) if k in rows else True for k in names]
 
     def decided(self, params: Params) -> GradientTransformation:
@@ -197,7 +197,7 @@ class _ByLabel:
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         leaves, treedef, names = self.labelled(params)
         rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in self.rules}
-        return [(_select(leaves, treedef, names, k), rows[k]) for k in self.rules]
+        return [(_select_leaves(leaves, treedef, names, k), rows[k]) for k in self.rules]
 
     @functools.cached_property
     def resolve(self) -> Callable[..., tuple[Any, ...]]:
@@ -214,7 +214,7 @@ class _ByLabel:
 
     def init(self, params: Params) -> MultiTransformState:
         leaves, treedef, names = self.labelled(params)
-        inner = {str(k): rule.init(_select(leaves, treedef, names, k)) for k, rule in self.rules.items()}
+        inner = {str(k): rule.init(_select_leaves(leaves, treedef, names, k)) for k, rule in self.rules.items()}
         return MultiTransformState(inner)
 
     def update(
@@ -226,9 +226,9 @@ class _ByLabel:
         ss = None if specs is None else spec_leaves(specs, updates)
         out, states = list(us), {}
         for k, rule in self.rules.items():
-            u, p, s = (_select(x, treedef, names, k) for x in (us, ps, ss))
+            u, p, s = (_select_leaves(x, treedef, names, k) for x in (us, ps, ss))
             new, states[str(k)] = rule.update(u, state.inner[str(k)], p, specs=s)
-            _merge(out, tree_leaves(new), names, k)
+            _merge_leaves(out, tree_leaves(new), names, k)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
     @torch.no_grad()
@@ -240,22 +240,22 @@ class _ByLabel:
         ss = None if specs is None else spec_leaves(specs, params)
         out, states = list(ps), {}
         for k, rule in self.rules.items():
-            g, p, s = (_select(x, treedef, names, k) for x in (gs, ps, ss))
+            g, p, s = (_select_leaves(x, treedef, names, k) for x in (gs, ps, ss))
             new, states[str(k)] = inplace(rule)(g, state.inner[str(k)], p, specs=s)
-            _merge(out, tree_leaves(new), names, k)
+            _merge_leaves(out, tree_leaves(new), names, k)
         rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in self.rules]
         for p, g in rest:
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
 
-def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
+def _select_leaves(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
     if leaves is None:
         return None
     return tree_unflatten(treedef, [x if k == label else None for x, k in zip(leaves, names, strict=True)])
 
 
-def _merge(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
+def _merge_leaves(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
     index = [i for i, k in enumerate(names) if k == label]
     for i, x in zip(index, new, strict=True):
         out[i] = x

@@ -99,29 +99,31 @@ class _MasterWeights:
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         """Returns the tree as the inner rule sees it: wide."""
         ps, treedef = tree_flatten(params)
-        own = [self.dtype if self._is_narrow(d) else d for d in self._dtypes(params, ps, treedef)]
-        return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
+        own = [self.dtype if self._is_narrow(d) else d for d in self._master_dtypes(params, ps, treedef)]
+        return [(tree_unflatten(treedef, [_abstract_leaf(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
 
     @functools.cached_property
-    def _resolve(self) -> Callable[..., Sequence[torch.dtype]]:
+    def _resolve_inner(self) -> Callable[..., Sequence[torch.dtype]]:
         return per_leaf(self.kept, torch.dtype, "param_dtypes")
 
     def _is_narrow(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize < self.dtype.itemsize
 
-    def _dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
-        return [p.dtype for p in ps] if self.kept is None else self._resolve(params, ps, treedef)
+    def _master_dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
+        return [p.dtype for p in ps] if self.kept is None else self._resolve_inner(params, ps, treedef)
 
     def init(self, params: Params) -> MasterState:
         ps, treedef = tree_flatten(params)
-        own = self._dtypes(params, ps, treedef)
+        own = self._master_dtypes(params, ps, treedef)
         narrow = [self._is_narrow(d) for d in own]
         # A copy even of wide values: it must not share the memory of a parameter that is written.
         seen = [p.to(self.dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
         return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
 
-    def _columns(self, state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+    def _leaf_columns(
+        self, state: OptState, ps: list[Tensor], treedef: Any
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Returns the copy or None, by leaf, and the parameters of the inner rule."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
@@ -135,7 +137,7 @@ class _MasterWeights:
     ) -> tuple[Updates, OptState]:
         check_params("master_weights", params)
         ps, treedef = tree_flatten(params)
-        masters, seen = self._columns(state, ps, treedef)
+        masters, seen = self._leaf_columns(state, ps, treedef)
         old = tree_unflatten(treedef, seen)
         us, inside = self.tx.update(updates, state.inner, old, specs=specs)
         new = tree_leaves(apply_updates(old, us))
@@ -148,14 +150,14 @@ class _MasterWeights:
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
     @functools.cached_property
-    def _step(self) -> Callable[..., tuple[Params, OptState]]:
+    def _inner_step(self) -> Callable[..., tuple[Params, OptState]]:
         return inplace(self.tx)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         ps, treedef = tree_flatten(params)
-        masters, seen = self._columns(state, ps, treedef)
-        new, inside = self._step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
+        masters, seen = self._leaf_columns(state, ps, treedef)
+        new, inside = self._inner_step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
         rows = list(zip(ps, masters, leaves_like(new, treedef, "params", "params"), strict=True))
         narrow = [(p, x) for p, m, x in rows if m is not None]
         if narrow:
@@ -165,7 +167,7 @@ class _MasterWeights:
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
 
-def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
+def _abstract_leaf(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
     """Returns a leaf without data, in another dtype."""
     if isinstance(x, GlobalTensor):
         block = torch.empty(x.local.shape, dtype=dtype, device="meta")

@@ -154,14 +154,14 @@ def muon(
     how |= {"bias_correction": bias_correction}
     scale_by_muon(beta, nesterov, **how)
 
-    def of_matrices(dims: Mask) -> GradientTransformation:
+    def make_rule(dims: Mask) -> GradientTransformation:
         return chain(
             scale_by_muon(beta, nesterov, matrices=dims, **how),
             add_decayed_weights(weight_decay),
             scale_by_learning_rate(learning_rate),
         )
 
-    return _Muon(of_matrices, others, hidden_matrices if matrices is None else matrices).rule()
+    return _Muon(make_rule, others, hidden_matrices if matrices is None else matrices).rule()
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,9 +235,9 @@ class _ScaleByMuon:
         return GradientTransformation(self.init, self.update, needs=needs)
 
     def decide(self, params: Params) -> GradientTransformation:
-        return replace(self, leaves=self._found(params)).rule()
+        return replace(self, leaves=self._find_dims(params)).rule()
 
-    def _found(self, tree: PyTree) -> Resolved:
+    def _find_dims(self, tree: PyTree) -> Resolved:
         dims = resolved(all_matrices if self.dims is None else self.dims, tree, MatrixDims, "matrices")
         slots = tree_flatten(tree, none_is_leaf=True)[0]
         paths = zip(dims.says, slots, strict=True)
@@ -245,13 +245,13 @@ class _ScaleByMuon:
         return Resolved({path: None if x is None else as_matrices(path, x, next(own)) for path, x in paths})
 
     def init(self, params: Params) -> ScaleByMuonState:
-        self._matrices(params)
+        self._find_matrices(params)
         return ScaleByMuonState(zero_count(params), zeros_like(params))
 
-    def _matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
+    def _find_matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
         if self.leaves is None:
             check_whole("muon", tree, specs)
-        return (self.leaves or self._found(tree)).of(tree)
+        return (self.leaves or self._find_dims(tree)).of(tree)
 
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
@@ -261,22 +261,22 @@ class _ScaleByMuon:
         count = state.count + 1
         now, ahead = (bias_corrections(t, self.beta, self.beta)[0] for t in (count, count + 1))
         by = {"beta": self.beta, "c_g": now, "c_mu": ahead if self.nesterov else now}
-        ms, mu = leafwise(self._momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
+        ms, mu = leafwise(self._leaf_momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
         ms, treedef = tree_flatten(ms)
         cuts = [P()] * len(ms) if specs is None else spec_leaves(specs, updates)
-        leaves = self._matrices(updates, specs)
+        leaves = self._find_matrices(updates, specs)
         us = on_whole_matrices(self.newton_schulz, ms, leaves, cuts)
-        us = [(self._scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
+        us = [(self._shape_scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
         return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
 
-    def _momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
+    def _leaf_momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
         new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
         mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
         m = beta * mean + (1 - beta) * now if self.nesterov else mean
         return m, new.to(mu.dtype)
 
-    def _scale(self, leaf: Matrices) -> float:
+    def _shape_scale(self, leaf: Matrices) -> float:
         rows, columns = leaf.size
         if self.consistent_rms is not None:
             return math.sqrt(max(rows, columns)) * self.consistent_rms

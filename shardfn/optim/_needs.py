@@ -123,28 +123,28 @@ def join_needs(
     """
     rules = tuple(rules)
 
-    def views(params: Params, stats: Tensor | None) -> Views:
+    def default_views(params: Params, stats: Tensor | None) -> Views:
         # Only the first sees the measured gradients. The next gets the updates of the first.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
-    look = sees or views
+    look = sees or default_views
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_rules(params: Params) -> GradientTransformation:
         if own is not None:
             # First its own functions, then those of the rules inside: `own` gives a rule that has no more of its own.
             return decided(own(params), params)
         return rebuild(*(decided(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_rules(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         return rebuild(*(given(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True)))
 
-    measure, one = _in_turn(rules, states) if in_turn else _side_by_side(rules)
+    measure, one = _chain_measure(rules, states) if in_turn else _side_by_side(rules)
     granularity = coarsest(rule.needs.granularity for rule in rules) if one else "tree"
     whole = any(rule.needs.whole for rule in rules)
-    return Needs(granularity, measure, decide, on, _phases(rules, states), whole)
+    return Needs(granularity, measure, decide_rules, specialize_rules, _find_phases(rules, states), whole)
 
 
-def _in_turn(
+def _chain_measure(
     rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
 ) -> tuple[Measure | None, bool]:
     """Returns the first's measure, and whether no other has one: a later one would measure the updates of the first."""
@@ -161,7 +161,9 @@ def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | No
     return next((Measure(of) for of in kinds), None), len(kinds) < 2
 
 
-def _phases(rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]) -> Phases | None:
+def _find_phases(
+    rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
+) -> Phases | None:
     """Those of the one rule that has any."""
     own = [(i, rule.needs.phases) for i, rule in enumerate(rules) if rule.needs.phases is not None]
     if not own:

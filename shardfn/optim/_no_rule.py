@@ -29,7 +29,7 @@ MEANT = {
 
 def no_rule(tx: Any) -> str:
     """Returns the message for an argument that is not a rule."""
-    return f"an optimizer is a pair of functions (init, update), but this is {_shown(tx)}. {_remedy(tx)}"
+    return f"an optimizer is a pair of functions (init, update), but this is {_show_object(tx)}. {_remedy_for(tx)}"
 
 
 def no_rate(who: str, rate: Any) -> str | None:
@@ -52,7 +52,7 @@ def no_rate(who: str, rate: Any) -> str | None:
     return None
 
 
-def _shown(tx: Any) -> str:
+def _show_object(tx: Any) -> str:
     if isinstance(tx, type):
         return f"the class {tx.__module__.removesuffix('.' + tx.__name__.lower())}.{tx.__name__}"
     if isinstance(tx, list | tuple):
@@ -62,7 +62,7 @@ def _shown(tx: Any) -> str:
     return repr(tx) if isinstance(tx, str | int | float) else f"an object of type {type(tx).__name__}"
 
 
-def _remedy(tx: Any) -> str:
+def _remedy_for(tx: Any) -> str:
     kind = tx if isinstance(tx, type) else type(tx)
     if issubclass(kind, torch.optim.Optimizer):
         rate = getattr(tx, "defaults", {}).get("lr", 1e-3)

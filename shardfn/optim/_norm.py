@@ -55,7 +55,7 @@ def squares_of(
         return torch.zeros(0, dtype=dtype)
     if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
-    local = _local(leaves, dtype)
+    local = _local_norm(leaves, dtype)
     return local if specs is None else over_blocks(local, specs)
 
 
@@ -66,7 +66,7 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         >>> block_squares(torch.tensor([3.0, 4.0]))
         tensor(25.)
     """
-    return _local([block], dtype_of_squares([block]))[0]
+    return _local_norm([block], dtype_of_squares([block]))[0]
 
 
 @contextlib.contextmanager
@@ -119,17 +119,17 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
 
 def exact_scale(top: Tensor) -> Tensor:
     """Returns the power of two that brings the largest absolute value `top` to at most 1."""
-    return torch.ldexp(torch.ones_like(top), -_exponent(top))
+    return torch.ldexp(torch.ones_like(top), -_scale_exponent(top))
 
 
 def of_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
     """Returns the sum that `exact_limbs` has taken, float64, not finite where `top` is not."""
     high, low = limbs.double().unbind()
     exact = (high + low / float(1 << 30)) / float(1 << 30)
-    return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _exponent(top)), top)
+    return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _scale_exponent(top)), top)
 
 
-def _exponent(top: Tensor) -> Tensor:
+def _scale_exponent(top: Tensor) -> Tensor:
     return torch.frexp(top.nan_to_num(1.0, 1.0, 1.0)).exponent
 
 
@@ -174,13 +174,13 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
     return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 
-def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+def _local_norm(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
         # By functions that torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
-    norms = iter(_norms([wide(x) for x in small if x is not None]))
+    norms = iter(_leaf_norms([wide(x) for x in small if x is not None]))
     squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
@@ -190,7 +190,7 @@ def is_small(x: Tensor) -> bool:
     return x.device.type == "cuda" or x.numel() < _LARGE
 
 
-def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
+def _leaf_norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
     return foreach_norm(leaves) if leaves else []
 
 

@@ -199,10 +199,10 @@ class _OneBitAdam(Phased):
         state, now = self.begin(state, params)
         if not now.local:
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
-            return us, self._learnt(state, adam, specs, now)
-        leaves, mus, nus, step = self._local(updates, state, params, specs)
+            return us, self._advance_state(state, adam, specs, now)
+        leaves, mus, nus, step = self._local_step(updates, state, params, specs)
         exact, adam = leaves.exactly(self.adam.update, state.adam, mus, nus)
-        ms, residual, codes = self._average(leaves, mus, state, now, donate=False)
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=False)
         rows = zip(*map(leaves.pick, (leaves.ps, mus, nus, step.decays)), ms, strict=True)
         new = [(step.update(p, m, nu, on).to(p.dtype), m.to(mu.dtype)) for p, mu, nu, on, m in rows]
         adam = leaves.joined(adam, [m for _, m in new], leaves.pick(nus))
@@ -214,21 +214,21 @@ class _OneBitAdam(Phased):
         state, now = self.begin(state, params)
         if not now.local:
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
-            return params, self._learnt(state, adam, specs, now)
-        leaves, mus, nus, step = self._local(grads, state, params, specs)
+            return params, self._advance_state(state, adam, specs, now)
+        leaves, mus, nus, step = self._local_step(grads, state, params, specs)
         # Advances the counters, too, so all numbers that depend on them were read before.
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
-        ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
         for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
             step.descend(p, m, nu, decays)
         adam = leaves.joined(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
-    def _learnt(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
+    def _advance_state(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
         return state._replace(adam=adam, freeze=self.freeze.learning(state.freeze, adam[0].nu, specs, now))
 
-    def _local(
+    def _local_step(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
     ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
         """Returns the operands of a step on local gradients. Counters are read here, before anything is written."""
@@ -240,7 +240,7 @@ class _OneBitAdam(Phased):
         step = StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
         return leaves, mus, nus, step
 
-    def _average(
+    def _average_momentum(
         self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
     ) -> tuple[list[Tensor], PyTree, PyTree]:
         """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
@@ -273,7 +273,9 @@ class StepNumbers:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`. The first term is 0 where nu is."""
         p, m, nu = wide(p), wide(m), wide(nu)
         if _are_float([p, m, nu]) and not is_differentiated((p, m, nu, self.lr)):
-            return preconditioned_step(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+            return preconditioned_step(
+                p, m, nu, *self._kernel_numbers, eps=self.eps, weight_decay=self._decay_of(decays)
+            )
         d = self.root(nu)
         u = (m if self.c1 is None else m / self.c1) / d
         return (u + self.weight_decay * p if decays else u) * -self.lr
@@ -281,17 +283,17 @@ class StepNumbers:
     def descend(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> None:
         """Adds the update to p in place, rounded once."""
         if _are_float([p, m, nu]) and p.is_contiguous():
-            preconditioned_step_(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+            preconditioned_step_(p, m, nu, *self._kernel_numbers, eps=self.eps, weight_decay=self._decay_of(decays))
             return
         for part, mean, square in pieces([p], [m], [nu]):
             add_(part, self.update(part, mean, square, decays))
 
     @functools.cached_property
-    def _numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _kernel_numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the rate and the corrections as the kernel takes them."""
         return torch.as_tensor(self.lr).float(), self.c1, self.c2
 
-    def _decay(self, decays: bool) -> float:
+    def _decay_of(self, decays: bool) -> float:
         return self.weight_decay if decays else 0.0
 
 

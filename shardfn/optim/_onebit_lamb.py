@@ -193,7 +193,7 @@ class _OneBitLamb(Phased):
         leaves = apart(self.averaging, params, params, None, self.whole, self.exact)
         freeze = self.freeze.init(params)
         zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
-        coeff, weight, factor, scaling = (_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
+        coeff, weight, factor, scaling = (_replicated_tensor(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
         moments, trust = self.before.init(params), scale_by_trust_ratio().init(params)
         fresh = zeros_like(leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps)))
         made = [self.averaging.init(m.share, zero.device) for m in messages_of(leaves)]
@@ -213,22 +213,22 @@ class _OneBitLamb(Phased):
         ratios = trust_ratios(tree_leaves(params), leaves, cuts, *self.bounds) if leaves else torch.zeros(0)
         us = tree_unflatten(treedef, scaled(leaves, ratios, cuts))
         us, after = self.after.update(us, state.lamb[3:], params, specs=specs)
-        return us, self._learnt(state, (*before, state.lamb[2], *after), ratios, specs, now)
+        return us, self._advance_state(state, (*before, state.lamb[2], *after), ratios, specs, now)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         state, now = self.begin(state, params)
         if not now.local:
             params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
-            return params, self._learnt(state, lamb, ratios, specs, now)
+            return params, self._advance_state(state, lamb, ratios, specs, now)
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
         # Before `exactly`, which advances the counters.
         rate = self._corrected_rate(state)
         _, lamb = leaves.exactly(lambda *args, **kwargs: self.in_place(*args, **kwargs)[:2], state.lamb, mus, nus)
         mus, nus = leaves.pick(mus), leaves.pick(nus)
-        state = self._switched(leaves, mus, nus, state) if now == SWITCH else state
-        ms, residual, codes = self._average(leaves, mus, state, now)
+        state = self._switch_state(leaves, mus, nus, state) if now == SWITCH else state
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now)
         freshs = leaves.pick(leaves.treedef.flatten_up_to(state.fresh))
         for fresh, m, mu in zip(freshs, ms, mus, strict=True):
             g = (m - self.b1 * wide(mu)).div_(1 - self.b1)
@@ -236,12 +236,12 @@ class _OneBitLamb(Phased):
         ms = [written(mu, m) for mu, m in zip(mus, ms, strict=True)]
         factor = state.factor
         if ms:
-            us, f = self._directions(leaves, ms, nus, freshs, params, specs)
-            factor = self._descend(leaves, us, f, rate, state)
+            us, f = self._leaf_directions(leaves, ms, nus, freshs, params, specs)
+            factor = self._descend_leaves(leaves, us, f, rate, state)
         state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
 
-    def _learnt(
+    def _advance_state(
         self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
     ) -> OneBitLambState:
         """After a step of the warm-up. The state of compressed steps starts anew."""
@@ -265,20 +265,22 @@ class _OneBitLamb(Phased):
         at = self.freeze.frozen(state.freeze)
         return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
 
-    def _switched(self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState) -> OneBitLambState:
+    def _switch_state(
+        self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState
+    ) -> OneBitLambState:
         """Returns the state at the first compressed step; unchanged where there was one before, with other ranks."""
         first, specs = (state.scaling == 0).all(), leaves.pick(leaves.specs)
         numel = torch.tensor([float(mu.numel()) for mu in mus], device=state.scaling.device)
         rms = (sum_squares(mus, specs) / over_blocks(numel, specs)).sqrt() if mus else numel
         even = torch.where(rms > 0, rms.mean() / torch.where(rms > 0, rms, 1.0), 1.0)
-        scaling = self._vector(leaves, even, torch.ones_like(state.scaling))
+        scaling = self._merge_values(leaves, even, torch.ones_like(state.scaling))
         for fresh, nu in zip(leaves.pick(leaves.treedef.flatten_up_to(state.fresh)), nus, strict=True):
             fresh.copy_(torch.where(first, nu, fresh))
         # Errors from before a return to the warm-up are of momenta that were scaled otherwise.
         residual = tree_map(lambda e: torch.where(first, 0.0, e), state.residual)
         return state._replace(scaling=torch.where(first, scaling, state.scaling), residual=residual)
 
-    def _average(
+    def _average_momentum(
         self, leaves: Apart, mus: list[Tensor], state: OneBitLambState, now: Phase
     ) -> tuple[list[Tensor], PyTree, PyTree]:
         """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
@@ -307,7 +309,7 @@ class _OneBitLamb(Phased):
                 xs[i] = self.averaging.rows(m / scales[i], specs[i], shares[i])
         return xs, residual, codes
 
-    def _directions(
+    def _leaf_directions(
         self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], params: Params, specs: Specs
     ) -> tuple[list[Tensor], Tensor]:
         """For the compressed leaves u, and f before it is bounded."""
@@ -317,7 +319,7 @@ class _OneBitLamb(Phased):
         ds = [step.root(nu) for nu in nus]
         # Roots of one kind: where fresh is still nu, their ratio is 1.
         pairs = zip(ds, freshs, strict=True)
-        ratios = torch.stack([_largest(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
+        ratios = torch.stack([_largest_ratio(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
         f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
         us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
         if not any(decays):
@@ -329,26 +331,26 @@ class _OneBitLamb(Phased):
         r = torch.where(u > 0, w / torch.where(u > 0, u, 1.0), 1.0).clamp(max=1.0)
         return us, f * r + (1 - r)
 
-    def _descend(
+    def _descend_leaves(
         self, leaves: Apart, us: list[Tensor], f: Tensor, rate: float | Tensor, state: OneBitLambState
     ) -> Tensor:
         """Steps the compressed leaves along u; their new factors."""
         least, most, threshold = self.factors
         last = torch.stack(leaves.pick(state.factor.unbind()))
         f = f.to(last.device).clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
-        coeff = torch.stack(leaves.pick(self._coeff(state).unbind()))
+        coeff = torch.stack(leaves.pick(self._mean_trust_ratios(state).unbind()))
         for p, u, c in zip(leaves.pick(leaves.ps), us, (rate * coeff * f).unbind(), strict=True):
             add_(p, u.mul_(-c.to(u.device)))
-        return self._vector(leaves, f, state.factor)
+        return self._merge_values(leaves, f, state.factor)
 
-    def _coeff(self, state: OneBitLambState) -> Tensor:
+    def _mean_trust_ratios(self, state: OneBitLambState) -> Tensor:
         """Returns the mean trust ratio; 1, as LAMB has it, where there was none."""
         if not self.corrected:
             return state.coeff
         some = state.weight > 0
         return torch.where(some, state.coeff / torch.where(some, state.weight, 1.0), 1.0)
 
-    def _vector(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
+    def _merge_values(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
         """Returns a vector over all leaves, of the values of the compressed ones."""
         if not any(leaves.exact):
             return values.to(others.device)
@@ -356,11 +358,11 @@ class _OneBitLamb(Phased):
         return torch.stack([x if on else next(these) for x, on in zip(others.unbind(), leaves.exact, strict=True)])
 
 
-def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
+def _largest_ratio(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
     """Returns the largest `d / fresh` where d is finite, 0 if it is nowhere."""
     ratio = torch.where(d.isinf(), 0.0, d / fresh)
     return ratio.amax() if ratio.numel() else ratio.new_zeros(())
 
 
-def _everywhere(x: Tensor) -> GlobalTensor:
+def _replicated_tensor(x: Tensor) -> GlobalTensor:
     return GlobalTensor(x, x.shape, P(), current_mesh())

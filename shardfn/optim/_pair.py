@@ -74,7 +74,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
         raise TypeError(no_rule(tx))
     # A block is as good as the leaf.
     if tx.needs.granularity == "element":
-        return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
+        return tx._replace(update=_ignore_specs(tx.update), apply=tx.apply and _ignore_specs(tx.apply))
     return _OnWholes(tx).rule()
 
 
@@ -96,12 +96,12 @@ def _takes_specs(f: Callable[..., Any], *, keywords: bool) -> bool:
     return "specs" in parameters or (keywords and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
-def _without_specs(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
+def _ignore_specs(f: Callable[..., Any]) -> Callable[..., Any]:
+    def call_pair(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
         del specs
         return f(updates, state, params)
 
-    return call
+    return call_pair
 
 
 class _WholeLeaf(NamedTuple):
@@ -112,7 +112,7 @@ class _WholeLeaf(NamedTuple):
 
     def join(self, block: Tensor, spec: P) -> Tensor:
         """Returns the leaf that has this block. Collective."""
-        return _carried(block, self.shape, spec, P())
+        return _carry_block(block, self.shape, spec, P())
 
     def first(self, block: Tensor) -> Tensor:
         """Returns the leaf that a state is made of. Collective, where blocks have values."""
@@ -121,17 +121,17 @@ class _WholeLeaf(NamedTuple):
         return self.join(block, self.spec or P())
 
 
-def _cut(x: Tensor, spec: P) -> Tensor:
+def _cut_block(x: Tensor, spec: P) -> Tensor:
     """This rank's block of a leaf."""
-    return _carried(x, x.shape, P(), spec)
+    return _carry_block(x, x.shape, P(), spec)
 
 
-def _carried(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
-    return carry(x, _route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
+def _carry_block(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
+    return carry(x, _find_route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
 
 
 @functools.lru_cache(maxsize=4096)
-def _route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
+def _find_route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
     # Without coordinates: a route is the same on all ranks, and the cache keeps no mesh alive.
     mesh = Mesh(dict(sizes), torch.device("cpu"), abstract=True)
     return route(shape, Placement(src, dtype=dtype), Placement(dst, dtype=dtype), mesh)
@@ -183,7 +183,7 @@ class _OnWholes:
         _check_tensors(state, leaves)
         own = owners(state, whole)
         cuts = [None if i is None else wholes[i].spec or P() for i in own]
-        kept = tree_unflatten(of, [_kept(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
+        kept = tree_unflatten(of, [_store_block(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
         _check_owners(kept, own, owners(kept, params))
         return kept
 
@@ -203,24 +203,24 @@ class _OnWholes:
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(updates)
         (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)
 
-        def joined(leaves: list[Tensor]) -> PyTree:
+        def join_leaves(leaves: list[Tensor]) -> PyTree:
             rows = zip(wholes, leaves, cuts, strict=True)
             return tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
 
         # In the order of the tree: each is a collective, and all ranks make the same ones.
         full = [x if i is None else wholes[i].join(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
-        ps = None if params is None else joined(leaves_like(params, treedef, "params", "updates"))
-        new, after = self.inner.update(joined(gs), tree_unflatten(of, full), ps)
-        us = [_cut(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
+        ps = None if params is None else join_leaves(leaves_like(params, treedef, "params", "updates"))
+        new, after = self.inner.update(join_leaves(gs), tree_unflatten(of, full), ps)
+        us = [_cut_block(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
         ss = leaves_like(after, of, "the new state", "the state")
-        ss = [x if i is None else _cut(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
+        ss = [x if i is None else _cut_block(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
         return tree_unflatten(treedef, us), tree_unflatten(of, ss)
 
 
-def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
+def _store_block(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
     """Returns a leaf of a first state in its stored form: cut as its parameter is, or whole on every rank."""
     if spec is not None or not x.ndim:
-        return _cut(x, spec or P())
+        return _cut_block(x, spec or P())
     return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
 
 

@@ -113,61 +113,61 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = decided(tx, whole)
     granularity, measure = tx.needs.granularity, tx.needs.measure
-    check = _checker(whole, granularity)
+    check = _make_checker(whole, granularity)
     if granularity == "tree":
-        return _uncut(tx, check)
+        return _step_whole(tx, check)
     # The state for a tree without leaves has only counters, as `Needs.granularity` demands.
-    entries, skeleton = _counters(given(tx, whole), whole)
+    entries, skeleton = _find_counters(given(tx, whole), whole)
 
     @torch.no_grad()
-    def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+    def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
-        rule = given(tx, whole, _together(whole, stats, specs) if measure else None)
-        old = tuple(c.clone() for c in _read(state, entries))
+        rule = given(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
+        old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: it advances the counters as the whole step would, and does nothing else.
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
-        return Token(rule, old, None if measure is not None and stats is None else _read(advanced, entries))
+        return Token(rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries))
 
     @torch.no_grad()
-    def apply(
+    def apply_fn(
         token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
     ) -> tuple[Params, OptState]:
         check(params)
         # Each part steps from the counters before the step, in copies, since a rule advances those that it is given.
-        own = _read(state, entries)
-        state = _write(state, entries, [c.clone() for c in token.old])
+        own = _read_counters(state, entries)
+        state = _write_counters(state, entries, [c.clone() for c in token.old])
         params, state = inplace(token.rule)(grads, state, params, specs=specs)
-        return params, _write(state, entries, own)
+        return params, _write_counters(state, entries, own)
 
-    def end(token: Token, state: OptState) -> OptState:
+    def end_fn(token: Token, state: OptState) -> OptState:
         if token.new is None:
             raise ValueError("this token was begun without measures; end with one of a `begin` that was given them.")
-        return _write(state, entries, token.new)
+        return _write_counters(state, entries, token.new)
 
-    return Pieces(granularity, measure and measure.of, begin, apply, end)
+    return Pieces(granularity, measure and measure.of, begin_fn, apply_fn, end_fn)
 
 
-def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
-    def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+def _step_whole(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
+    def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         del state, stats, specs
         return Token(tx, (), ())
 
-    def apply(
+    def apply_fn(
         token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
     ) -> tuple[Params, OptState]:
         check(params)
         return inplace(token.rule)(grads, state, params, specs=specs)
 
-    def end(token: Token, state: OptState) -> OptState:
+    def end_fn(token: Token, state: OptState) -> OptState:
         del token
         return state
 
-    return Pieces("tree", None, begin, apply, end)
+    return Pieces("tree", None, begin_fn, apply_fn, end_fn)
 
 
-def _together(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
+def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
     """Returns the measures of all leaves, over all their blocks."""
     if stats is None:
         return None
@@ -180,31 +180,31 @@ def _together(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Fl
     return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
 
 
-def _counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any]:
+def _find_counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any]:
     """Where the counters are in a state, and the structure of a state with nothing but counters."""
     skeleton = rule.init(tree_map(lambda p: None, whole))
     return tuple(tree_entries(skeleton)), tree_flatten(skeleton)[1]
 
 
-def _read(state: OptState, entries: Entries) -> tuple[Tensor, ...]:
+def _read_counters(state: OptState, entries: Entries) -> tuple[Tensor, ...]:
     at = dict(zip(tree_entries(state), tree_leaves(state), strict=True))
     missing = [f"state has no counter at {'.'.join(map(str, e))}" for e in entries if e not in at]
     raise_all(ValueError, "a state is not this optimizer's; pass the result of init(params), or a part of it:", missing)
     return tuple(at[e] for e in entries)
 
 
-def _write(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> OptState:
+def _write_counters(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> OptState:
     at = dict(zip(entries, counters, strict=True))
     leaves, treedef = tree_flatten(state)
     return tree_unflatten(treedef, [at.get(e, x) for e, x in zip(tree_entries(state), leaves, strict=True)])
 
 
-def _checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
+def _make_checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
     """Returns a function that refuses parts that do not belong to `whole`, or are too fine for `granularity`."""
     wants, treedef = tree_flatten(whole, none_is_leaf=True)
     paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
 
-    def check(part: PyTree) -> None:
+    def check_part(part: PyTree) -> None:
         slots, own = tree_flatten(part, none_is_leaf=True)
         if own != treedef:
             raise ValueError(
@@ -212,13 +212,13 @@ def _checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
                 " that is not in the part."
             )
         rows = zip(paths, slots, wants, strict=True)
-        problems = [problem for path, x, want in rows if (problem := _problem(path, x, want, granularity))]
+        problems = [problem for path, x, want in rows if (problem := _find_problem(path, x, want, granularity))]
         raise_all(ValueError, f"not a part that an optimizer of granularity {granularity!r} can step:", problems)
 
-    return check
+    return check_part
 
 
-def _problem(path: str, x: Any, want: Any, granularity: Grain) -> str:
+def _find_problem(path: str, x: Any, want: Any, granularity: Grain) -> str:
     if x is None:
         return f"{path} is missing; give the whole tree at once" if granularity == "tree" and want is not None else ""
     if want is None:

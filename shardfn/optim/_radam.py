@@ -57,7 +57,7 @@ def scale_by_radam(
     decay_rate("scale_by_radam", b1=b1, b2=b2)
     not_negative("scale_by_radam", eps=eps, eps_root=eps_root, threshold=threshold)
 
-    def numbers(count: Tensor) -> dict[str, Any]:
+    def corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
         ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
         most = 2 / (1 - b2) - 1
@@ -68,7 +68,7 @@ def scale_by_radam(
         more = {"c1": c1, "c2": c2, "ahead": ahead, "rho": rho, "r": r}
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "threshold": threshold} | more
 
-    return elementwise("scale_by_radam", ScaleByAdamState, _direction, {"mu": same, "nu": same}, numbers)
+    return elementwise("scale_by_radam", ScaleByAdamState, _leaf_direction, {"mu": same, "nu": same}, corrections_at)
 
 
 @explains_keywords(**MEANT)
@@ -112,7 +112,7 @@ def radam(
     return chain(direction, scale_by_learning_rate(learning_rate))
 
 
-def _direction(
+def _leaf_direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -58,7 +58,7 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
     states, treedef = tree_flatten(unshard(opt_state), is_leaf=compresses)
     fitting = compressor if compressor.remembers else error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
-    return tree_unflatten(treedef, [_moved(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+    return tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
 
 
 def _check_blocks(opt_state: OptState, like: OptState) -> None:
@@ -80,9 +80,9 @@ def _num_blocks(worker: Any) -> int | None:
     return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else None
 
 
-def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
+def _move_states(state: Any, like: Any, compressor: Compressor) -> Any:
     if not compresses(state):
-        return _placed(state, like)
+        return _place_leaves(state, like)
     check_in_round(state)
     rest, other = state._replace(residual=()), like._replace(residual=())
     if not isinstance(state, ZeroOneAdamState):
@@ -90,13 +90,15 @@ def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
         freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
         none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
         rest = rest._replace(freeze=freeze, codes=none)
-    rest = _placed(rest, other)
+    rest = _place_leaves(rest, other)
     residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
-    new = [_recut(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
+    new = [
+        _recut_residual(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)
+    ]
     return rest._replace(residual=tree_unflatten(treedef, new))
 
 
-def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
+def _recut_residual(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
     if not isinstance(residual.worker, Tensor):
         return like
     # Rows of the first dim are ranks. Blocks lie along the second.
@@ -106,10 +108,10 @@ def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residu
     # Old and new padding may differ; real elements come before both.
     n = min(residual.worker.shape[1], like.worker.shape[1]) // blocks
     new = recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
-    return _placed(new, like)
+    return _place_leaves(new, like)
 
 
-def _placed(state: PyTree, like: PyTree) -> PyTree:
+def _place_leaves(state: PyTree, like: PyTree) -> PyTree:
     """Whole leaves, kept as those of `like` are."""
     leaves, treedef = tree_flatten(state)
     likes = treedef.flatten_up_to(like)

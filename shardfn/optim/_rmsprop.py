@@ -76,7 +76,7 @@ def scale_by_rms(
         Hinton et al., Overview of mini-batch gradient descent, 2012,
         https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf
     """
-    return _scale("scale_by_rms", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
+    return _scale_by_moments("scale_by_rms", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
 
 
 def scale_by_stddev(
@@ -112,20 +112,22 @@ def scale_by_stddev(
     References:
         Graves, Generating Sequences With Recurrent Neural Networks, 2013, https://arxiv.org/abs/1308.0850
     """
-    return _scale("scale_by_stddev", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
+    return _scale_by_moments("scale_by_stddev", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
 
 
-def _scale(
+def _scale_by_moments(
     who: str, decay: Number, eps: Number, initial_scale: Number, eps_in_sqrt: bool, corrects: bool, centered: bool
 ) -> GradientTransformation:
     decay_rate(who, decay=decay)
     not_negative(who, eps=eps, initial_scale=initial_scale)
 
-    def numbers(count: Any) -> dict[str, Any]:
+    def bias_correction_at(count: Any) -> dict[str, Any]:
         c = bias_corrections(count, decay, decay)[0] if corrects else 1.0
         return {"decay": decay, "eps": eps, "c": c}
 
-    def step(g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None) -> tuple[Tensor, ...]:
+    def scale_leaf(
+        g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         dtype = nu.dtype
         g, nu = g.to(wide(nu).dtype), wide(nu)
         new, rest = decay * nu + (1 - decay) * g.square(), []
@@ -137,7 +139,7 @@ def _scale(
         return ((g / below).to(dtype), new.to(dtype), *rest)
 
     start = {"nu": filled(initial_scale)} | ({"mu": same} if centered else {})
-    return elementwise(who, ScaleByRmsState, step, start, numbers, corrects)
+    return elementwise(who, ScaleByRmsState, scale_leaf, start, bias_correction_at, corrects)
 
 
 @explains_keywords(**MEANT)
@@ -214,7 +216,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
     """
     not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
-    def step(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
+    def scale_leaf(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
         dtype = sum_of_squares.dtype
         g = g.to(wide(sum_of_squares).dtype)
         new = wide(sum_of_squares) + g.square()
@@ -222,7 +224,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
         return u.to(dtype), new.to(dtype)
 
     start = {"sum_of_squares": filled(initial_accumulator_value)}
-    return elementwise("scale_by_rss", ScaleByRssState, step, start, lambda count: {"eps": eps}, counts=False)
+    return elementwise("scale_by_rss", ScaleByRssState, scale_leaf, start, lambda count: {"eps": eps}, counts=False)
 
 
 @explains_keywords(**MEANT)

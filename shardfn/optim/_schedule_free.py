@@ -122,16 +122,16 @@ class _ScheduleFree:
         updates, inner = self.tx.update(updates, state.base_optimizer_state, params, specs=specs)
         z = apply_updates(state.z, updates)
         out = [
-            self._moved(y, before, after, c)
+            self._leaf_update(y, before, after, c)
             for y, before, after, c in zip(ys, old, tree_leaves(z), beside(ys, part, params, specs), strict=True)
         ]
         new = ScheduleFreeState(count, state.b1, total, largest, inner, z)
         return tree_unflatten(treedef, out), new
 
-    def _moved(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
+    def _leaf_update(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
         """Returns the update of y, in a dtype that holds it exactly."""
         y, old, new = (wide(x).double() for x in (y, old, new))
-        x = _average(y, old, self.b1)
+        x = _average_leaf(y, old, self.b1)
         x = x + part * (new - x)
         return self.b1 * x + (1 - self.b1) * new - y
 
@@ -160,8 +160,8 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Param
     check_state("schedule_free_eval_params", state, ScheduleFreeState)
     ys, treedef = tree_flatten(params)
     pairs = zip(ys, leaves_like(state.z, treedef, "state.z", "params"), strict=True)
-    return tree_unflatten(treedef, [_average(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
+    return tree_unflatten(treedef, [_average_leaf(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
 
 
-def _average(y: Tensor, z: Tensor, b1: float | Tensor) -> Tensor:
+def _average_leaf(y: Tensor, z: Tensor, b1: float | Tensor) -> Tensor:
     return (y - (1 - b1) * z) / b1

@@ -66,11 +66,11 @@ def linear_schedule(
     num_steps("linear_schedule", transition_steps=transition_steps)
     not_negative("linear_schedule", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return (init_value * (1 - done) + end_value * done).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -98,11 +98,11 @@ def polynomial_schedule(
     num_steps("polynomial_schedule", transition_steps=transition_steps)
     not_negative("polynomial_schedule", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         left = 1 - ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return ((init_value - end_value) * left**power + end_value).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -136,14 +136,14 @@ def exponential_decay(
     num_steps("exponential_decay", transition_steps=transition_steps)
     not_negative("exponential_decay", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         times = (float_count(count) - transition_begin).clamp(min=0) / transition_steps
         value = init_value * decay_rate ** (times.floor() if staircase else times)
         if end_value is not None:
             value = value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
         return value.float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -172,12 +172,12 @@ def cosine_decay_schedule(
     not_negative("cosine_decay_schedule", exponent=exponent)
     num_steps("cosine_decay_schedule", decay_steps=decay_steps)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = (float_count(count) / decay_steps).clamp(0, 1)
         cosine = ((1 + torch.cos(math.pi * done)) / 2) ** exponent
         return (init_value * ((1 - alpha) * cosine + alpha)).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -280,13 +280,13 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"join_schedules: boundaries={list(boundaries)} must increase.")
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         value = schedules[0](count)
         for start, piece in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(float_count(count) < start, value, piece(count - start))
         return value
 
-    return schedule
+    return schedule_fn
 
 
 def float_count(count: Count) -> Float[Tensor, ""]:

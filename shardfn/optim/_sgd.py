@@ -55,23 +55,23 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """
     decay_rate("trace", decay=decay)
 
-    def step(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
+    def trace_leaf(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
         t = wide(g) + decay * wide(trace)
         u = wide(g) + decay * t if nesterov else t
         return u.to(trace.dtype), t.to(trace.dtype)
 
-    def init(params: Params) -> TraceState:
+    def init_fn(params: Params) -> TraceState:
         return TraceState(zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("trace", state, TraceState)
-        us, new = leafwise(step, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
+        us, new = leafwise(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -112,7 +112,7 @@ def sgd(
     num = len(rules) + 1
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         del specs
         check_chain("sgd", state, num)
         ps, treedef = tree_flatten(params)
@@ -121,18 +121,20 @@ def sgd(
             check_state("sgd", state[-2], TraceState)
         ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
         check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu, narrow=True)
+        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
             for p_, *t_, g_ in even([p, *t, g]):
-                _step(p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay))
+                _step_leaves(
+                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay)
+                )
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
 
 
-def _step(
+def _step_leaves(
     p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
     decay: float,
 ) -> None:  # fmt: skip
@@ -148,6 +150,6 @@ def _step(
     )  # fmt: skip
 
 
-def _on_cpu(param: Tensor) -> bool:
+def _is_on_cpu(param: Tensor) -> bool:
     # torch 2.13's fused SGD on a CPU leaves parameters of half precision where they are, but for a tail of 15 or less.
     return param.device.type == "cpu"

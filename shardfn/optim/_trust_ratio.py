@@ -55,7 +55,7 @@ def scale_by_trust_ratio(
     if max_coeff < min_coeff:
         raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("scale_by_trust_ratio", params)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -64,7 +64,7 @@ def scale_by_trust_ratio(
         ratios = trust_ratios(ps, us, cuts, min_coeff, max_coeff, min_norm, trust_coefficient, eps)
         return tree_unflatten(treedef, scaled(us, ratios, cuts))
 
-    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))
 
 
 def trust_ratios(
@@ -82,7 +82,7 @@ def trust_ratios(
     Norms of float64 leaves are float64, others float32.
     """
 
-    def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+    def ratios_in(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
         own = [column[i] for column in (ps, us) for i in index]
         cuts = None if specs is None else [specs[i] for i in index] * 2
         squares = squares_of(own, cuts, dtype)
@@ -92,9 +92,9 @@ def trust_ratios(
 
     narrow, wide = ([i for i, p in enumerate(ps) if (p.dtype == torch.float64) is w] for w in (False, True))
     if not (narrow and wide):
-        return ratios(narrow or wide, torch.float64 if wide else torch.float32)
-    found = dict(zip(narrow, ratios(narrow, torch.float32).double(), strict=True))
-    found |= zip(wide, ratios(wide, torch.float64), strict=True)
+        return ratios_in(narrow or wide, torch.float64 if wide else torch.float32)
+    found = dict(zip(narrow, ratios_in(narrow, torch.float32).double(), strict=True))
+    found |= zip(wide, ratios_in(wide, torch.float64), strict=True)
     return torch.stack([found[i] for i in range(len(ps))])
 
 

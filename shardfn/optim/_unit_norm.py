@@ -32,38 +32,38 @@ def unit_squares(
         [tensor([[25.,  2.]])]
     """
     rows = list(zip(leaves, dims, strict=True))
-    axes = [()] * len(rows) if specs is None else [_cutting(spec, d) for spec, d in zip(specs, dims, strict=True)]
+    axes = [()] * len(rows) if specs is None else [_cutting_axes(spec, d) for spec, d in zip(specs, dims, strict=True)]
     if not is_exact():
-        return _over(psum, [_along(wide(x).square(), d, torch.sum) for x, d in rows], axes)
-    tops = _over(pmax, [_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes)
-    limbs = _over(psum, [_limbs(x, top, d) for (x, d), top in zip(rows, tops, strict=True)], axes)
+        return _reduce_over(psum, [_reduce_along(wide(x).square(), d, torch.sum) for x, d in rows], axes)
+    tops = _reduce_over(pmax, [_reduce_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes)
+    limbs = _reduce_over(psum, [_unit_limbs(x, top, d) for (x, d), top in zip(rows, tops, strict=True)], axes)
     exact = [of_limbs(x, top) for x, top in zip(limbs, tops, strict=True)]
     return [y.to(wide(x).dtype) for x, y in zip(leaves, exact, strict=True)]
 
 
-def _cutting(spec: P, dims: Set[int]) -> Axes:
+def _cutting_axes(spec: P, dims: Set[int]) -> Axes:
     """Returns the mesh axes that cut a leaf along some dims, in the mesh's order."""
     mesh = current_mesh()
     axes = mesh.axes(tuple(name for dim in sorted(dims) for name in spec.dim_axes(dim)))
     return tuple(name for name in mesh.axis_names if name in axes)
 
 
-def _along(x: Tensor, dims: Set[int], f: Callable[..., Tensor]) -> Tensor:
+def _reduce_along(x: Tensor, dims: Set[int], f: Callable[..., Tensor]) -> Tensor:
     if not dims:
         return x
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     return f(x, dim=sorted(dims), keepdim=True) if x.numel() else x.new_zeros(shape)
 
 
-def _limbs(x: Tensor, top: Float[Tensor, "..."], dims: Set[int]) -> Int64[Tensor, "2 ..."]:
+def _unit_limbs(x: Tensor, top: Float[Tensor, "..."], dims: Set[int]) -> Int64[Tensor, "2 ..."]:
     """`exact_limbs` of each unit."""
     square = (x.detach().double() * exact_scale(top)).square() * float(1 << 30)
     high = square.floor()
     low = (square - high) * float(1 << 30)
-    return torch.stack([_along(limb.long(), dims, torch.sum) for limb in (high, low)])
+    return torch.stack([_reduce_along(limb.long(), dims, torch.sum) for limb in (high, low)])
 
 
-def _over(reduce: Callable[..., Tensor], values: Sequence[Tensor], axes: Sequence[Axes]) -> list[Tensor]:
+def _reduce_over(reduce: Callable[..., Tensor], values: Sequence[Tensor], axes: Sequence[Axes]) -> list[Tensor]:
     """`reduce` of each value over its axes: one call for the values of one dtype over the same axes."""
     groups: dict[tuple[Axes, torch.dtype], list[int]] = {}
     for i, (x, names) in enumerate(zip(values, axes, strict=True)):

@@ -73,10 +73,10 @@ def on_whole_matrices(
             lines.setdefault((cut.axes, wide(x).dtype), []).append(i)
     out = list(blocks)
     for (axes, _), index in lines.items():
-        units = [(cuts[i], wide(m)) for i in index for m in _matrices(blocks[i], cuts[i].leaf)]
-        found = iter(_exchanged(f, units, axes) if axes else [cut.apply(f, x) for cut, x in units])
+        units = [(cuts[i], wide(m)) for i in index for m in _split_matrices(blocks[i], cuts[i].leaf)]
+        found = iter(_exchange_blocks(f, units, axes) if axes else [cut.apply(f, x) for cut, x in units])
         for i in index:
-            out[i] = _leaf(found, blocks[i], cuts[i].leaf)
+            out[i] = _join_leaf(found, blocks[i], cuts[i].leaf)
     return out
 
 
@@ -132,14 +132,14 @@ class _MatrixCut:
         return f(whole.reshape(self.leaf.size)).to(whole.dtype).reshape(whole.shape)
 
 
-def _matrices(block: Tensor, leaf: Matrices) -> Sequence[Tensor]:
+def _split_matrices(block: Tensor, leaf: Matrices) -> Sequence[Tensor]:
     """Returns the matrices of a leaf, or this rank's blocks of them, each with the dims of one matrix."""
     x = block.permute(leaf.order)
     num = x.ndim - len(leaf.inner)
     return x.reshape(math.prod(x.shape[:num]), *x.shape[num:]).unbind(0)
 
 
-def _leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
+def _join_leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
     """Returns the leaf from its matrices, which are the next of `found`."""
     x = like.permute(leaf.order)
     num = math.prod(x.shape[: x.ndim - len(leaf.inner)])
@@ -149,38 +149,38 @@ def _leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
     return torch.stack([next(found) for _ in range(num)]).reshape(x.shape).permute(back).to(like.dtype)
 
 
-def _exchanged(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], axes: tuple[str, ...]) -> list[Tensor]:
+def _exchange_blocks(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], axes: tuple[str, ...]) -> list[Tensor]:
     """This rank's blocks of the results, from its blocks of the matrices."""
     if not units:
         return []
     mesh = current_mesh()
     n, mine = mesh.axis_size(axes), mesh.axis_index(axes)
     rooms = [math.prod(cut.block_shape(0)) for cut, _ in units]
-    owned = _owned([math.prod(cut.leaf.size) * min(cut.leaf.size) for cut, _ in units], n)
+    owned = _assign_owners([math.prod(cut.leaf.size) * min(cut.leaf.size) for cut, _ in units], n)
     width = max(sum(rooms[k] for k in own) for own in owned)
     like = units[0][1].reshape(-1)
-    sent = [_row([units[k][1] for k in own], [rooms[k] for k in own], width, like) for own in owned]
+    sent = [_pack_row([units[k][1] for k in own], [rooms[k] for k in own], width, like) for own in owned]
     got = all_to_all(torch.stack(sent), axes, split_dim=0, concat_dim=0)
     here, at = list[tuple[_MatrixCut, Tensor]](), 0
     for k in owned[mine]:
         cut = units[k][0]
-        blocks = [_block(got[j], at, cut.block_shape(j)) for j in range(n)]
+        blocks = [_unpack_block(got[j], at, cut.block_shape(j)) for j in range(n)]
         here.append((cut, cut.apply(f, cut.joined(blocks))))
         at += rooms[k]
     mine_rooms = [rooms[k] for k in owned[mine]]
     # Every row depends on the first exchange, so that a rank that owns nothing takes part in its transpose, too.
-    back = [_row([x[cut.box(j)] for cut, x in here], mine_rooms, width, got[j]) for j in range(n)]
+    back = [_pack_row([x[cut.box(j)] for cut, x in here], mine_rooms, width, got[j]) for j in range(n)]
     done = all_to_all(torch.stack(back), axes, split_dim=0, concat_dim=0)
     out: dict[int, Tensor] = {}
     for row, own in zip(done, owned, strict=True):
         at = 0
         for k in own:
-            out[k] = _block(row, at, tuple(units[k][1].shape))
+            out[k] = _unpack_block(row, at, tuple(units[k][1].shape))
             at += rooms[k]
     return [out[k] for k in range(len(units))]
 
 
-def _owned(costs: Sequence[int], num: int) -> list[list[int]]:
+def _assign_owners(costs: Sequence[int], num: int) -> list[list[int]]:
     """Returns the matrices of each owner: the largest go first, each to the owner that has least."""
     owned, load = [list[int]() for _ in range(num)], [0] * num
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
@@ -190,7 +190,7 @@ def _owned(costs: Sequence[int], num: int) -> list[list[int]]:
     return owned
 
 
-def _row(blocks: Sequence[Tensor], rooms: Sequence[int], width: int, like: Tensor) -> Tensor:
+def _pack_row(blocks: Sequence[Tensor], rooms: Sequence[int], width: int, like: Tensor) -> Tensor:
     """Flat blocks, each padded to its room, padded to a width."""
     parts = [like[:0]]
     for x, room in zip(blocks, rooms, strict=True):
@@ -198,5 +198,5 @@ def _row(blocks: Sequence[Tensor], rooms: Sequence[int], width: int, like: Tenso
     return torch.cat([*parts, like.new_zeros(width - sum(rooms))])
 
 
-def _block(row: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
+def _unpack_block(row: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
     return row[at : at + math.prod(shape)].reshape(shape)

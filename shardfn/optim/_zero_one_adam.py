@@ -198,7 +198,7 @@ class _ZeroOneAdam(Phased):
         return Phase(kind + (", probe" if now == PROBE else ""), kind == "onebit")
 
     def init(self, params: Params) -> ZeroOneAdamState:
-        leaves = self._apart(params, params, None)
+        leaves = self._split_leaves(params, params, None)
         one = zero_count(params) + 1
         interval = Interval(one, one - 1)
         rate = torch.zeros((), device=one.device)
@@ -215,7 +215,7 @@ class _ZeroOneAdam(Phased):
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
-            return us, self._learnt(state, adam, specs, now)
+            return us, self._advance_state(state, adam, specs, now)
         return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
 
     @torch.no_grad()
@@ -223,19 +223,19 @@ class _ZeroOneAdam(Phased):
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
-            return params, self._learnt(state, adam, specs, now)
-        leaves = self._apart(grads, params, specs)
+            return params, self._advance_state(state, adam, specs, now)
+        leaves = self._split_leaves(grads, params, specs)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         # Before `exactly`, which advances the counters of the chain.
-        step = self._step(state, leaves, params, now)
+        step = self._step_numbers(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
         state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
         rows = _LocalRows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
         if now.name.startswith(("full", "onebit")):
-            return params, self._learn(leaves, rows, step, state, specs, now)
-        return params, self._alone(leaves, rows, step, state, now)
+            return params, self._warmup_step(leaves, rows, step, state, specs, now)
+        return params, self._local_step(leaves, rows, step, state, now)
 
-    def _apart(self, grads: Updates, params: Params, specs: Specs) -> Apart:
+    def _split_leaves(self, grads: Updates, params: Params, specs: Specs) -> Apart:
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         if any(share.cut for share in leaves.shares):
             paths = zip(tree_paths(params, "params"), leaves.shares, strict=True)
@@ -247,24 +247,24 @@ class _ZeroOneAdam(Phased):
             )
         return leaves
 
-    def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
+    def _step_numbers(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
         """Returns the numbers of the step; counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
         return StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
 
-    def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
+    def _advance_state(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
         """After a step whose gradients the variance has averaged, or which it has left out."""
         num_var = state.num_var + int(not now.local)
         phase = PROBE if "probe" in now.name else WARMUP
         freeze = self.freeze.learning(state.freeze, adam[0].nu, specs, phase, num_var)
         if now.local:
             return state._replace(adam=adam, freeze=freeze)
-        grown = _counted(state.var_interval, self.var_scaler, None)
+        grown = _count_interval(state.var_interval, self.var_scaler, None)
         return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
-    def _learn(
+    def _warmup_step(
         self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
@@ -275,13 +275,13 @@ class _ZeroOneAdam(Phased):
             if not now.local:
                 written(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
             step.descend(p, m, nu, decays)
-        return self._learnt(state._replace(residual=residual), state.adam, specs, now)
+        return self._advance_state(state._replace(residual=residual), state.adam, specs, now)
 
-    def _alone(
+    def _local_step(
         self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
     ) -> ZeroOneAdamState:
         # Here ranks still have the same parameters: this is where they start from.
-        state = self._fresh(rows, leaves, state) if now == SWITCH else state
+        state = self._begin_local_steps(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
         state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
         starts, drifts = (leaves.pick(leaves.treedef.flatten_up_to(x)) for x in (state.start, state.drift))
@@ -292,11 +292,11 @@ class _ZeroOneAdam(Phased):
             if now.name == "local":
                 add_(p, m.div_(step.root(nu)).neg_())
         if now.name != "local":
-            state = self._round(leaves, rows, step, state, starts, drifts)
-        interval = _counted(state.local_interval, self.local_scaler, self.local_clipper)
+            state = self._sync_step(leaves, rows, step, state, starts, drifts)
+        interval = _count_interval(state.local_interval, self.local_scaler, self.local_clipper)
         return state._replace(freeze=self.freeze.frozen(state.freeze), local_interval=interval)
 
-    def _round(
+    def _sync_step(
         self,
         leaves: Apart,
         rows: "_LocalRows",
@@ -319,7 +319,7 @@ class _ZeroOneAdam(Phased):
             residual=residual, rates=torch.zeros_like(state.rates), decays=torch.zeros_like(state.decays)
         )
 
-    def _fresh(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
+    def _begin_local_steps(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
         """Returns the state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)
@@ -343,7 +343,7 @@ class _LocalRows(NamedTuple):
     decays: list[bool]
 
 
-def _counted(interval: Interval, often: int, most: int | None) -> Interval:
+def _count_interval(interval: Interval, often: int, most: int | None) -> Interval:
     """Returns the interval, counted once more."""
     counted = interval.counted + 1
     grown = 2 * interval.steps if most is None else (2 * interval.steps).clamp(max=most)
