@@ -1,4 +1,4 @@
-"""The batches of a loader that cannot be numbered, as an iterator that ends on all ranks at once and can be resumed."""
+"""Batches of a loader without numbers, as an iterator that ends on all ranks together and can be resumed."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -14,29 +14,29 @@ from ._plain_state import of_json, to_json
 
 
 class Stream:
-    """A loader of this rank's rows as an iterator over its batches that can be saved and resumed.
+    """Resumable iterator over the batches of a loader of this rank's rows.
 
     For data that only comes in order: an `IterableDataset`, a streamed dataset of Hugging Face, a `StatefulDataLoader`.
-    Prefer `Cursor` for data that has numbers. The loader has to be one of this rank's rows alone: `OwnExamples`,
-    `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` and `own_rows` make one. At the beginning of
-    each pass its dataset's and its sampler's `set_epoch` are called, if they have one.
+    Prefer `Cursor` for data that has numbers. The loader must yield only this rank's rows: use for example
+    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `own_rows`. At the beginning
+    of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
 
-    Before each batch the ranks agree that all of them have one, by a message of a few bytes: so a stream that ends
-    early on one rank, or raises there, is an error on all ranks at once and no rank waits. It is collective: all ranks
-    of the mesh iterate, and take the same number of batches.
+    Before each batch the ranks agree that all ranks have a batch, by a message of a few bytes. So a stream that ends
+    early or raises on a single rank is an error on all ranks, without a deadlock. Iteration is collective: all ranks of
+    the mesh must take the same number of batches.
 
     Args:
-        loader: an iterable of batches, which begins anew with each `iter`.
-        mesh: the step's, or None for one rank.
+        loader: iterable of batches that restarts with each `iter`.
+        mesh: mesh of the step, or None for a single rank.
         ends: "together": all ranks must have the same number of batches. "first": a pass ends on all ranks with the
-            shortest stream; batches of others that are left over are dropped.
-        resume: "state": a place is the state that the loader saves. "replay": it is a number, and resuming reads and
-            drops the batches before it, of earlier passes too unless the loader takes `set_epoch`: exact for any loader
-            of a fixed order, at the cost of reading.
+            shortest stream, and remaining batches of other ranks are dropped.
+        resume: "state": a position is the state that the loader saves. "replay": a position is a number, and resuming
+            reads and drops all earlier batches, also of earlier passes unless the loader has `set_epoch`. Replay is
+            exact for any loader with a fixed order, at the cost of reading.
 
     Attributes:
         passes: complete passes over the loader.
-        next: the number, in this pass, of the batch that comes next.
+        next: number of the next batch in this pass.
 
     Raises:
         ValueError: an option has another value, or workers that persist would not learn of the number of a pass.
@@ -63,19 +63,21 @@ class Stream:
         _check_workers(loader)
         self.passes = self.next = 0
         self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
-        self._batches: Iterator[PyTree] | None = None  # those of a pass that has begun
-        self._started = False  # whether the loader's own state is that of some batch
+        self._batches: Iterator[PyTree] | None = None  # batches of a pass that has begun
+        self._started = False  # whether the loader's state is the state of some batch
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> PyTree:
-        """This rank's rows of the next batch; at the end of a pass StopIteration, and then the next pass.
+        """Returns this rank's rows of the next batch.
+
+        At the end of a pass raises StopIteration. Then the next pass begins.
 
         Raises:
-            RankError: the stream has ended on some ranks alone, or has raised an error on another rank. The message
-                names them.
-            ValueError: a pass has no batch at all.
+            RankError: the stream has ended only on some ranks, or has raised an error on another rank. The message
+                names the ranks.
+            ValueError: a pass has no batches.
         """
         batch, have = self._read_batch()
         if not self._agree_on_batch(have):
@@ -90,13 +92,13 @@ class Stream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position to save beside the state of the step, for `Manager.save(user=...)`. Collective.
+        """Returns the position, to save with the state of the step by `Manager.save(user=...)`. Collective.
 
-        It has the states of the loaders of all ranks, and is the same on all of them.
+        The position has the states of the loaders of all ranks, and is equal on all ranks.
 
         Raises:
-            TypeError: the loader keeps no place.
-            ValueError: the place that it keeps would not lead to the same batches. The message names the reason.
+            TypeError: the loader has no `state_dict`.
+            ValueError: the loader's state would not lead to the same batches. The message names the reason.
         """
         place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._loader_size}
         if self._resume == "replay":
@@ -111,10 +113,10 @@ class Stream:
         return place | {"loaders": control.gather(own)}
 
     def at(self, state: dict[str, Any]) -> "Stream":
-        """This stream, moved to the position where `state` was taken, on as many ranks.
+        """Moves this stream to the position of `state`, taken on the same number of ranks, and returns the stream.
 
         Raises:
-            ValueError: it was taken on another number of ranks, or with another `resume`.
+            ValueError: `state` was taken on another number of ranks, or with another `resume`.
         """
         if state["ranks"] != self._loader_size:
             raise ValueError(
@@ -147,10 +149,10 @@ class Stream:
         }
 
     def _go_to(self, loader: Any, order: Any) -> None:
-        """Moves the loader to a place.
+        """Moves the loader to a position.
 
         The generator that shuffles is set last: torchdata saves its state at the beginning of the pass, and draws less
-        from it while it loads a place than it had drawn before, so that the next pass would have another order.
+        from the generator while loading than before saving, so that the next pass would have another order.
         """
         self._set_epoch()
         self._started = True
@@ -162,7 +164,7 @@ class Stream:
             vars(self._loader)["generator"].set_state(order)
 
     def _read_batch(self) -> tuple[PyTree, bool]:
-        """Returns the next batch, and whether there is one."""
+        """Returns the next batch, and whether a batch was left."""
         with self._send_errors():
             if self._batches is None:
                 self._set_epoch()
@@ -174,7 +176,7 @@ class Stream:
                 return None, False
 
     def _agree_on_batch(self, have: bool) -> bool:
-        """Returns whether all ranks have a batch; agreed by all."""
+        """Returns whether all ranks have a batch. Collective."""
         if self._mesh is None or self._mesh.size == 1:
             return have
         call = f"sf.data.Stream, pass {self.passes}, batch {self.next}"
@@ -209,7 +211,7 @@ class Stream:
         self._started = True
 
     def _send_errors(self) -> Any:
-        """Returns a context that sends an error of this rank's to the others."""
+        """Returns a context that sends an error of this rank to all other ranks."""
         return told_before(comms_of(self._mesh).control) if self._mesh is not None else contextlib.nullcontext()
 
     def _epoch_takers(self) -> Iterator[Any]:
@@ -225,7 +227,7 @@ class Stream:
             x.set_epoch(self.passes)
 
     def _state_keeper(self) -> Any:
-        """Returns the object that knows the place: the loader, or its dataset where no worker reads ahead."""
+        """Returns the object that knows the position: the loader, or the dataset if no worker reads ahead."""
         loader: Any = self._loader
         if callable(getattr(loader, "load_state_dict", None)):
             return loader
@@ -255,9 +257,9 @@ class Stream:
 
 
 def _check_workers(loader: Any) -> None:
-    """Refuses workers that keep copies of a dataset, which would go through each pass in the order of the first."""
+    """Refuses workers that keep copies of a dataset, because each pass would have the order of the first pass."""
     dataset = getattr(loader, "dataset", None)
-    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # its epoch is in memory that workers share
+    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # the epoch is in memory that workers share
     if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch") and not shared:
         raise ValueError(
             f"Stream: with persistent_workers=True the workers keep copies of the {type(dataset).__name__}, which its"
@@ -266,7 +268,10 @@ def _check_workers(loader: Any) -> None:
 
 
 def _has_buffer(x: Any) -> bool:
-    """Returns whether a streamed dataset of `datasets` shuffles by a buffer. Their state has no trace of it (5.2)."""
+    """Returns whether a streamed dataset of `datasets` shuffles by a buffer.
+
+    The state of `datasets` does not save the buffer (version 5.2).
+    """
     if type(x).__name__ == "BufferShuffledExamplesIterable" and getattr(x, "buffer_size", 2) > 1:
         return True
     inner = [getattr(x, name, None) for name in ("_ex_iterable", "ex_iterable", "_examples", "dataset")]

@@ -1,8 +1,8 @@
-"""Collators: examples of unequal length to a batch, by filling up rows or by laying several into one.
+"""Collators: combine examples of different lengths into a batch, by padding or by packing.
 
-An example is a sequence of token ids, or a mapping with "tokens" and, where some of them are not to be predicted,
-"labels" (-100 there, as in Hugging Face and torch). A label belongs to the token at the same place: the model, or the
-loss, shifts.
+An example is a sequence of token ids, or a mapping with "tokens" and optionally "labels", with -100 for tokens that are
+not predicted, as in Hugging Face and torch. A label belongs to the token at the same place: the model, or the loss,
+shifts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,20 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 def pad(length: int | None = None, *, token: int = 0) -> Collate:
-    """Returns a collator that fills up each example to one length.
+    """Returns a collator that pads examples to one length.
 
-    Its batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
+    Batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
     "attention_mask" [B, T], 1 at tokens, all int64, and "weight" [B] float32, the number of predicted tokens: the first
     token of a row is never predicted, and does not count.
 
     Args:
-        length: T. Default: the longest of the batch, for one rank: several must have one T, so name it there.
-        token: the id that rows are filled up with.
+        length: T. Default: length of the longest example in the batch, only for a single rank. Several ranks need the
+            same T, so pass `length`.
+        token: id for padding.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens. The
-            message lists all.
+        ValueError: (on use) an example is longer than `length`, or the numbers of labels and tokens differ. The message
+            lists all such examples.
 
     Example:
         >>> batch = pad(4)([[5, 6, 7], {"tokens": [8, 9], "labels": [-100, 9]}])
@@ -55,21 +56,22 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
 
 
 def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
-    """Returns a collator that lays several examples into one row, each by first fit of decreasing length.
+    """Returns a collator that packs several examples into a row, by first fit of decreasing length.
 
-    Its batches have "tokens" and "labels" [R, T] as those of `pad`, the first label of each example -100, since it
-    would be predicted from another example; "position_ids" [R, T], which start at 0 in each; "segment_ids" [R, T], 1
-    for the first example of a row, 2 for the second, 0 for padding, for masks, and "weight" [R] float32, the number of
-    predicted tokens.
+    Batches have "tokens" and "labels" [R, T] as in `pad`. The first label of each example is -100, because the token
+    would be predicted from another example. For masks, "position_ids" [R, T] start at 0 in each example, and
+    "segment_ids" [R, T] are 1 for the first example of a row, 2 for the second, 0 for padding. Finally "weight" [R]
+    float32, the number of predicted tokens.
 
     Args:
         length: T.
-        token: the id that rows are filled up with.
+        token: id for padding.
         rows: R. Default: the number that the examples need. If given, rows that are not needed are padding, with weight
             0.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or they take more than `rows`. The message lists all.
+        ValueError: (on use) an example is longer than `length`, or the examples need more than `rows`. The message
+            lists all such examples.
 
     Example:
         >>> batch = pack(6)([[5, 6, 7], [1, 2, 3, 4], [8, 9]])
@@ -108,7 +110,7 @@ def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]
 
     The longest are placed first.
 
-    Takes at most 11/9 of the fewest rows possible, and one more.
+    The number of rows is at most 11/9 of the minimum, plus 1.
 
     Example:
         >>> first_fit([3, 4, 2], 6)
@@ -134,7 +136,7 @@ def first_rows(batch: PyTree, count: int) -> PyTree:
 
 
 def _token_pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
-    """Tokens and labels of each example."""
+    """Returns tokens and labels of each example."""
     pairs = []
     _check_examples(examples)
     for example in examples:
@@ -157,10 +159,10 @@ def _token_pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Te
 
 
 def _check_examples(examples: list[Any]) -> None:
-    """Refuses examples that are not tokenized, or have their tokens under another name.
+    """Refuses examples that are not tokenized, or have tokens under another name.
 
     Raises:
-        TypeError: lists them, each with its remedy.
+        TypeError: there are such examples. The message lists all, each with a remedy.
     """
     problems = []
     for i, example in enumerate(examples):
@@ -182,5 +184,5 @@ def _empty_rows(rows: int, length: int, token: int) -> dict[str, Tensor]:
 
 
 def _label_weights(labels: Int64[Tensor, "b t"]) -> Tensor:
-    # The first token of a row is predicted by no other.
+    # No token predicts the first token of a row.
     return (labels[:, 1:] != IGNORED).sum(1).to(torch.float32)

@@ -12,14 +12,14 @@ from ._digest import digest_bytes, sampled_rows
 
 
 class JSONLines:
-    """The lines of a file, each a JSON value, read on access; blank ones are left out.
+    """The lines of a file, each a JSON value, read on access. Blank lines are skipped.
 
-    The file is read once to find the lines, 8 bytes of memory each, and opened anew for each read: so it can be copied
-    to other processes.
+    The file is read once to find the lines, with 8 bytes of memory for each line, and opened again for each read. So a
+    `JSONLines` can be copied to other processes.
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids. Default: the identity.
+        encode: function for each value, for example from text to token ids. Default: the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -52,7 +52,7 @@ class JSONLines:
 
         Raises:
             IndexError: there are fewer lines.
-            ValueError: the line is not JSON, or `encode` refuses it. The message names the file and the line.
+            ValueError: the line is not JSON, or `encode` refuses the value. The message names the file and the line.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")

@@ -14,7 +14,7 @@ def to_json(x: Any) -> Any:
     """Returns a nested state as values of JSON.
 
     Raises:
-        TypeError: it has an object of another kind. The message names it.
+        TypeError: the state has an object of another type. The message names the type.
 
     Example:
         >>> state = {"order": torch.tensor([2, 0, 1]), "pair": (1, b"x")}
@@ -48,7 +48,7 @@ def to_json(x: Any) -> Any:
 
 
 def of_json(x: Any) -> Any:
-    """Returns the state of which `to_json` made `x`."""
+    """Returns the state that `to_json` converted to `x`."""
     if isinstance(x, list):
         return [of_json(y) for y in x]
     if not isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""Token ids on disk: a header-less array that is mapped, never loaded, and a small json beside it that describes it."""
+"""Token ids on disk: an array without a header that is memory-mapped, and a small JSON file with a description."""
 
 import dataclasses
 import hashlib
@@ -18,15 +18,15 @@ _DTYPES = ("uint8", "uint16", "uint32")
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """Token ids in a file `x.bin`, described by `x.bin.json`. Write one with `encode_files`, open it with `open`.
+    """Token ids in a file `x.bin`, described by `x.bin.json`. Write a file with `encode_files`, and read with `open`.
 
-    The file is mapped anew for each read, so that its pages never count as this process's for long, and a `TokenFile`
-    can be copied, hashed and sent to another process.
+    The file is mapped again for each read, so that the pages do not count as this process's memory for long, and a
+    `TokenFile` can be copied, hashed and sent to another process.
 
     Attributes:
         path: the `.bin` file.
         dtype: "uint8", "uint16" or "uint32", the smallest that holds the vocabulary.
-        vocab_size: every id is below it.
+        vocab_size: upper bound of ids, exclusive.
         num_tokens: the number of ids.
     """
 
@@ -37,11 +37,11 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenFile":
-        """Reads the description beside `path` and checks the size of the file. No id is read.
+        """Reads the description of `path`, and checks the size of the file. No id is read.
 
         Raises:
-            FileNotFoundError: the file or its description is missing.
-            ValueError: the description is malformed, or the file has another size than follows from it.
+            FileNotFoundError: the file or the description is missing.
+            ValueError: the description is malformed, or the file has another size than described.
         """
         path = pathlib.Path(path)
         for needed in (path, _sidecar_path(path)):
@@ -91,22 +91,22 @@ class TokenFile:
 def encode_files(
     paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], tokenizer: Tokenizer
 ) -> TokenFile:
-    """Writes the ids of files, one after the other, to `out` and its description to `out` + ".json".
+    """Writes the ids of files, in order, to `out`, and a description to `out` + ".json".
 
     Files are streamed, a million characters at a time. Both files appear by rename: a reader sees an old pair, a new
     one, or (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
 
     Args:
         paths: text files, UTF-8. Other bytes are kept by ByteTokenizer.
-        out: the `.bin` file to write. Its folder is made.
-        tokenizer: text to ids.
+        out: the `.bin` file to write. The folder is made if missing.
+        tokenizer: tokenizer from text to ids.
 
     Returns:
         The file written.
 
     Raises:
-        FileNotFoundError: lists every path that is missing.
-        ValueError: the tokenizer made an id that is not below its `vocab_size`.
+        FileNotFoundError: paths are missing. The message lists all missing paths.
+        ValueError: the tokenizer made an id that is not below `vocab_size`.
 
     Example:
         >>> import tempfile; from shardfn.data import ByteTokenizer

@@ -49,19 +49,19 @@ def save_peft(
 ) -> None:
     """Writes adapters of a module's parameters so that `peft.PeftModel.from_pretrained(model, directory)` reads them.
 
-    Call it on one rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision
-    `state.params["lora"]` are roundings of these.
+    Call on a single rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision,
+    `state.params["lora"]` are rounded copies.
 
     Args:
-        directory: made if it is not there.
-        lora: the adapters' description. Its leaves are weights of a module, named as by `from_module`.
+        directory: path of the directory, made if missing.
+        lora: the adapters' description. Leaves are weights of a module, named as by `from_module`.
         adapters: values.
-        base_model: the name or directory of the model, which the configuration states.
-        task_type: task type of `peft`.
+        base_model: name or directory of the model, for the configuration.
+        task_type: task type of `peft`, such as "CAUSAL_LM".
 
     Raises:
         ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite. The message lists
-            all.
+            all problems.
     """
     tensors, problems, ranks, alphas = {}, [], {}, {}
     modules: dict[bool, list[str]] = {True: [], False: []}
@@ -107,20 +107,21 @@ def load_peft(
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
     """Reads adapters that `peft` or `save_peft` has written, with ranks by pattern, DoRA and `modules_to_save`.
 
-    Their dropout is ignored, as it acts in training alone; to train on with it, `dataclasses.replace(lora, dropout=)`.
+    The dropout of the file is ignored, because dropout is only for training. To train with dropout, use for example
+    `dataclasses.replace(lora, dropout=0.1)`.
 
     Args:
-        directory: with both files.
+        directory: directory with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
         specs: specs of the parameters.
 
     Returns:
-        The adapters' description, and their values.
+        The description and the values of the adapters.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes. The
-            message lists all.
+        ValueError: the adapters are not LoRA, or belong to leaves that are missing or have other shapes. The message
+            lists all such adapters.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -162,9 +163,9 @@ def load_peft(
 
 
 def _names_of(site: Site) -> list[str] | None:
-    """Returns the names of a module's parameters that a leaf is.
+    """Returns the names of the module's parameters in a leaf.
 
-    One, or one per layer of a stack. None if it has another.
+    A single name, or a name for each layer of a stack. None if the leaf is not a module's parameter.
     """
     *before, name = map(str, site.entries)
     if len(before) > 1 or "." not in name or (not site.full and len(site.shape) != 2 + len(before)):
@@ -173,7 +174,7 @@ def _names_of(site: Site) -> list[str] | None:
 
 
 class _Found:
-    """The tensors of a file, by the leaf to which they belong.
+    """Tensors of a file, by leaf.
 
     Attributes:
         values: the tensors of an adapter by path, with layers stacked as in the leaf.
@@ -189,7 +190,8 @@ class _Found:
         """Looks for the tensors of every leaf.
 
         Raises:
-            ValueError: lists tensors without a leaf, missing layers, and layers of one stack that differ.
+            ValueError: there are tensors without a leaf, missing layers, or different layers in a stack. The message
+                lists all.
         """
         problems, known = [], dict[str, Site]()
         for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True):

@@ -1,10 +1,10 @@
-"""A weight with a low-rank part that is never added to it: `w + scale * (left @ right)`, as two thin products.
+"""A weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
 
     x @ w                                   written in the model
     x @ w + scale * (x @ left) @ right      computed
 
-It is a tensor under `isinstance`, and a pytree node with its three parts as children for `scan`, `remat` and their
-kind. Operations other than products, transposes and taking layers from a stack see the sum.
+A `LowRankWeight` is a tensor under `isinstance`, and a pytree node with three parts as children for transforms such as
+`scan` and `remat`. Operations other than products, transposes and taking layers from a stack see the sum.
 """
 
 import string
@@ -35,14 +35,14 @@ class _WithoutValues(torch.autograd.Function):
 
 
 class LowRankWeight(MetadataTensor):
-    """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as that sum.
+    """Weight `[..., m, n]` that behaves as the sum `weight + scale * (left @ right)`.
 
     Attributes:
         weight: `[..., m, n]`.
         left: `[..., m, r]`.
         right: `[..., r, n]`.
         scale: a number.
-        drop: applied to the operand of the thin products. None means nothing.
+        drop: function of the operand of the thin products, such as dropout. None: the identity.
     """
 
     weight: Tensor
@@ -56,7 +56,7 @@ class LowRankWeight(MetadataTensor):
         """Returns the weight of these parts.
 
         Raises:
-            ValueError: their shapes do not fit.
+            ValueError: the shapes do not fit.
         """
         *batch, m, n = weight.shape
         r = left.shape[-1]
@@ -77,12 +77,12 @@ class LowRankWeight(MetadataTensor):
         return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale, self.drop)
 
     def transposed(self) -> "LowRankWeight":
-        """With the last two dims exchanged."""
+        """Returns the weight with the last two dims exchanged."""
         return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale, self.drop)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a product, by the parts; of other functions, the result for the sum."""
+        """Returns a product computed by the parts, or the result of another function for the sum."""
         if type(args[0] if args else None) is LowRankWeight:
             view = _view_parts(func, args[0], args[1:], kwargs)
             if view is not None:
@@ -107,9 +107,9 @@ _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSO
 
 
 def _view_parts(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of an operation that keeps the parts apart.
+    """Returns the result of an operation that keeps the parts separate.
 
-    A transpose, or layers of a stack. None for others.
+    A transpose, or layers of a stack. None for other operations.
     """
     if kwargs and func is not _TENSOR.unbind:
         return None
@@ -130,7 +130,7 @@ def _view_parts(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict
 
 
 def _multiply_parts(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
-    """Returns a product with the weight: that of the weight alone, and the two thin ones."""
+    """Returns a product with the weight: the product with the base weight, plus the two thin products."""
     a, b, *bias = operands
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
     if func is torch.nn.functional.linear and not on_right:  # the weight is the mapped operand

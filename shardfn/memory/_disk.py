@@ -1,7 +1,7 @@
 """Values on disk: immutable tensors in files, read by rows, and written once in any chunks.
 
-A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows end where they end. The
-grains that they share are put together in memory and written when the last byte of them arrives.
+A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows may end inside a grain.
+A grain that several chunks share is assembled in memory, and written when the last byte arrives.
 """
 
 import bisect
@@ -24,13 +24,13 @@ from ._transfer import of_futures
 
 
 class DiskTensor:
-    """An immutable tensor on disk. It owns its file; when it is garbage the file is used again.
+    """An immutable tensor on disk. The tensor owns a file, which is used again after the tensor's end.
 
     Attributes:
-        shape: the value's shape.
-        dtype: dtype.
+        shape: shape of the value.
+        dtype: dtype of the elements.
         kind: "disk".
-        grain: bytes of the unit that is read.
+        grain: bytes of the unit of reads, such as 4096.
         sums: crc32 of each grain, where checksums are kept.
         slot: the file, or None for a value without elements.
 
@@ -59,21 +59,21 @@ class DiskTensor:
 
     @property
     def pool(self) -> Any:
-        """Returns the pool that holds it."""
+        """Returns the pool of the value."""
         return self._pool
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the value. Its file is rounded up to grains."""
+        """Returns the bytes of the value. The size of the file is rounded up to grains."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
-        """Returns the leaf that this is, once a commit has named it."""
+        """Returns the path of the leaf, or "" before a commit has named the value."""
         return self.slot.name if self.slot else ""
 
     def flat(self) -> "DiskTensor":
-        """The same value, in the same file, as one dim."""
+        """Returns the same value, in the same file, with a single dim."""
         return DiskTensor(torch.Size([math.prod(self.shape)]), self.dtype, self.grain, self.sums, self.slot, self._pool)
 
     def load(self) -> Shaped[Tensor, "..."]:
@@ -87,19 +87,19 @@ class DiskTensor:
     def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
         """Starts to read rows `lo:hi` of dim 0. A value without dims has one row.
 
-        With direct I/O, reading into `out` needs no copy where `out` begins on a page as the rows do in the file:
-        tensors from `host_empty` of 64 KiB or more begin on one, and so do rows at multiples of `grain` bytes.
+        With direct I/O, reading into `out` needs no copy where `out` and the rows in the file both begin on a page.
+        Tensors of 64 KiB or more from `host_empty` begin on a page, and so do rows at multiples of `grain` bytes.
 
         Args:
             lo: first row.
             hi: row after the last, or None for all.
-            out: contiguous host tensor to fill. Default: a fresh one.
+            out: contiguous host tensor to fill. Default: a new tensor.
 
         Returns:
-            The rows, under way. Its `result` raises DamagedError as `load` does.
+            The rows, in flight. `result` raises DamagedError as `load` does.
 
         Raises:
-            ValueError: there are no such rows, or `out` does not have their shape and dtype.
+            ValueError: there are no such rows, or `out` has another shape or dtype.
         """
         rows = self.shape[0] if self.shape else 1
         hi = rows if hi is None else hi
@@ -128,7 +128,9 @@ class DiskTensor:
 
 
 class DiskWriter:
-    """Writes one value in chunks of rows, in any order and from any thread. Dropped unfinished, it leaves nothing.
+    """Writes one value in chunks of rows, in any order and from any thread.
+
+    An unfinished writer leaves nothing on disk.
 
     Example:
         >>> import tempfile
@@ -148,9 +150,9 @@ class DiskWriter:
         self._io, self._slot, self._sums, self._pool = io, slot, sums, pool
         self._rows = shape[0] if shape else 1
         self._row = math.prod(shape[1:]) * dtype.itemsize
-        # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte,
-        # and requests under way, with those that failed, so that `finish` raises their errors. `finish` is for when all
-        # calls of `write` have returned: rows are claimed before their requests are made.
+        # Under the lock: claimed rows (sorted and joined), incomplete grains by first byte, and requests in flight or
+        # failed. `finish` raises the errors of failed requests. `finish` must be called after all calls of `write` have
+        # returned, because rows are claimed before the requests are made.
         self._written: list[tuple[int, int]] = []
         self._edges: dict[int, _Edge] = {}
         self._futures: list[concurrent.futures.Future[Any]] = []
@@ -160,11 +162,11 @@ class DiskWriter:
         """Starts to write rows from `lo` on.
 
         Args:
-            lo: where the first of them goes.
+            lo: index of the first row to write.
             rows: host tensor `[n, *shape[1:]]` of the value's dtype; of shape `[]` for a value without dims.
 
         Returns:
-            Done when `rows` may be overwritten. Its `result` raises DiskFullError.
+            A pending write, done when `rows` may be overwritten. `result` raises DiskFullError.
 
         Raises:
             ValueError: rows that the value does not have, of another shape or dtype, or written before.
@@ -190,7 +192,7 @@ class DiskWriter:
         return self.finishing().result()
 
     def finishing(self) -> Pending[DiskTensor]:
-        """As `finish`, without the wait.
+        """Finishes the value as `finish` does, without the wait.
 
         Raises:
             ValueError: rows are missing.
@@ -205,7 +207,7 @@ class DiskWriter:
         return of_futures(value, futures)
 
     def _claim_rows(self, lo: int, hi: int) -> None:
-        """Notes that rows `lo:hi` are written, once."""
+        """Marks rows `lo:hi` as written. Each row can be written once."""
         if not 0 <= lo <= hi <= self._rows:
             raise ValueError(f"rows {lo}:{hi} of a value of shape {tuple(self.shape)}: there are rows 0:{self._rows}.")
         if lo == hi:
@@ -221,7 +223,7 @@ class DiskWriter:
             self._written[max(at - 1, 0) : at + 2] = _join_runs(self._written[max(at - 1, 0) : at + 2])
 
     def _submit_grains(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
-        """Writes whole grains at once. The parts at both ends wait for the rest of their grains."""
+        """Writes whole grains immediately. Partial grains at both ends wait for the missing bytes."""
         grain, stop = self._io.grain, start + len(source)
         first, last = -(-start // grain) * grain, stop // grain * grain
         futures = []
@@ -245,7 +247,7 @@ class DiskWriter:
             edge.missing -= len(data)
             if edge.missing:
                 return []
-            # The thread that brings the last byte has it alone from here on, and writes it without the lock.
+            # Only the thread that brings the last byte uses the grain from here on, and writes without the lock.
             del self._edges[at]
         return self._io.write(slot, at, edge.data, self._sums)
 
@@ -255,7 +257,7 @@ class DiskWriter:
 
 
 class _Edge:
-    """A grain that several chunks share, as far as it has come."""
+    """Grain that several chunks share, with the bytes received so far."""
 
     def __init__(self, grain: int, missing: int) -> None:
         self.data = aligned_window((grain,), torch.uint8)[1]
@@ -284,7 +286,7 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _find_holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """Returns the ranges of `0:rows` that the sorted `runs` leave out."""
+    """Returns the gaps of sorted `runs` in `0:rows`, for example [(2, 5)] for [(0, 2), (5, 8)] and 8 rows."""
     ends = [0, *(hi for _, hi in runs)]
     starts = [*(lo for lo, _ in runs), rows]
     return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]

@@ -1,11 +1,12 @@
 """Bytes to and from files: pieces, spread over a few threads, past the page cache where the file system can.
 
 `os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O needs
-file offsets, lengths and memory in multiples of a page. Memory aligned so is moved without a copy. The rest goes
-through a buffer. There is one buffer a thread at most, and it is taken and given back within one piece: that bounds
-them, and a thread that waits for one holds no other.
+file offsets, lengths and memory in multiples of a page. Aligned memory is moved without a copy. Other memory is copied
+through a buffer. Each thread has at most one buffer, used for one piece at a time. So the number of buffers is bounded,
+and threads that wait for a buffer cannot deadlock.
 
-A file opens once a piece: 5 microseconds against the milliseconds of a piece, and no limit on open files to meet.
+A file is opened for each piece. Opening takes 5 microseconds and a piece takes milliseconds, and the limit on open
+files is never reached.
 """
 
 import concurrent.futures
@@ -35,14 +36,14 @@ _REMEDY = "its contents are lost: start from a checkpoint in an empty directory,
 
 
 class Checksums:
-    """The crc32 of every grain of a file; pieces fill in and compare their own."""
+    """The crc32 of every grain of a file. Each piece sets or compares only the piece's grains."""
 
     def __init__(self, crcs: np.ndarray) -> None:
         self.crcs = crcs
 
     @classmethod
     def blank(cls, grains: int) -> "Checksums":
-        """For a file of that many grains, with no checksum known yet."""
+        """Returns the unknown checksums of a new file with that many grains."""
         return cls(np.zeros(grains, np.uint32))
 
 
@@ -52,7 +53,7 @@ class Io:
     Attributes:
         direct: whether files are opened with O_DIRECT.
         piece: bytes of a request.
-        grain: bytes of the unit in which files are read and written, and checksums kept.
+        grain: bytes of the unit of reads, writes and checksums, such as 65536.
     """
 
     def __init__(self, threads: int, piece: int, buffers: int, grain: int, direct: bool) -> None:
@@ -72,7 +73,7 @@ class Io:
     def read(
         self, slot: Slot, start: int, into: Bytes, grain: int, sums: Checksums | None
     ) -> list[concurrent.futures.Future[None]]:
-        """Starts to read `into` from byte `start` on, and reads whole grains of that size, and checks them."""
+        """Starts to fill `into` from byte `start` on. Whole grains are read and checked."""
         stop = start + len(into)
         if not self.direct and sums is None:
             grain = 1  # the page cache reads any bytes
@@ -92,7 +93,7 @@ class Io:
 
     def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Checksums | None) -> None:
         if sums is not None:
-            # Pieces are whole grains and do not overlap, so the threads fill in parts of their own, without a lock.
+            # Pieces are whole grains and do not overlap, so the threads write disjoint parts, without a lock.
             sums.crcs[offset // self.grain :][: len(source) // self.grain] = _grain_crcs(source, self.grain)
         with self._open_file(slot, os.O_WRONLY) as fd:
             if self._is_aligned(source):
@@ -129,7 +130,7 @@ class Io:
 
 
 def why_not_direct(directory: pathlib.Path) -> str:
-    """Why the file system of `directory` does not do direct I/O in pages, empty if it does."""
+    """Returns why the file system of `directory` lacks direct I/O in pages, or "" if supported."""
     if not _DIRECT:
         return "this system has no O_DIRECT"
     path, page = directory / "direct.probe", mmap.mmap(-1, PAGE)
@@ -150,11 +151,11 @@ def why_not_direct(directory: pathlib.Path) -> str:
 
 
 class _Staging:
-    """Aligned buffers, made when first needed and kept."""
+    """Aligned buffers, allocated at first use and kept."""
 
     def __init__(self, size: int, limit: int) -> None:
         self._size, self._to_make = size, limit
-        # Guards the number still to be made; the queue guards itself.
+        # Guards the number of buffers still to be made. The queue needs no lock.
         self._lock = threading.Lock()
         self._idle: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
@@ -215,10 +216,10 @@ def _grain_crcs(data: Bytes, grain: int) -> np.ndarray:
 
 
 def check_sizes(slots: list[Slot]) -> None:
-    """Every file is there and has its bytes.
+    """Checks that every file exists with the expected size.
 
     Raises:
-        DamagedError: names every one that is not.
+        DamagedError: some files do not. The message lists all such files.
     """
     found = [(slot, slot.path.stat().st_size if slot.path.exists() else -1) for slot in slots]
     problems = [_error_text(slot, _too_short(slot, size)) for slot, size in found if size < slot.capacity]

@@ -1,8 +1,8 @@
-"""The ledger: which bytes are alive in which kind of memory, and which crossed from one to another.
+"""The ledger: live bytes by kind of memory, and bytes that were moved between kinds.
 
-On a machine without an accelerator `device` and `host` are both RAM, and the ledger keeps them apart: torch's
+On a machine without an accelerator `device` and `host` are both RAM, and the ledger separates the two: torch's
 allocations are the device's, unless they are made inside `on_host()`. So budgets can be tested anywhere. With an
-accelerator, device bytes are its allocator's own, and torch's allocations on the CPU are the host's.
+accelerator, device bytes are the bytes of the allocator, and torch's allocations on the CPU are the host's.
 """
 
 import collections
@@ -38,22 +38,22 @@ KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
 
 class Ledger:
-    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. It can still be read afterwards."""
+    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. Readable also after the context's end."""
 
     def __init__(self, device: torch.device, recorder: TimelineRecorder | None = None) -> None:
         self._device, self.recorder = device, recorder
         self._live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._moved: dict[tuple[str, str], list[int]] = {}
-        # A key is an address, which a new owner may get when the old one is gone: the dead are buried before a key is
-        # looked up, and a weak reference leaves its note before its address is free.
+        # A key is an address, and a new owner may get the address of a freed owner. So freed owners are removed before
+        # a key is looked up, and a weak reference leaves a note before the address is free.
         self._held: dict[int, tuple[weakref.ref[Any], str, int, str]] = {}
-        # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
+        # Weak references call back at any point, perhaps while the lock is held. So the callbacks only leave a note.
         self._dead: collections.deque[int] = collections.deque()
         self._lock = threading.RLock()
 
     def live(self, kind: str) -> int:
-        """Bytes alive now in memory of `kind`, among those that the ledger has seen."""
+        """Returns the live bytes in memory of `kind`, among the bytes that the ledger has seen."""
         _check_kind(kind)
         if is_device(kind) and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
@@ -62,24 +62,24 @@ class Ledger:
             return self._live[kind]
 
     def peak(self, kind: str) -> int:
-        """The most bytes that were alive at once in memory of `kind`."""
+        """Returns the peak of live bytes in memory of `kind`."""
         _check_kind(kind)
         if is_device(kind) and self._device.type == "cuda":
             return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
         return self._peak[kind]
 
     def moved(self, src: str, dst: str) -> int:
-        """Bytes that went from `src` to `dst`."""
+        """Returns the bytes that were moved from `src` to `dst`."""
         return self._traffic_between(src, dst)[1]
 
     def transfers(self, src: str, dst: str) -> int:
-        """How many transfers went from `src` to `dst`."""
+        """Returns the number of transfers from `src` to `dst`."""
         return self._traffic_between(src, dst)[0]
 
     def count(self, tree: PyTree, kind: str) -> None:
         """Counts values older than the ledger as `kind`: tensors, blocks of a state's leaves, values on disk.
 
-        In a timeline they have the paths of their leaves as names.
+        In a timeline the values are named by the paths of leaves.
         """
         _check_kind(kind)
         for path, leaf in named_leaves(tree):
@@ -92,7 +92,7 @@ class Ledger:
                 self.hold(slot, id(slot), kind, held.nbytes, name)
 
     def timeline(self) -> MemoryTimeline:
-        """The events so far, by name and with the parts of steps.
+        """Returns the events so far, by name and with the parts of steps.
 
         Raises:
             ValueError: the ledger was opened without `timeline=True`.
@@ -107,17 +107,17 @@ class Ledger:
         """Writes the timeline as a picture: phases, messages of leaves, and names of the memory at the peak.
 
         Args:
-            path: a file that ends in ".svg", which browsers show.
+            path: file with the ending ".svg", for a browser.
 
         Raises:
-            ValueError: the file has another ending; or the ledger was opened without `timeline=True`.
+            ValueError: the file has another ending, or the ledger was opened without `timeline=True`.
         """
         if pathlib.Path(path).suffix != ".svg":
             raise ValueError(f"plot({os.fspath(path)!r}): the picture is SVG; pass a name that ends in .svg.")
         pathlib.Path(path).write_text(as_svg(self.timeline()), encoding="utf-8")
 
     def table(self) -> str:
-        """Both accounts as text.
+        """Returns live bytes and traffic as a table.
 
         Example:
             >>> with ledger() as book:
@@ -157,7 +157,7 @@ class Ledger:
                 self._count_freed()
 
     def hold(self, owner: Any, key: int, kind: str, nbytes: int, name: str = "") -> None:
-        """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
+        """Counts `nbytes` as alive until `owner` is garbage. An owner counts once."""
         with self._lock:
             self._count_freed()
             if key in self._held:
@@ -170,13 +170,13 @@ class Ledger:
             self._peak[kind] = max(self._peak[kind], self._live[kind])
 
     def pass_through(self, kind: str, nbytes: int) -> None:
-        """Counts bytes that were alive beside the present ones, and are gone."""
+        """Counts bytes that were alive in addition to the present bytes, and are freed."""
         with self._lock:
             self._count_freed()
             self._peak[kind] = max(self._peak[kind], self._live[kind] + nbytes)
 
     def knows(self, key: int) -> bool:
-        """Whether the owner of this key is counted."""
+        """Returns whether the owner of this key is counted."""
         with self._lock:
             self._count_freed()
             return key in self._held
@@ -189,7 +189,7 @@ class Ledger:
             entry[1] += nbytes
 
     def keep_device_peak(self) -> None:
-        """Remembers the allocator's peak before it is reset."""
+        """Saves the allocator's peak before a reset."""
         if self._device.type == "cuda":
             self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
 
@@ -212,22 +212,24 @@ _ON_HOST = Ambient[None]("allocations are host memory", by_thread=True)
 
 @contextlib.contextmanager
 def ledger(device: torch.device | str | None = None, *, timeline: bool = False) -> Iterator[Ledger]:
-    """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
+    """Counts live bytes and traffic by memory kind while the context is open.
 
-    Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
-    a CPU runs there too), allocations of `host_empty` and of the pools, and the arguments of `Ledger.count`. At the
-    peak the workspace of our own kernels counts, too, by `kernels.scratch_bytes`. Not seen are that of torch's
-    operations, and buffers that compiled code allocates for itself.
+    Ledgers nest. An outer ledger also counts for the inner contexts.
+
+    Live are the storages that torch's operations return on the calling thread while the ledger is open (on a CPU also
+    the backward), allocations of `host_empty` and of the pools, and the arguments of `Ledger.count`. The peak includes
+    the workspace of shardfn's kernels, by `kernels.scratch_bytes`. Not counted are the workspace of torch's operations,
+    and the internal buffers of compiled code.
 
     Args:
-        device: the device of the kind "device"; by default the accelerator, and without one the CPU.
+        device: device of the kind "device". Default: the accelerator if available, else the CPU.
         timeline: whether every allocation and release is kept, for `Ledger.timeline` and `Ledger.plot`.
 
     Returns:
         A context manager that yields a `Ledger`.
 
     Raises:
-        ValueError: `timeline` with an accelerator, whose allocations the ledger does not see one by one.
+        ValueError: `timeline` is set with an accelerator, where the ledger does not see single allocations.
 
     Example:
         >>> with ledger() as book:
@@ -270,7 +272,7 @@ def on_host() -> AbstractContextManager[None]:
 
 
 def in_host_region() -> bool:
-    """Whether `on_host()` is open on this thread.
+    """Returns whether `on_host()` is open on this thread.
 
     Example:
         >>> with on_host():
@@ -281,12 +283,12 @@ def in_host_region() -> bool:
 
 
 def default_device() -> torch.device:
-    """The accelerator, and without one the CPU."""
+    """Returns the accelerator if available, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
-    """Reports one transfer to every open ledger; costs one list test without an open ledger."""
+    """Reports a transfer to every open ledger. Without an open ledger, the cost is one test of a list."""
     if _BOOKS:
         for book in _BOOKS.all:
             book.move(src, dst, nbytes)
@@ -301,12 +303,12 @@ def record_tensor(x: Tensor, kind: MemoryKind) -> None:
 
 
 def is_recorded() -> bool:
-    """Whether an open ledger keeps a timeline."""
+    """Returns whether an open ledger keeps a timeline."""
     return bool(_BOOKS) and any(book.recorder is not None for book in _BOOKS.all)
 
 
 def recorded_section(what: str, leaves: Sequence[str]) -> AbstractContextManager[Any]:
-    """A context that notes a part of a step in the timelines of open ledgers."""
+    """Returns a context that records a part of a step in the timelines of open ledgers."""
     stack = contextlib.ExitStack()
     for book in _BOOKS.all:
         if book.recorder is not None:
@@ -346,8 +348,8 @@ class _StorageWatch(TorchDispatchMode):
         key = storage._cdata
         if self._book.knows(key):
             return
-        # `torch.tensor` allocates out of sight and then lifts its tensor; every other result that shares an operand's
-        # storage is a view of something older than the ledger.
+        # `torch.tensor` allocates out of sight and then lifts the tensor. Every other result that shares an operand's
+        # storage is a view of a value older than the ledger.
         if func is not torch.ops.aten.lift_fresh.default and key in _find_storages((args, kwargs)):
             return
         host = in_host_region() or not self._cpu_is_device

@@ -1,4 +1,4 @@
-"""Transfers between memories as torch ops, so that a captured graph holds each one as a node.
+"""Transfers between memories as torch ops, so that a captured graph holds each transfer as a node.
 
     to_host_start(x) -> handle                     to_host_into_start(into, x) -> handle
     to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
@@ -6,16 +6,16 @@
     rows_to_host_start(into, x, places) -> handle          into[places] = x
     read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of a value on disk
     read_into_start(into, value, lo, hi) -> handle
-    flat(value) -> value                           as one dim
+    flat(value) -> value                           as a single dim
     writer(shape, dtype) -> writer                 room for a value on disk
     write_start(writer, lo, rows) -> handle        rows from lo on
-    finish(writer) -> value                        waits for all of them
+    finish(writer) -> value                        waits for all writes
     wait(handle) -> the value
     host_empty(shape, dtype) -> tensor             uninitialised host memory
 
-A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number identifies
-the value. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the disk,
-has a value of no use. Its source must not be written before its `wait`. As in `shardfn.collectives`, handles are
+A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element that identify the value
+by number. A value lives as long as the memory of a token does. The value of a transfer that fills existing memory, or
+the disk, is unused. The source must not be written before the `wait`. As in `shardfn.collectives`, handles are
 placeholders for values, and only the value may be looked at.
 """
 
@@ -53,7 +53,7 @@ _LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
-# By storage of the handle: transfers under way. By number: the values of tokens.
+# By storage of the handle: transfers in flight. By number: the values of tokens.
 _IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Any]]]]("transfers between memories under way", dict)
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
@@ -62,7 +62,7 @@ _POOL = Ambient[Any]("pool that a captured program writes to")
 
 @contextlib.contextmanager
 def bind_pool(pool: Any = None) -> Iterator[None]:
-    """Binds the pool that captured programs write to. When it ends no transfer is pending, after an error either.
+    """Binds the pool that captured programs write to. At the end no transfer is pending, even after an error.
 
     Args:
         pool: a `Pool`, or None for programs that write nothing to disk.
@@ -83,14 +83,14 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
 
 
 def _wait_in_flight() -> None:
-    """Waits for transfers without a `wait`: their memory may be the caller's."""
+    """Waits for transfers without a `wait`, because the memory may be the caller's."""
     pending = _IN_FLIGHT.here()
     while pending:
         pending.popitem()[1][1].result()
 
 
 def token_of(value: Any) -> Int64[Tensor, "1"]:
-    """Returns a tensor that takes the place of a value on disk, or of a writer of one, in a captured program.
+    """Returns a tensor that represents a value on disk, or a writer, in a captured program.
 
     Example:
         >>> stored_of(token_of("anything"))
@@ -143,7 +143,7 @@ def _rows_to_device_start(x: Tensor, rows: Tensor, device: torch.device) -> Tens
 
 
 def _rows_to_host_start(into: Tensor, x: Tensor, places: Sequence[Tensor]) -> Tensor:
-    # Its wait returns no memory that is there already: a ledger would count it anew.
+    # The wait must not return existing memory: a ledger would count the bytes again.
     return _start_transfer(rows_to_host(x, into, places).then(lambda _: None))
 
 
@@ -172,7 +172,7 @@ def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
 
 
 def _finish_writer(writer: Tensor) -> Tensor:
-    # Under the number of the writer: from here on its token is the value's.
+    # Under the number of the writer: from here on the writer's token represents the value.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
     return writer
@@ -237,7 +237,7 @@ for _name, _fake in (
 ):
     torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
 
-# Ops that are not to be removed though their values are unused.
+# Ops with side effects, kept in the graph although the values are unused.
 for _name in (
     *("to_host_into_start", "to_device_into_start", "rows_to_host_start", "read_into_start", "write_start"),
     *("wait", "finish"),

@@ -1,7 +1,7 @@
-"""Transfers of a part of a tensor between device and host: of some rows one way, of some elements the other way.
+"""Transfers of parts of a tensor between device and host: rows to the device, elements to the host.
 
-They serve values that are too large to be moved whole for each use, such as the keys and values of earlier tokens.
-Their bytes, also in the ledger, are those of the part.
+For values that are too large to be moved whole for each use, such as a KV cache on the host. Only the bytes of the part
+are moved and counted in the ledger.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ def rows_to_device(
     """Starts the copy of some rows of a host tensor to a device. Not differentiable.
 
     Args:
-        x: host tensor, contiguous; from `host_empty`, so that on CUDA the copy is asynchronous.
-        rows: indices of dim 0 in any order, each any number of times; on the CPU.
-        device: where to. Default: the accelerator, and without one the CPU.
+        x: host tensor, contiguous. On CUDA, only tensors from `host_empty` are copied asynchronously.
+        rows: indices of dim 0 on the CPU, in any order and with repetitions, for example [3, 0, 3].
+        device: target device. Default: the accelerator if available, else the CPU.
 
     Returns:
-        A tensor of `x`'s shape there, under way. Its other rows are not initialised. `x` must be left alone until it is
-        done. While a program is captured, an op of its graph.
+        A tensor of `x`'s shape on the device, in flight. Other rows are not initialised. `x` must not be used until the
+        copy is done. In a capture, the transfer is an op of the graph.
 
     Raises:
         ValueError: `rows` are not on the CPU, or (in a graph, when it runs) are out of range.
@@ -66,8 +66,8 @@ def rows_to_host(
         places: indices of the first dims of `out`, on the CPU. Rows of the same place must be equal.
 
     Returns:
-        `out`, under way. It and `x` must be left alone until it is done. While a program is captured, an op of its
-        graph.
+        `out`, in flight. `out` and `x` must not be used until the copy is done. In a capture, the transfer is an op of
+        the graph.
 
     Raises:
         ValueError: `places` are not on the CPU.
@@ -84,7 +84,7 @@ def rows_to_host(
     if capturing():
         return traced_rows_to_host(x, out, places)
     at = tuple(p.long() for p in places)
-    if x.is_cuda:  # by way of memory of its own: the host writes it to its places when it is there
+    if x.is_cuda:  # through a separate buffer: the host writes the rows to `out` when the buffer is filled
         return to_host(x).then(lambda rows: out.index_put_(at, rows))
     record_move("device", "host", x.nbytes)
     return on_thread("down", out, out.index_put_, at, x)

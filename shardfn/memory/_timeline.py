@@ -1,4 +1,4 @@
-"""The timeline of a ledger: bytes alive after each allocation and release, by name, with parts of a step; as SVG."""
+"""The timeline of a ledger: live bytes after each allocation and release, by name, with parts of a step. As SVG."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ _LEFT, _TOP, _HIGH, _LANE, _ROW = 84, 44, 220, 16, 16
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a step in a timeline: a phase, or the messages of leaves within one.
+    """A part of a step in a timeline: a phase, or the messages of leaves within a phase.
 
     Attributes:
         what: "forward", "backward", "update", "gather", "reduce", "refresh" or "waits".
         leaves: the paths of the leaves that are sent.
-        first: the event at which it begins.
-        end: the event before which it ends.
+        first: number of the first event.
+        end: number of the event after the last.
     """
 
     what: str
@@ -40,10 +40,10 @@ class MemoryTimeline:
     """The events of a ledger: an event is an allocation, or a release of memory.
 
     Attributes:
-        live: kind of memory -> its bytes alive before the first event, and after each.
+        live: kind of memory -> live bytes before the first event, and after each event.
         sections: the parts of steps, in the order in which they ended.
-        largest: the pieces that are alive at the peak of the device: (name, bytes), the largest first. The memory of
-            equal names is added up.
+        largest: pieces that are alive at the peak of the device, as (name, bytes), for example ("params['w']", 4096).
+            The largest comes first. The bytes of equal names are summed.
     """
 
     live: Mapping[str, tuple[int, ...]]
@@ -52,12 +52,12 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """The event after which most bytes of the device are alive."""
+        """Returns the event after which most bytes of the device are alive."""
         return max(range(len(self.live["device"])), key=self.live["device"].__getitem__)
 
 
 class TimelineRecorder:
-    """Collects the events of a ledger, in the order in which it sees them."""
+    """Collects the events of a ledger, in order."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, int, str]] = []
@@ -65,14 +65,14 @@ class TimelineRecorder:
         self._open: list[Section] = []
 
     def named(self, name: str) -> str:
-        """A piece's name: its leaf, if a message of leaves is being made; else the phase and the operation."""
+        """Returns the name of a piece: the leaf if a message of leaves is being made, else phase and operation."""
         inner = self._open[-1] if self._open else None
         if inner is None:
             return name or "other"
         return str(inner) if inner.leaves else f"{inner.what}: {name or 'other'}"
 
     def changed(self, kind: str, nbytes: int, name: str) -> None:
-        """Adds an event; `nbytes` is negative for a release."""
+        """Adds an event. `nbytes` is negative for a release."""
         self._events.append((kind, nbytes, name))
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class TimelineRecorder:
             self._sections.append(dataclasses.replace(self._open.pop(), end=len(self._events)))
 
     def timeline(self) -> MemoryTimeline:
-        """The events so far."""
+        """Returns the events so far."""
         live = {
             kind: tuple(itertools.accumulate((n if k == kind else 0 for k, n, _ in self._events), initial=0))
             for kind in _COLORS
@@ -100,14 +100,14 @@ class TimelineRecorder:
 
 
 def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
-    """A picture of a timeline: bytes alive over allocations and releases, with phases, messages, and names at the peak.
+    """Returns an SVG of a timeline: live bytes, phases, messages, and names at the peak.
 
-    A mark below the curve is a message; its leaves are shown where the pointer rests on it.
+    A mark below the curve is a message. The message's leaves are shown under the pointer.
 
     Args:
         found: the timeline.
-        width: of the picture, in pixels.
-        names: how many of the largest pieces at the peak are listed.
+        width: width of the picture, in pixels.
+        names: number of the largest pieces at the peak that are listed.
 
     Example:
         >>> import torch
@@ -145,7 +145,7 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
 
 
 def _event_places(found: MemoryTimeline, top: int, width: int) -> list[float]:
-    """Where events are drawn, from left to right; those of less than a thousandth of the peak take little room."""
+    """Returns the horizontal positions of events. Events below a thousandth of the peak take little room."""
     changes = [
         sum(abs(b - a) for a, b in pairs) for pairs in zip(*map(itertools.pairwise, found.live.values()), strict=True)
     ]
@@ -154,7 +154,7 @@ def _event_places(found: MemoryTimeline, top: int, width: int) -> list[float]:
 
 
 def _draw_phases(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
-    """A band for each phase, with its name above."""
+    """Draws a band for each phase, with the name above."""
     for x in found.sections:
         if x.what in _PHASES:
             left, wide = places[x.first], max(1.0, places[x.end] - places[x.first])
@@ -163,7 +163,7 @@ def _draw_phases(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str
 
 
 def _draw_curves(found: MemoryTimeline, places: Sequence[float], top: int, width: int) -> Iterator[str]:
-    """A line for each kind of memory that is used, and the axis of bytes."""
+    """Draws a line for each kind of memory in use, and the axis of bytes."""
     for part in range(5):
         y = _TOP + _HIGH * (1 - part / 4)
         yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{width - 12}" y2="{y:.1f}" stroke="#ddd"/>'
@@ -179,7 +179,7 @@ def _draw_curves(found: MemoryTimeline, places: Sequence[float], top: int, width
 
 
 def _draw_messages(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
-    """A lane for each kind of message, with a mark for each message."""
+    """Draws a lane for each kind of message, with a mark for each message."""
     for row, (what, color) in enumerate(_MESSAGES.items()):
         y = _TOP + _HIGH + 12 + _LANE * row
         yield _draw_text(_LEFT - 6, y + 10, what, anchor="end")

@@ -1,8 +1,8 @@
 """Transfers between device and host: asynchronous values with an explicit wait.
 
-On CUDA a transfer is a copy on a stream of its own, one for each direction, between pinned and device memory. On a
-machine without an accelerator it is a real copy too, by one thread for each direction: traffic, residency and overlap
-are the same, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
+On CUDA a transfer is a copy between pinned and device memory on a separate stream for each direction. Without an
+accelerator a transfer is a copy too, by a thread for each direction. Traffic, residency and overlap are the same, with
+RAM as the link. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
 """
 
 import concurrent.futures
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Pending[T]:
-    """Returns a transfer that is done when all of `futures` are. Its error is the first one's."""
+    """Returns a transfer that is done when all of `futures` are. The error is the first future's error."""
     futures = tuple(futures)
 
     def wait_for_event() -> None:
-        # For all, before the first error is raised: no thread may still write into memory that the caller then reuses.
+        # Waits for all before raising the first error: no thread may still write into memory that the caller reuses.
         for error in [future.exception() for future in futures]:
             if error is not None:
                 raise error
@@ -47,11 +47,11 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 
     Args:
         x: device tensor, any shape and dtype.
-        out: host tensor of that shape and dtype to fill, or None for a fresh one.
+        out: host tensor of that shape and dtype to fill, or None for a new tensor.
 
     Returns:
-        The host tensor, under way. `x` and `out` must be left alone until it is done. While a program is captured, an
-        op of its graph.
+        The host tensor, in flight. `x` and `out` must not be used until the copy is done. In a capture, the transfer is
+        an op of the graph.
 
     Raises:
         ValueError: `out` differs in shape or dtype, or is not a CPU tensor.
@@ -78,13 +78,13 @@ def to_device(
     """Starts the copy of a host tensor to a device. Not differentiable. `put` is.
 
     Args:
-        x: host tensor, any shape and dtype; from `host_empty`, so that on CUDA the copy is asynchronous.
-        device: where to. Default: `out`'s device, else the accelerator, and without one the CPU.
-        out: tensor of that shape and dtype there to fill, or None for a fresh one.
+        x: host tensor, any shape and dtype. On CUDA, only tensors from `host_empty` are copied asynchronously.
+        device: target device. Default: the device of `out`, else the accelerator if available, else the CPU.
+        out: tensor of that shape and dtype to fill, on the device, or None for a new tensor.
 
     Returns:
-        The device tensor, under way. `x` and `out` must be left alone until `done()` or after `wait()`. While a program
-        is captured, an op of its graph.
+        The device tensor, in flight. `x` and `out` must not be used until `done()` or after `wait()`. In a capture, the
+        transfer is an op of the graph.
 
     Raises:
         ValueError: `out` differs in shape, dtype or device.
@@ -105,14 +105,14 @@ def to_device(
 
 
 def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:
-    """Returns a device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
+    """Returns a device tensor, in flight, with parts copied from the host: `(part, source)` for each part."""
     if out.is_cuda:
         return _copy_cuda(out, parts, out.device, "up")
     return on_thread("up", out, _copy_parts, parts)
 
 
 def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
-    """Returns a tensor, under way, that a call by the thread of one direction fills."""
+    """Returns a tensor, in flight, that a call by the thread of one direction fills."""
     return of_futures(out, [_thread(way).submit(run, *args)])
 
 
@@ -154,7 +154,8 @@ def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torc
             event.synchronize()
         return out
 
-    # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable one is copied at once.
+    # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable source is copied
+    # immediately.
     return Pending(is_ready, event.query, event.synchronize)
 
 
@@ -166,7 +167,7 @@ def _copy_stream(index: int, way: str) -> "torch.cuda.Stream":
 
 @functools.cache
 def _thread(way: str) -> Threads:
-    """One thread a direction: copies of one direction keep their order, as on a stream."""
+    """Returns the thread of a direction. Copies of a direction stay in order, as on a stream."""
     return Threads(1, f"shardfn-{way}")
 
 

@@ -1,4 +1,4 @@
-"""`average_params`: a moving average of the parameters, kept beside the rule that trains them."""
+"""`average_params`: a moving average of the parameters, in addition to the rule that trains the parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,18 +43,18 @@ def average_params(
     """Trains by `inner` and averages the parameters: `a = decay a + (1 - decay) p`, with `a` = the first parameters.
 
     With `debias` the first parameters have no weight: `a = m / (1 - decay^t)`, where `m = decay m + (1 - decay) p`
-    begins at zero, as optax's `ema` averages updates. The state has `a` itself, as `a = r a + (1 - r) p` with the rate
-    `r = decay (1 - decay^(t-1)) / (1 - decay^t)`.
+    begins at zero, as optax's `ema` averages updates. The state holds `a`, computed as `a = r a + (1 - r) p` with the
+    rate `r = decay (1 - decay^(t-1)) / (1 - decay^t)`.
 
-    The average is a part of the optimizer's state: sharded, offloaded, saved and restored with it. With master copies
-    it is the average of these. `sf.eval_state(state)` is the state to evaluate and export. Put it outermost, so that it
-    sees the parameters after the whole step.
+    The average is a part of the optimizer's state: sharded, offloaded, saved and restored with the state. With master
+    copies, the copies are averaged. `sf.eval_state(state)` is the state to evaluate and export. Put the rule outermost,
+    so that the average uses the parameters after the whole step.
 
     Args:
         inner: the rule.
         decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
             mean of the parameters after each step.
-        debias: whether the weight of the first parameters is taken out. `decay` is then a number.
+        debias: whether the weight of the first parameters is removed. `decay` must then be a number.
 
     Returns:
         A rule with an `AverageParamsState`.
@@ -85,7 +85,7 @@ def average_params(
 
 
 def _debiased_rates(decay: Number) -> Decay:
-    """Returns the rates of an average without its first value, which are 0 at first."""
+    """Returns the rates of an average without the first value. The first rate is 0."""
 
     def rate_at(count: Tensor) -> Tensor:
         before, after = (bias_corrections(t, decay, decay)[0] for t in (count, count + 1))
@@ -100,12 +100,12 @@ class _AverageParams:
     decay: Decay
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: _AverageParams(tx, self.decay).rule(), states=lambda s: (s.inner,))
         return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
 
     def init(self, params: Params) -> AverageParamsState:
-        # Copies: they must not share the memory of parameters that are written.
+        # Copies: the average must not share the memory of parameters that are written.
         average = tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
         return AverageParamsState(zero_count(params), average, self.tx.init(params))
 
@@ -135,6 +135,6 @@ class _AverageParams:
         return leaves_like(state.average, treedef, "state.average", "params"), treedef
 
     def _leaf_rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
-        """Returns the decay beside each leaf."""
+        """Returns the decay for each leaf."""
         decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
         return beside(tree_flatten(params)[0], decay, params, specs)

@@ -22,17 +22,17 @@ Rule = Callable[..., tuple[Updates, OptState]]
 def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
     """Returns the composition `u = tx_n(... tx_2(tx_1(g)))`.
 
-    In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The granularity
-    is the coarsest of the rules'. A rule that measures the tree must come first, else the granularity is "tree".
+    In place, the last rule runs `apply` and all other rules run `update`. So put the optimizer last. The granularity is
+    the coarsest of the rules'. A rule that measures the tree must come first, else the granularity is "tree".
 
     Args:
-        rules: first applied first; none at all is the identity.
+        rules: rules in the order of application. Without rules, the identity.
 
     Returns:
-        A rule whose state is the tuple of the states.
+        A rule with the tuple of the states as state.
 
     Raises:
-        ValueError: (on use) the state is not a tuple of one state a rule.
+        ValueError: (on use) the state is not a tuple with a state for each rule.
 
     Example:
         >>> from shardfn.optim import clip, sgd
@@ -69,7 +69,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
-    # A chain's state is the tuple of its rules' states, in their order.
+    # A chain's state is the tuple of the rules' states, in order.
     needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends_by_leaf(txs))
     if speaks is None:
         return GradientTransformation(init_fn, update_fn, apply_fn, needs)
@@ -88,7 +88,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
 
 
 def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
-    """`chain` of named rules, whose state is a dict: name -> the rule's state.
+    """Returns a `chain` of named rules. The state is a dict: name -> the rule's state.
 
     Args:
         *args: pairs (name, rule), first applied first.
@@ -98,7 +98,8 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
 
     Raises:
         TypeError: an argument is not such a pair.
-        ValueError: no rule is given, or two have one name; (on use) the state is not a dict of these names.
+        ValueError: no rule is given, or two rules have the same name, or (on use) the state is not a dict of these
+            names.
 
     Example:
         >>> from shardfn.optim import scale_by_learning_rate, trace
@@ -149,9 +150,9 @@ def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) ->
 
 
 def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
-    """Returns whether all rules ascend, by leaf where they differ.
+    """Returns whether all rules ascend, for each leaf if the rules differ.
 
-    A descending one turns updates around, or stops them.
+    A descending rule reverses updates, or stops updates.
     """
     all_ascend = [tx.needs.ascends for tx in txs]
     if False in all_ascend:
@@ -162,16 +163,16 @@ def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[
 
 
 def _donating_update(tx: GradientTransformation) -> Rule:
-    """Its update, for updates that are not needed afterwards."""
+    """Returns the `update` for updates that are not needed afterwards."""
     return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
 def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
-    """Which of the rules averages for itself.
+    """Returns the index of the rule that averages gradients, or None.
 
     Raises:
-        ValueError: several do, or one before it needs the norm of gradients that are not averaged yet, or might, or one
-            comes after a rule that has to be the last.
+        ValueError: several rules average, or an earlier rule needs (or might need) the norm of gradients that are not
+            averaged yet, or a rule follows a rule that must be the last.
     """
     own = [(i, tx.needs.phases) for i, tx in enumerate(txs) if tx.needs.phases is not None]
     if not own:
@@ -201,10 +202,10 @@ def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
 
 
 def _check_early(states: Sequence[OptState]) -> None:
-    """Refuses rules before one that averages for itself, if they remember gradients.
+    """Refuses rules with memory of gradients before a rule that averages gradients.
 
     Raises:
-        ValueError: which they are.
+        ValueError: there are such rules. The message lists all.
     """
     # Counters are the same on all ranks, even if gradients differ.
     keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
@@ -216,10 +217,10 @@ def _check_early(states: Sequence[OptState]) -> None:
 
 
 def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Sequence[str]) -> None:
-    """Refuses rules before one that averages for itself, if they look at parameters that ZeRO keeps as rows.
+    """Refuses rules before an averaging rule that use the values of parameters that ZeRO keeps as rows.
 
     Raises:
-        ValueError: which rules they are, and which parameters.
+        ValueError: there are such rules. The message lists the rules and the parameters.
     """
     cuts = named_leaves(params, "params")
     cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and rows_over(x, over)]
@@ -235,9 +236,9 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
 
 
 def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
-    """Returns whether a rule uses more of parameters than their shape and dtype.
+    """Returns whether a rule uses more of parameters than shape and dtype.
 
-    Tried with zeros that take no memory.
+    The rule is tried with zeros without memory.
     """
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
@@ -260,10 +261,10 @@ class _NotLookedAt(MetadataTensor):
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:
-    """`state` is a chain's: a tuple of `num` states.
+    """Checks that `state` is a chain's state: a tuple of `num` states.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the state is not such a tuple.
     """
     if type(state) is not tuple or len(state) != num:
         what = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"

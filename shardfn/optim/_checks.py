@@ -1,7 +1,7 @@
-"""Numbers that an optimizer refuses, before it has done any harm.
+"""Checks of hyperparameters.
 
-A hyperparameter may be a 0-d tensor, so that torch.func can map or differentiate over it. Its value is then not looked
-at.
+A hyperparameter may be a 0-d tensor, so that torch.func can map or differentiate over it. The value is then not
+checked.
 """
 
 import math
@@ -14,34 +14,34 @@ from shardfn.core import a_kind
 
 
 def not_negative(who: str, **values: Any) -> None:
-    """Each value is a finite number >= 0."""
+    """Checks that each value is a finite number >= 0."""
     _require_values(who, values, lambda v: v >= 0, "a finite number >= 0")
 
 
 def positive(who: str, **values: Any) -> None:
-    """Each value is a finite number > 0."""
+    """Checks that each value is a finite number > 0."""
     _require_values(who, values, lambda v: v > 0, "a finite number > 0")
 
 
 def decay_rate(who: str, **values: Any) -> None:
-    """Each value is the rate of an exponential average: in [0, 1)."""
+    """Checks that each value is the rate of an exponential average, in [0, 1)."""
     _require_values(who, values, lambda v: 0 <= v < 1, "a number in [0, 1)")
 
 
 def finite(who: str, **values: Any) -> None:
-    """Each value is a finite number."""
+    """Checks that each value is a finite number."""
     _require_values(who, values, lambda v: True, "a finite number")
 
 
 def num_steps(who: str, **values: Any) -> None:
-    """Each value is an int >= 1."""
+    """Checks that each value is an int >= 1."""
     _require_values(
         who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to go without, leave that piece out"
     )
 
 
 def float_dtype(who: str, **values: Any) -> None:
-    """Each value is a dtype of floating point, or None."""
+    """Checks that each value is a dtype of floating point, or None."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise ValueError(f"{who}: {name}={value!r} must be a dtype of floating point, such as torch.bfloat16.")

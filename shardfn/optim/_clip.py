@@ -1,4 +1,4 @@
-"""Clipping: bounds on the gradient before it reaches an optimizer."""
+"""Clipping: bounds on the gradient before an optimizer."""
 
 from collections.abc import Callable
 
@@ -45,9 +45,9 @@ def clip(max_delta: float | int) -> GradientTransformation:
 def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     """Scales the whole tree to a norm of at most `max_norm`: `u = g * max_norm / max(|g|, max_norm)`.
 
-    The form is optax's: no 1e-6 in the denominator (torch has one), so a tree within the bound is returned to the bit.
-    The norm is global (see `global_norm`): one psum. A norm that is not finite makes every update NaN, so that a failed
-    step cannot pass for a small one.
+    The form is optax's: no 1e-6 in the denominator as in torch, so a tree within the bound is returned bit for bit. The
+    norm is global (see `global_norm`): one psum. If the norm is not finite, every update is NaN, so that a failed step
+    does not look like a small step.
 
     Args:
         max_norm: the bound, > 0.

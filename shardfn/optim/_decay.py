@@ -20,18 +20,19 @@ from ._types import Mask, Number, Params, Specs, Updates
 def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> GradientTransformation:
     """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
 
-    Before the moments it is an L2 penalty; after them, decoupled decay.
+    Before the moments, the decay is an L2 penalty. After the moments, the decay is decoupled.
 
     Args:
-        weight_decay: the factor, >= 0; may be a 0-d tensor.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one, of structure and shapes
-            only. None: all.
+        weight_decay: factor of the decay, >= 0, or a 0-d tensor.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree, of structure and
+            shapes only. None: all.
 
     Returns:
         A rule without memory.
 
     Raises:
-        ValueError: the factor is negative or not finite; (on use) params are missing or the mask does not match them.
+        ValueError: the factor is negative or not finite, or (on use) params are missing or the mask does not match the
+            params.
 
     Example:
         >>> import torch
@@ -60,7 +61,10 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
-    """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
+    """Returns a function from the flattened params to a bool a leaf.
+
+    Whether the leaf decays. False if the factor is 0.
+    """
     resolve = per_leaf(True if mask is None else mask, bool, "mask")
 
     def leaf_flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:

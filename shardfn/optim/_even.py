@@ -1,9 +1,9 @@
-"""Fused kernels whose bits do not depend on an element's position in its leaf.
+"""Fused kernels with results that do not depend on an element's position in the leaf.
 
-torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (a
-product and a sum that are one operation in the one form are two in the other). So the same element would step
-differently as the last of a chunk and in the middle of a leaf. Here the ends of all leaves are joined into one padded
-leaf, which has only whole vectors.
+torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (for
+example, a product and a sum are a single fused operation only in the vector form). So the same element would step
+differently at the end of a chunk and in the middle of a leaf. Here the ends of all leaves are joined into a padded leaf
+of whole vectors.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a v
 
 
 def even(columns: Columns) -> Iterator[Columns]:
-    """Yields the columns as a fused kernel may take them, in one go or in several, and writes ends back after each.
+    """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
 
     Args:
-        columns: one list a role, gradients last; contiguous leaves of one device; of one dtype but for gradients, which
-            are cast in pieces that stay in a core's cache.
+        columns: a list for each role, gradients last. Leaves are contiguous, and on one device. All have the same
+            dtype, except gradients: those are cast in pieces that fit a core's cache.
 
     Yields:
-        Columns of one dtype, each to be given to one kernel. All but the last are written through.
+        Columns of one dtype, each for one call of a kernel. All columns but the last are written through.
     """
     if not columns[0]:
         return
@@ -55,18 +55,18 @@ def _align_columns(columns: Columns) -> Iterator[Columns]:
     ends = [[_leaf_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
     joined = [_join_ends(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
-    # The bodies are views, written in place; ends were copied into one leaf, and go back from there.
+    # The bodies are views, written in place. Ends were copied into one leaf, and are copied back.
     for end, join in zip(ends[:-1], joined, strict=False):
         foreach_copy_(end, _split_ends(join, end))
 
 
 def _start_of_end(n: int) -> int:
-    """Where the end of a leaf of `n` elements begins, which fills no whole vectors."""
+    """Returns the index at which the end of a leaf of `n` elements begins: the rest after whole vectors."""
     return n if n % _LANES == 0 else 0 if n < _SMALL else n // _LANES * _LANES
 
 
 def _leaf_body(x: Tensor, n: int, start: int) -> Tensor:
-    """Returns a leaf up to its end; `x` itself where it has only whole vectors."""
+    """Returns a leaf without the end, or `x` unchanged if only whole vectors are left."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 

@@ -1,4 +1,4 @@
-"""Updates added to parameters: purely, and in the parameters' own buffers."""
+"""Adds updates to parameters: as a pure function, and in place."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, OptState]]:
     """Returns the in-place form of `tx`.
 
-    Its own `apply`, or `update` and then an addition into the parameters' buffers.
+    The rule's `apply`, or else `update` and an addition into the parameters' buffers.
 
     Args:
         tx: any rule.

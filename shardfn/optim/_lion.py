@@ -44,7 +44,7 @@ class ScaleByLionState(NamedTuple):
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
     """Returns the sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
 
-    The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN; with 0 a
+    The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN. With 0, a
     weight would silently stop moving.
 
     Args:
@@ -91,21 +91,21 @@ def lion(
 ) -> GradientTransformation:
     """Lion with decoupled decay: `p = p - lr * (sign(b1 mu + (1 - b1) g) + weight_decay * p)`.
 
-    One moment instead of Adam's two. Every element moves by lr, so take lr 3 to 10 times smaller than AdamW's and
-    `weight_decay` as much larger.
+    One moment instead of Adam's two. Every element moves by lr, so use an lr 3 to 10 times smaller than for AdamW, and
+    a `weight_decay` 3 to 10 times larger. For example, lr 1e-4 instead of 3e-4 to 1e-3.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
         b1: rate inside the sign, in [0, 1).
         b2: rate of the momentum, in [0, 1).
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+        ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
 
     Example:
         >>> tx = lion(0.1, weight_decay=0.0)
@@ -146,7 +146,7 @@ def lion(
 def _step_leaves(
     p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: float | Tensor, b1: float, b2: float, decay: float
 ) -> None:
-    # The same expression as the pure rule, not a lerp: near 0 another rounding would be another sign.
+    # The same expression as the pure rule, not a lerp: near 0 another rounding would change the sign.
     mix = foreach_mul(mu, b1)
     foreach_add_(mix, foreach_mul(g, 1 - b1))
     u = foreach_sign(mix)
@@ -160,7 +160,7 @@ def _step_leaves(
 
 
 def _leaf_direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
-    """Returns the update of one leaf, and its next momentum."""
+    """Returns the update of a leaf, and the next momentum."""
     return _sign_of(_mix_moment(g, mu, b1)).to(mu.dtype), _mix_moment(g, mu, b2).to(mu.dtype)
 
 

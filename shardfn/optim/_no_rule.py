@@ -1,4 +1,4 @@
-"""The error's text for an argument that is not an optimizer: its kind, and the remedy."""
+"""Error texts for arguments that are not optimizers: the kind, and the remedy."""
 
 import inspect
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 from shardfn.core import did_you_mean
 
-# The rules that have one of torch's of the same name.
+# The rules with the name of an optimizer of torch.
 _TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RAdam": "radam", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 _NAMES = (
     *("adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb"),
@@ -33,7 +33,7 @@ def no_rule(tx: Any) -> str:
 
 
 def no_rate(who: str, rate: Any) -> str | None:
-    """Returns the message for a learning rate that is something else, or None where it may be one."""
+    """Returns the message for an argument that is not a learning rate, or None for a possible learning rate."""
     kind = rate if isinstance(rate, type) else type(rate)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         return (

@@ -1,8 +1,8 @@
 """`in_pieces`: an optimizer applied part by part, with the bits of the whole.
 
-Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule's
-`granularity` limits how small the chunks may be. `begin` computes the values that depend on the whole tree: its measure
-(one `psum`), its masks, and its counters, which advance there once.
+Optimizer state on a host or on a disk is stepped in chunks: while a chunk is updated, the next chunk is read, and the
+previous chunk is written. A rule's `granularity` limits the size of chunks. `begin` computes the values that depend on
+the whole tree: measures (one `psum`), masks, and counters. Counters advance once, in `begin`.
 
 Law: `begin`, `apply` on parts that cover the tree, and `end` give the result of `inplace(tx)` on the whole, bit for
 bit.
@@ -41,21 +41,21 @@ Entries = tuple[tuple[Any, ...], ...]
 class Pieces(NamedTuple):
     """An optimizer that is applied part by part.
 
-    A part is a tree like the whole params with `None` for absent leaves. A present leaf is whole, or where
-    `granularity` is "element" rows `leaf[a:b]` of it. A part of the state has the same leaves cut in the same places,
-    and the counters.
+    A part is a tree like the whole params with `None` for absent leaves. A present leaf is whole, or if `granularity`
+    is "element", rows `leaf[a:b]`. A part of the state has the same leaves with the same rows, and the counters. For
+    example, `{"w": w[0:512], "b": None}` is a part of `{"w": w, "b": b}`.
 
     Attributes:
         granularity: "element", "leaf", or "tree": then the only part is the whole.
         measure: `measure(grad) -> Tensor`, 0-d: the number that `begin` needs of each leaf's gradient (the local block,
-            whole). None = it needs no number.
+            whole). None: no number is needed.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
-            measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
-            `psum`. With `stats=None`, where the rule measures ahead, it does not. The token is good for `apply` only,
-            and `end` is for one of another `begin` of the same step, with the measures.
-        apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
-            the buffers of the last three arguments, so parts must not share memory. The counters in `state` are neither
-            read nor advanced.
+            measures in the order of the leaves. The counters are read from `state`, whole or a part. `begin` includes
+            the `psum`. With `stats=None`, for a rule that measures ahead, there is no `psum`, and the token is only for
+            `apply`. `end` then needs a token of another `begin` of the same step, with the measures.
+        apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. The buffers of
+            the last three arguments may be overwritten, so parts must not share memory. The counters in `state` are
+            neither read nor advanced.
         end: `end(token, state) -> state`: the state, whole or a part, with the counters advanced.
     """
 
@@ -72,7 +72,7 @@ class Token(NamedTuple):
     Attributes:
         rule: the rule for parts of the tree, in this step.
         old: the counters before the step.
-        new: the counters after it, or None where the measures are not known.
+        new: counters after the step, or None if the measures are not known.
     """
 
     rule: GradientTransformation
@@ -81,18 +81,18 @@ class Token(NamedTuple):
 
 
 def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
-    """`tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
+    """Returns `tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
 
     Args:
-        tx: any rule; how finely it can be cut is its `granularity`.
+        tx: any rule. The rule's `granularity` limits the size of parts.
         params: the whole tree as `inplace(tx)` would be given it (local blocks, None for frozen leaves). Only shapes
-            and dtypes are looked at, so tensors on the meta device will do.
+            and dtypes are used, so tensors on the meta device are sufficient.
 
     Returns:
         A `Pieces`.
 
     Raises:
-        ValueError: a mask does not match `params`; (on use) a part has a leaf that the tree does not have or cuts it
+        ValueError: a mask does not match `params`, or (on use) a part has a leaf that the tree lacks, or cuts a leaf
             more finely than the granularity allows, measures are missing, or the state has other counters.
 
     Example:
@@ -125,7 +125,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
             raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
         rule = given(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
-        # A step of no leaves: it advances the counters as the whole step would, and does nothing else.
+        # A step of no leaves: only the counters advance, as in the whole step.
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
         return Token(rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries))
@@ -135,7 +135,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
     ) -> tuple[Params, OptState]:
         check(params)
-        # Each part steps from the counters before the step, in copies, since a rule advances those that it is given.
+        # Each part steps from the counters before the step, in copies, because a rule advances the given counters.
         own = _read_counters(state, entries)
         state = _write_counters(state, entries, [c.clone() for c in token.old])
         params, state = inplace(token.rule)(grads, state, params, specs=specs)
@@ -168,7 +168,7 @@ def _step_whole(tx: GradientTransformation, check: Callable[[PyTree], None]) -> 
 
 
 def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
-    """Returns the measures of all leaves, over all their blocks."""
+    """Returns the measures of all leaves, over all blocks."""
     if stats is None:
         return None
     num = len(tree_leaves(whole))
@@ -181,7 +181,7 @@ def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -
 
 
 def _find_counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any]:
-    """Where the counters are in a state, and the structure of a state with nothing but counters."""
+    """Returns the places of counters in a state, and the structure of a state with only counters."""
     skeleton = rule.init(tree_map(lambda p: None, whole))
     return tuple(tree_entries(skeleton)), tree_flatten(skeleton)[1]
 

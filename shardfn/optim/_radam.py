@@ -1,4 +1,4 @@
-"""RAdam: Adam whose step is rectified while its second moment rests on few gradients."""
+"""RAdam: Adam with a rectified step while the second moment is the mean of few gradients."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def scale_by_radam(
     """Rectified Adam: `u = r * mu_hat / (sqrt(nu_hat + eps_root) + eps)`, and `u = mu_hat` at the first steps.
 
     With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is `r^2 = (rho - 4) (rho -
-    2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`. The first steps are those with `rho < threshold`. The moments are
-    those of `scale_by_adam`.
+    2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`. The first steps are the steps with `rho < threshold`. The moments
+    are as in `scale_by_adam`.
 
     Args:
         b1: rate of the mean, in [0, 1).
@@ -82,7 +82,7 @@ def radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """RAdam: `p = p - lr * u`. See `scale_by_radam`. It needs no warm-up of the learning rate.
+    """RAdam: `p = p - lr * u`. See `scale_by_radam`. No warm-up of the learning rate is needed.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -116,7 +116,7 @@ def _leaf_direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the update of one leaf, and its next moments."""
+    """Returns the update of a leaf, and the next moments."""
     dtype = nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     mean = corrected_mean(g, mu, b1, c1, ahead)

@@ -1,7 +1,8 @@
 """Schedules: a count of steps to a learning rate.
 
-A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor there. It computes in
-float64 and never reads the count back to Python, so it can be captured in a graph. The names and arguments are optax's.
+A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor on the same device. A
+schedule computes in float64 and never reads the count back to Python, so graphs can capture schedules. The names and
+arguments are optax's.
 """
 
 import itertools
@@ -33,7 +34,7 @@ MEANT_BY_SCHEDULES = {
 
 
 def constant_schedule(value: Number) -> Schedule:
-    """The same value at every step.
+    """Returns a schedule with the same value at every step.
 
     Example:
         >>> constant_schedule(0.5)(7)
@@ -53,7 +54,7 @@ def linear_schedule(
         init_value: the value up to `transition_begin`.
         end_value: the value from `transition_begin + transition_steps` on.
         transition_steps: length of the line, >= 1.
-        transition_begin: where it starts, >= 0.
+        transition_begin: count at which the transition starts, >= 0.
 
     Raises:
         ValueError: a length is 0, negative or None, or a value is not finite.
@@ -82,9 +83,9 @@ def polynomial_schedule(
     Args:
         init_value: the value up to `transition_begin`.
         end_value: the value from `transition_begin + transition_steps` on.
-        power: > 0; 1 is `linear_schedule`.
+        power: power of the line, > 0. For example, 1 is `linear_schedule`.
         transition_steps: length of the transition, >= 1.
-        transition_begin: where it starts, >= 0.
+        transition_begin: count at which the transition starts, >= 0.
 
     Raises:
         ValueError: a length is 0, negative or None, the power is not positive, or a value is not finite.
@@ -119,10 +120,10 @@ def exponential_decay(
     Args:
         init_value: the value up to `transition_begin`.
         transition_steps: the steps after which the value is multiplied by `decay_rate`, >= 1.
-        decay_rate: > 0; above 1 the value grows.
-        transition_begin: where it starts, >= 0.
-        staircase: whether the exponent is rounded down, so that the value changes every `transition_steps` only.
-        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one. None: unbounded.
+        decay_rate: factor, > 0. Above 1 the value grows.
+        transition_begin: count at which the transition starts, >= 0.
+        staircase: whether the exponent is rounded down, so that the value changes only every `transition_steps`.
+        end_value: bound of the value: a lower bound if `decay_rate < 1`, else an upper bound. None: unbounded.
 
     Raises:
         ValueError: a length is 0, negative or None, the rate is not positive, or a value is not finite.
@@ -257,14 +258,15 @@ def warmup_cosine_decay_schedule(
 
 
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Schedules end to end: piece `i` rules from `boundaries[i - 1]` on and counts from there.
+    """Joins schedules: schedule `i` is used from `boundaries[i - 1]` on, and counts from there.
 
     Args:
         schedules: the pieces.
-        boundaries: the count at which each piece after the first begins; increasing, >= 1.
+        boundaries: counts at which each piece after the first begins, increasing and >= 1, for example [100, 1000] for
+            three pieces.
 
     Raises:
-        ValueError: there is not one boundary less than pieces, or they do not increase.
+        ValueError: the number of boundaries is not the number of pieces minus 1, or boundaries do not increase.
 
     Example:
         >>> joined = join_schedules([constant_schedule(1.0), constant_schedule(0.1)], [10])
@@ -290,7 +292,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 
 def float_count(count: Count) -> Float[Tensor, ""]:
-    """Returns a count in the dtype that schedules compute in."""
+    """Returns a count in the dtype of schedules, float64."""
     return torch.as_tensor(count).to(torch.float64)
 
 

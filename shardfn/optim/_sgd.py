@@ -31,14 +31,14 @@ class TraceState(NamedTuple):
 
 
 def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
-    """Heavy-ball momentum: `t = g + decay * t`; `u = t`, or `u = g + decay * t` with Nesterov's look-ahead.
+    """Heavy-ball momentum: `t = g + decay * t` and `u = t`, or with Nesterov `u = g + decay * t`.
 
     Args:
-        decay: decay in [0, 1); may be a 0-d tensor.
-        nesterov: look ahead.
+        decay: decay in [0, 1), or a 0-d tensor.
+        nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule whose state is the trace.
+        A rule with a `TraceState`.
 
     Raises:
         ValueError: `decay` is outside [0, 1).
@@ -88,7 +88,7 @@ def sgd(
     Args:
         learning_rate: a number >= 0, or a schedule.
         momentum: momentum in [0, 1). None keeps no trace.
-        nesterov: step along `g + momentum * t`; needs momentum.
+        nesterov: whether to step along `g + momentum * t`. Needs momentum.
         weight_decay: factor of the L2 penalty, >= 0.
 
     Returns:
@@ -139,7 +139,7 @@ def _step_leaves(
     decay: float,
 ) -> None:  # fmt: skip
     by = number(momentum or 0.0)
-    if t and not by:  # torch's kernel takes a trace only with a momentum; this one is the gradient, kept
+    if t and not by:  # torch's kernel takes a trace only with a momentum: here the trace is the stored gradient
         foreach_mul_(t, by)
         foreach_add_(t, g)
         foreach_add_(t, p, alpha=decay)
@@ -151,5 +151,5 @@ def _step_leaves(
 
 
 def _is_on_cpu(param: Tensor) -> bool:
-    # torch 2.13's fused SGD on a CPU leaves parameters of half precision where they are, but for a tail of 15 or less.
+    # torch 2.13's fused SGD on a CPU does not move parameters of half precision, except a tail of 15 or less.
     return param.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The trust ratio: each leaf scaled by its norm over that of its update, in LAMB and LARS."""
+"""The trust ratio: each leaf scaled by the ratio of the norms of parameter and update, in LAMB and LARS."""
 
 import math
 
@@ -26,13 +26,13 @@ def scale_by_trust_ratio(
 ) -> GradientTransformation:
     """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`, 1 if a norm is 0.
 
-    The norms are of the whole leaf, over all its blocks: one psum for both. optax's rule has no bounds:
+    The norms are over all blocks of a leaf: one psum for both. optax's rule has no bounds, like
     `scale_by_trust_ratio(0.0, math.inf)`.
 
     Args:
         min_coeff: lower bound, >= 0.
-        max_coeff: upper bound, >= `min_coeff`; may be infinite.
-        min_norm: both norms are at least this, >= 0.
+        max_coeff: upper bound, >= `min_coeff`, possibly infinite.
+        min_norm: lower bound of both norms, >= 0.
         trust_coefficient: factor of the ratio, >= 0.
         eps: added to the norm of the update, >= 0.
 
@@ -40,7 +40,7 @@ def scale_by_trust_ratio(
         A rule without memory.
 
     Raises:
-        ValueError: the bounds are out of range; (on use) params are missing or do not match.
+        ValueError: the bounds are out of range, or (on use) params are missing or do not match.
 
     Example:
         >>> scale_by_trust_ratio().update([torch.tensor([2.0])], (), [torch.tensor([1.0])])[0]
@@ -79,7 +79,7 @@ def trust_ratios(
 ) -> Float[Tensor, " num_leaves"]:
     """Returns the ratio of `scale_by_trust_ratio` for each leaf.
 
-    Norms of float64 leaves are float64, others float32.
+    Norms of float64 leaves are float64, all other norms float32.
     """
 
     def ratios_in(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
@@ -99,6 +99,6 @@ def trust_ratios(
 
 
 def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
-    """Returns each leaf by its ratio."""
+    """Returns each leaf times the leaf's ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
     return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]

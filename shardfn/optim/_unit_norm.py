@@ -1,4 +1,4 @@
-"""Sums of squares of units: of slices of leaves, which may be cut in blocks over the mesh along any dim."""
+"""Sums of squares of units: of slices of leaves that may be cut over the mesh along any dim."""
 
 from collections.abc import Callable, Sequence, Set
 
@@ -18,14 +18,14 @@ Axes = tuple[str, ...]
 def unit_squares(
     leaves: Sequence[Tensor], dims: Sequence[Set[int]], specs: Sequence[P] | None
 ) -> list[Float[Tensor, "..."]]:
-    """Returns the sum of squares of each leaf along its `dims`, over all its blocks. These dims have size 1 in it.
+    """Returns the sum of squares of each leaf along its `dims`, over all blocks. In the result, these dims have size 1.
 
-    Along other dims it is a block, as the leaf is. Sums over the same mesh axes are one psum.
+    Along other dims the result is a block, like the leaf. Sums over the same mesh axes are one psum.
 
     Args:
         leaves: local blocks.
-        dims: of each leaf, the dims that are summed over.
-        specs: how each leaf is cut. None: leaves are whole.
+        dims: for each leaf, dims to sum over.
+        specs: spec of each leaf. None: leaves are whole.
 
     Example:
         >>> unit_squares([torch.tensor([[3.0, 1.0], [4.0, 1.0]])], [{0}], None)
@@ -56,7 +56,7 @@ def _reduce_along(x: Tensor, dims: Set[int], f: Callable[..., Tensor]) -> Tensor
 
 
 def _unit_limbs(x: Tensor, top: Float[Tensor, "..."], dims: Set[int]) -> Int64[Tensor, "2 ..."]:
-    """`exact_limbs` of each unit."""
+    """Returns the `exact_limbs` of each unit."""
     square = (x.detach().double() * exact_scale(top)).square() * float(1 << 30)
     high = square.floor()
     low = (square - high) * float(1 << 30)
@@ -64,7 +64,7 @@ def _unit_limbs(x: Tensor, top: Float[Tensor, "..."], dims: Set[int]) -> Int64[T
 
 
 def _reduce_over(reduce: Callable[..., Tensor], values: Sequence[Tensor], axes: Sequence[Axes]) -> list[Tensor]:
-    """`reduce` of each value over its axes: one call for the values of one dtype over the same axes."""
+    """Reduces each value over the value's axes, with one call for values of equal dtype and axes."""
     groups: dict[tuple[Axes, torch.dtype], list[int]] = {}
     for i, (x, names) in enumerate(zip(values, axes, strict=True)):
         groups.setdefault((names, x.dtype), []).append(i)
@@ -73,7 +73,7 @@ def _reduce_over(reduce: Callable[..., Tensor], values: Sequence[Tensor], axes: 
         if not names:
             continue
         whole = reduce(torch.cat([values[i].reshape(-1) for i in index]), names)
-        # Beside blocks, which vary: the transpose of this cast is the sum over them.
+        # Used with blocks, which vary: the transpose of the cast is the sum over blocks.
         whole = pvary(whole, names) if transforming() or whole.requires_grad else whole
         for i, part in zip(index, whole.split([values[i].numel() for i in index]), strict=True):
             out[i] = part.view(values[i].shape)
