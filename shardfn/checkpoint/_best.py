@@ -66,11 +66,11 @@ class Ranking:
             has = f"metrics= has {', '.join(map(repr, there))}" if there else "metrics= is missing or empty"
             raise ValueError(
                 f"Manager(best={self.metric!r}): at step {step} {has}.{did_you_mean(self.metric, there)} Pass"
-                f" metrics={{{self.metric!r}: value}} whenever a save is due; with now=True it may be absent."
+                f" metrics={{{self.metric!r}: value}} whenever a save is due. With now=True it may be absent."
             )
         x = metrics[self.metric]
         if wrong := not_scalar(x):
-            raise TypeError(f"metrics[{self.metric!r}] is {wrong}; pass a number or a 0-d tensor.")
+            raise TypeError(f"metrics[{self.metric!r}] must be a number or a 0-d tensor, but is {wrong}.")
         return {self.metric: float(x)}
 
     def _metric_value(self, step: int) -> float:

@@ -100,4 +100,4 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
 def _check_all_ranks(mesh: Mesh) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size != world:
-        raise ValueError(f"DCP talks among all {world} ranks, and the leaves are on {mesh!r}; save on a mesh of all.")
+        raise ValueError(f"DCP needs a mesh of all {world} ranks, got {mesh!r}. Save on a mesh of all ranks.")

@@ -26,7 +26,7 @@ def store_of(directory: str | os.PathLike[str]) -> Store:
     check_directory(directory)
     text = os.fspath(directory)
     if not isinstance(directory, str) and _BROKEN_URL.match(text):
-        raise ValueError(f"{directory!r} was a URL before it was made a path; pass it as a string.")
+        raise ValueError(f"{directory!r} was a URL before it was made a path. Pass it as a string.")
     return ObjectStore(text) if _URL.match(text) else DirectoryStore(directory)
 
 
@@ -38,8 +38,8 @@ def check_directory(directory: Any) -> None:
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
-            f"the directory of checkpoints comes first, save(directory, state) and restore(directory, state), and this"
-            f" is a {type(directory).__name__}; pass a path or a URL."
+            f"the directory of checkpoints must be a path or a URL, got a {type(directory).__name__}. The directory"
+            " comes first: save(directory, state) and restore(directory, state)."
         )
 
 

@@ -140,7 +140,7 @@ def decoded(text: str, where: str) -> Manifest:
         number = body.get("format")
         if isinstance(number, int) and number > FORMAT:
             raise ValueError(
-                f"{where} has format {number}, and this version of shardfn reads up to {FORMAT}; install a newer one."
+                f"{where} has format {number}, and this version of shardfn reads up to {FORMAT}. Install a newer one."
             )
         seal = body.pop("sha256", None)
         # The text too: a byte that JSON reads as the same thing has changed all the same.
@@ -206,25 +206,25 @@ def _parse_files(x: Any) -> dict[str, File]:
 def _parse_metrics(x: Any) -> dict[str, float]:
     found = from_json(x)
     if not isinstance(found, dict) or not all(isinstance(value, float) for value in found.values()):
-        raise ValueError(f"{str(x)[:80]} are no metrics")
+        raise ValueError(f"metrics must be numbers by name, got {str(x)[:80]}")
     return found
 
 
 def _parse_count(x: Any) -> int:
     if type(x) is not int or not 0 <= x < 1 << 63:
-        raise ValueError(f"{x!r} is no count")
+        raise ValueError(f"a count must be an integer from 0 to 2^63 - 1, got {x!r}")
     return x
 
 
 def _parse_shape(x: Any) -> tuple[int, ...]:
     if not isinstance(x, list) or len(x) > _MAX_DIMS:
-        raise ValueError(f"{str(x)[:80]} is no shape")
+        raise ValueError(f"a shape must be a list of counts, got {str(x)[:80]}")
     return tuple(map(_parse_count, x))
 
 
 def _parse_axis(x: Any) -> str:
     if not isinstance(x, str):
-        raise ValueError(f"{str(x)[:80]} is no axis")
+        raise ValueError(f"an axis must be a string, got {str(x)[:80]}")
     return x
 
 

@@ -86,7 +86,7 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError("Preemption handles signals, which Python allows in the main thread only; enter it there.")
+            raise ValueError("Preemption handles signals, which Python allows in the main thread only. Enter it there.")
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle_signal)
         return self

@@ -141,8 +141,7 @@ def restore(
     check_directory(directory)
     if callable(like):
         raise TypeError(
-            f"restore reads into a tree of tensors, and this is {a_kind(like)}; write"
-            " restore(directory, step.init(params))."
+            f"restore expected a tree of tensors, got {a_kind(like)}. Write restore(directory, step.init(params))."
         )
     check_alive(like, abstract=True)
     mesh = mesh_of(like)

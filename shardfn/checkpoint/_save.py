@@ -92,5 +92,5 @@ def step_of(tree: PyTree, step: int | None) -> int:
         ValueError: both are missing.
     """
     if step is None and not isinstance(tree, TrainState):
-        raise ValueError("this tree is no TrainState, so it has no number of its own; pass step=.")
+        raise ValueError("this tree is no TrainState, so it has no number of its own. Pass step=.")
     return int(tree.step) if step is None else operator.index(step)

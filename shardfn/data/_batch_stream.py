@@ -84,7 +84,7 @@ class Stream:
             if not self.next:
                 raise ValueError(
                     f"Stream: pass {self.passes} has no batch on any rank. A generator can be read only once: pass an"
-                    " object whose __iter__ begins anew; and see whether the dataset is empty on this rank."
+                    " object whose __iter__ begins anew, and see whether the dataset is empty on this rank."
                 )
             self.passes, self.next, self._batches = self.passes + 1, 0, None
             raise StopIteration
@@ -121,12 +121,12 @@ class Stream:
         if state["ranks"] != self._loader_size:
             raise ValueError(
                 f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._loader_size}: each"
-                " has a place of its own in the stream. Go on with that number of ranks; or leave at() out, which"
+                " has a place of its own in the stream. Go on with that number of ranks, or leave at() out, which"
                 " begins anew."
             )
         if ("loaders" in state) != (self._resume == "state"):
             was = "state" if "loaders" in state else "replay"
-            raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}; pass that.")
+            raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}. Pass that.")
         self._batches = None
         if self._resume == "replay":
             self._replay_batches(state["pass"], state["next"])
@@ -237,7 +237,7 @@ class Stream:
         raise TypeError(
             f"Stream: a {type(loader).__name__} keeps no place to resume from. Use"
             " torchdata.stateful_dataloader.StatefulDataLoader (pip install torchdata), which takes the arguments of"
-            " DataLoader; or Stream(..., resume='replay'), which reads the stream again up to the place."
+            " DataLoader, or Stream(..., resume='replay'), which reads the stream again up to the place."
         )
 
     def _check_exact(self) -> None:
@@ -252,7 +252,7 @@ class Stream:
             raise ValueError(
                 "Stream: dataset.shuffle(buffer_size=) of Hugging Face does not save the examples in its buffer: after"
                 " resuming, some would never be seen. Pass Stream(..., resume='replay'), which reads the stream again"
-                " up to the place; or shuffle the shards alone, by buffer_size=1."
+                " up to the place, or shuffle the shards alone, by buffer_size=1."
             )
 
 

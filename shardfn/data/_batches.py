@@ -67,7 +67,7 @@ class Batches:
         if self._total_size < 1:
             raise ValueError(
                 f"{self.source!r} has {self.source.num_tokens} ids, but one window of length={self.length}"
-                f" needs {self.length + 1}; use a longer corpus or a smaller length."
+                f" needs {self.length + 1}. Use a longer corpus or a smaller length."
             )
         first, stop = self._rank_part
         if not 0 <= first < stop <= self._total_size:
@@ -115,8 +115,8 @@ class Batches:
         middle = stop - round(fraction * (stop - first))
         if not first < middle < stop:
             raise ValueError(
-                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle};"
-                " both parts need at least one: use a longer corpus, a smaller length or another fraction."
+                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle}."
+                " Both parts need at least one: use a longer corpus, a smaller length or another fraction."
             )
         return dataclasses.replace(self, part=(first, middle)), dataclasses.replace(self, part=(middle, stop))
 
@@ -145,7 +145,7 @@ class Batches:
     def rows(self, n: int, first: int, stop: int) -> dict[str, Int64[Tensor, "..."]]:
         """Returns rows `first` to `stop` (exclusive) of batch n, in the form of `__call__`."""
         if n < 0 or not 0 <= first <= stop <= self.batch_size:
-            raise ValueError(f"rows {first}:{stop} of batch {n} do not exist; a batch has {self.batch_size} rows.")
+            raise ValueError(f"rows must be in 0:{self.batch_size} of a batch n >= 0, got {first}:{stop} of batch {n}.")
         index = n * self.batch_size + np.arange(first, stop, dtype=np.int64)
         tokens = self.source.read(self.windows(index) * self.length, self.length + 1)
         return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}

@@ -86,7 +86,7 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
         places, needed = first_fit([len(tokens) for tokens, _ in pairs], length)
         if rows is not None and needed > rows:
             raise ValueError(
-                f"pack(rows={rows}): these {len(pairs)} examples take {needed} rows of {length} tokens; pass fewer"
+                f"pack(rows={rows}): these {len(pairs)} examples take {needed} rows of {length} tokens. Pass fewer"
                 " examples, more rows, or rows=None."
             )
         out = _empty_rows(needed if rows is None else rows, length, token)

@@ -156,8 +156,7 @@ def _template_of(tokenizer: Any, tools: Any) -> str:
     except ValueError as error:
         raise ValueError(
             "the tokenizer has no chat template, which rows of messages need. Set tokenizer.chat_template and save the"
-            " tokenizer; or"
-            " write rows of {'prompt': text, 'completion': text}."
+            " tokenizer, or write rows of {'prompt': text, 'completion': text}."
         ) from error
 
 

@@ -31,5 +31,5 @@ def default_corpus(*, tests: bool = False) -> list[pathlib.Path]:
         folders[:] = set(folders) - skip
         paths += [pathlib.Path(folder, name) for name in files if name.endswith(".py")]
     if not paths:
-        raise FileNotFoundError(f"{root} holds no .py files; name text files of your own instead.")
+        raise FileNotFoundError(f"{root} holds no .py files. Name text files of your own instead.")
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())

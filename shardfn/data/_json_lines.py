@@ -55,7 +55,7 @@ class JSONLines:
             ValueError: the line is not JSON, or `encode` refuses the value. The message names the file and the line.
         """
         if not -len(self) <= index < len(self):
-            raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")
+            raise IndexError(f"the index of {str(self.path)!r} must be below {len(self)}, got {index}.")
         value = self._parse_line(index)
         if self._encode is None:
             return value

@@ -37,7 +37,7 @@ class OwnExamples(IterableDataset[Any]):
         if type(examples).__module__.partition(".")[0] == "datasets":
             raise TypeError(
                 "OwnExamples: a dataset of Hugging Face divides itself among the workers of a loader, and would lose"
-                " examples here; use datasets.distributed.split_dataset_by_node(dataset, rank=, world_size=) instead."
+                " examples here. Use datasets.distributed.split_dataset_by_node(dataset, rank=, world_size=) instead."
             )
         if not 0 <= rank < world:
             raise ValueError(f"OwnExamples: rank={rank} is not one of the {world} ranks along the batch axis.")

@@ -59,19 +59,19 @@ def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut the"
-            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=); one of Hugging Face by"
+            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=). One of Hugging Face by"
             " datasets.distributed.split_dataset_by_node. Then sf.data.Stream(loader, mesh)."
         )
     batches = loader.batch_sampler
     if batches is None:
-        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut; give it a batch_size.")
+        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut. Give it a batch_size.")
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and world > 1:
         raise ValueError(
             f"own_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its own"
             f" examples already, and own_rows would keep 1/{world} of those: the others would never be read. Pass a"
             " loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
-            "seed)); or leave own_rows out and pass this loader's batches to the step."
+            "seed)), or leave own_rows out and pass this loader's batches to the step."
         )
     # A StatefulDataLoader seeds an internal sampler from the global seed.
     random = isinstance(sampler, RandomSampler) and sampler.generator is None

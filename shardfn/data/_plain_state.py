@@ -43,7 +43,7 @@ def to_json(x: Any) -> Any:
         return {_MARK: "dict", "items": [[to_json(k), to_json(v)] for k, v in x.items()]}
     raise TypeError(
         f"the loader's state has a {type(x).__module__}.{type(x).__qualname__}, which no JSON holds. Let its"
-        " state_dict() return numbers, texts, bytes, tensors, lists, tuples and dicts; or pass resume='replay'."
+        " state_dict() return numbers, texts, bytes, tensors, lists, tuples and dicts, or pass resume='replay'."
     )
 
 

@@ -73,7 +73,7 @@ class BPETokenizer:
             FileNotFoundError: paths are missing. The message lists all missing paths.
         """
         if vocab_size < 256:
-            raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids; ask for more, or use bytes.")
+            raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids. Ask for more, or use bytes.")
         paths, lib = checked(paths), _import_library()
         inner = lib.Tokenizer(lib.models.BPE())
         inner.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -142,7 +142,7 @@ def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     if missing:
         raise FileNotFoundError("\n".join(["these are no files; name text files:", *missing]))
     if not paths:
-        raise ValueError("there are no files to read; name at least one text file.")
+        raise ValueError("there are no files to read. Name at least one text file.")
     return paths
 
 

@@ -47,7 +47,7 @@ class TokenFile:
         for needed in (path, _sidecar_path(path)):
             if not needed.is_file():
                 raise FileNotFoundError(
-                    f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...)."
+                    f"{str(needed)!r} does not exist. Write it with encode_files(paths, {str(path)!r}, ...)."
                 )
         sidecar = _read_sidecar(path)
         file = cls(path, sidecar["dtype"], sidecar["vocab_size"], sidecar["num_tokens"])
@@ -55,7 +55,7 @@ class TokenFile:
         if expected != found:
             raise ValueError(
                 f"{str(path)!r} has {found} bytes, but its description has {file.num_tokens} ids of {file.dtype} ="
-                f" {expected} bytes; write it again with encode_files."
+                f" {expected} bytes. Write it again with encode_files."
             )
         return file
 
@@ -73,7 +73,7 @@ class TokenFile:
             ValueError: an id is not below `vocab_size`, or a range leaves the file.
         """
         if starts.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - count:
-            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids; {count} from {starts.max()} on leave it.")
+            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids. {count} from {starts.max()} on leave it.")
         tokens = self.tokens
         out = np.empty((len(starts), count), np.int64)
         for row, start in zip(out, starts, strict=True):
@@ -83,7 +83,7 @@ class TokenFile:
             row, col = bad[0]
             where = f"{str(self.path)!r}: id {out[row, col]} at position {starts[row] + col}"
             raise ValueError(
-                f"{where} is not below vocab_size={self.vocab_size}; write the file again with encode_files."
+                f"{where} is not below vocab_size={self.vocab_size}. Write the file again with encode_files."
             )
         return out
 
@@ -162,4 +162,4 @@ def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
             return said
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{str(_sidecar_path(path))!r} does not describe a token file: {text[:200]!r}; write it again.")
+    raise ValueError(f"{str(_sidecar_path(path))!r} does not describe a token file: {text[:200]!r}. Write it again.")

@@ -253,7 +253,7 @@ class LoRA:
             ValueError: `params` are needed and missing.
         """
         if params is None and (self.dora or any(site.full for site in self.sites.values())):
-            raise ValueError("lora.init(key): dora and modules_to_save start from the model's values; pass params=.")
+            raise ValueError("lora.init(key): dora and modules_to_save start from the model's values. Pass params=.")
         at = {} if params is None else dict(zip(tree_entries(params), tree_flatten(params)[0], strict=True))
         out: dict[str, dict[str, Tensor]] = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
@@ -314,7 +314,7 @@ class LoRA:
         """
         if isinstance(f, Transform):
             raise ValueError(
-                f"adapt({f.transform}(f)): it adapts a function of parameters; write {f.transform}(adapt(f))."
+                f"adapt({f.transform}(f)): it adapts a function of parameters. Write {f.transform}(adapt(f))."
             )
 
         def adapted_loss(tree: PyTree, *rest: Any, **named: Any) -> Any:
@@ -359,8 +359,8 @@ class LoRA:
     def _check_adapters(self, adapters: PyTree) -> None:
         if adapters.keys() != self.sites.keys():
             raise ValueError(
-                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
-                " one LoRA."
+                f"adapters must be of {sorted(self.sites)}, got {sorted(adapters)}. Make LoRA and adapters by the same"
+                " LoRA.of."
             )
 
     def _cut_site(self, site: Site) -> dict[str, P | Sharding]:
@@ -417,7 +417,7 @@ def _example_numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Te
     if isinstance(batch, Mapping) and "index" in batch:
         return batch["index"]
     raise ValueError(
-        "adapt(f) with dropout needs the global number of each row: batch['index'], as sf.data.Batches has it; or"
+        "adapt(f) with dropout needs the global number of each row: batch['index'], as sf.data.Batches has it, or"
         " adapt(f, index=lambda batch: ...)."
     )
 
@@ -434,8 +434,8 @@ def _make_dropout(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[
         rows = index_B.shape[0]
         if x.shape[0] % max(rows, 1):
             raise ValueError(
-                f"dropout: an adapter's input is {tuple(x.shape)}, and the batch has {rows} rows, which have to be in"
-                " its dim 0; leave that leaf out of the targets, or dropout out."
+                f"dropout: an adapter's input is {tuple(x.shape)}, but the {rows} rows of the batch must be in its"
+                " dim 0. Leave that leaf out of the targets, or dropout out."
             )
         return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 

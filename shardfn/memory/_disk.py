@@ -217,7 +217,7 @@ class DiskWriter:
             for a, b in self._written[max(at - 1, 0) : at + 1]:
                 if max(a, lo) < min(b, hi):
                     raise ValueError(
-                        f"rows {max(a, lo)}:{min(b, hi)} were written before; values on disk do not change."
+                        f"rows {max(a, lo)}:{min(b, hi)} were written before. Values on disk do not change."
                     )
             self._written.insert(at, (lo, hi))
             self._written[max(at - 1, 0) : at + 2] = _join_runs(self._written[max(at - 1, 0) : at + 2])
@@ -266,13 +266,13 @@ class _Edge:
 
 def _check_source(x: Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
     if x.device.type != "cpu":
-        raise ValueError(f"{what} is on {x.device}; the disk is reached from the host: `to_host(x).result()` first.")
+        raise ValueError(f"{what} must be on the host, got {x.device}. Call `to_host(x).result()` first.")
     if x.shape != shape or x.dtype != dtype:
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)} and dtype {x.dtype}; shape {tuple(shape)} and dtype {dtype} are needed."
+            f"{what} must have shape {tuple(shape)} and dtype {dtype}, got shape {tuple(x.shape)} and dtype {x.dtype}."
         )
     if what == "out" and not x.is_contiguous():
-        raise ValueError(f"out has strides {x.stride()}; a read fills contiguous memory: `host_empty(shape, dtype)`.")
+        raise ValueError(f"out must be contiguous, got strides {x.stride()}. Make out by `host_empty(shape, dtype)`.")
 
 
 def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

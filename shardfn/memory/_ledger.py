@@ -113,7 +113,7 @@ class Ledger:
             ValueError: the file has another ending, or the ledger was opened without `timeline=True`.
         """
         if pathlib.Path(path).suffix != ".svg":
-            raise ValueError(f"plot({os.fspath(path)!r}): the picture is SVG; pass a name that ends in .svg.")
+            raise ValueError(f"plot({os.fspath(path)!r}): the name must end in .svg, because the picture is SVG.")
         pathlib.Path(path).write_text(as_svg(self.timeline()), encoding="utf-8")
 
     def table(self) -> str:
@@ -243,7 +243,7 @@ def ledger(device: torch.device | str | None = None, *, timeline: bool = False) 
     place = torch.device(device) if device is not None else default_device()
     if timeline and place.type != "cpu":
         raise ValueError(
-            f"ledger(timeline=True) on {place}: its allocator reports sums alone; use ledger('cpu', timeline=True) on a"
+            f"ledger(timeline=True) on {place}: its allocator reports sums alone. Use ledger('cpu', timeline=True) on a"
             " CPU, or step.lower(state, batch).plot() for the memory of a captured step."
         )
     book = Ledger(place, TimelineRecorder() if timeline else None)

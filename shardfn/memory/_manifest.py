@@ -117,7 +117,7 @@ def _read_content(path: pathlib.Path) -> dict[str, Any]:
     if content is None:
         raise DamagedError(f"{path} has changed since it was written. Start from a checkpoint in an empty directory.")
     if content["format"] != _FORMAT:
-        raise DamagedError(f"{path} has format {content['format']}; this version reads {_FORMAT}.")
+        raise DamagedError(f"{path} has format {content['format']}. This version reads {_FORMAT}.")
     return content
 
 

@@ -136,7 +136,7 @@ class Pool:
         with locked(place, *_USE, PoolInUseError) as lock:
             if manifest.commits(place):
                 raise ValueError(
-                    f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
+                    f"{place} holds a commit. `Pool.open(directory)` continues from it. To start anew, remove the"
                     " directory."
                 )
             _remove_strangers(place, set())

@@ -38,8 +38,8 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
     """
     if not (is_host(kind) or is_device(kind)):
         raise ValueError(
-            f"put(x, {kind!r}): a tensor is put on 'host' or 'device'. For the disk, `pool.write(x)` gives a"
-            " DiskTensor and its `.read()` the way back; neither is differentiable."
+            f"put(x, {kind!r}): the kind must be 'host' or 'device'. For the disk, `pool.write(x)` gives a"
+            " DiskTensor, and `.read()` reads it back. Neither is differentiable."
         )
     place = torch.device(device) if device is not None else x.device if is_host(kind) else default_device()
     return _MemoryPut.apply(x, kind, place)

@@ -44,7 +44,7 @@ def rows_to_device(
     x = x.detach()
     place = torch.device(device) if device is not None else default_device()
     if rows.device.type != "cpu":
-        raise ValueError(f"rows are on {rows.device}, and the copies are made from the CPU; pass rows.cpu().")
+        raise ValueError(f"rows must be on the CPU, got {rows.device}. Pass rows.cpu().")
     if capturing():
         return traced_rows_to_device(x, rows, place)
     runs = _row_runs(rows.numpy().reshape(-1), len(x))
@@ -80,7 +80,7 @@ def rows_to_host(
     """
     x = x.detach()
     if any(at.device.type != "cpu" for at in places):
-        raise ValueError("places are on the device, and the rows are written from the CPU; pass each place's .cpu().")
+        raise ValueError("places must be on the CPU. Pass .cpu() of each place.")
     if capturing():
         return traced_rows_to_host(x, out, places)
     at = tuple(p.long() for p in places)
@@ -93,7 +93,7 @@ def rows_to_host(
 def _row_runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
     """Returns the rows in order as ranges, `(lo, hi)`, that do not touch."""
     if len(rows) and not (0 <= rows.min() and rows.max() < num):
-        raise ValueError(f"rows are from {rows.min()} to {rows.max()}, and the tensor has {num}; pass 0 to {num - 1}.")
+        raise ValueError(f"rows must be in 0 to {num - 1}, got {rows.min()} to {rows.max()}.")
     wanted = np.zeros(num + 2, np.int8)
     wanted[rows + 1] = 1
     edges = np.flatnonzero(np.diff(wanted)).tolist()

@@ -175,7 +175,7 @@ def purely(
     # Parameters are not tested: a module's parameters always require a gradient.
     if is_differentiated((grads, state, rate)):
         raise NotImplementedError(
-            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it; detach"
+            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it. Detach"
             " its arguments, or differentiate the rule that it is made from."
         )
     copies = tree_map(torch.clone, (grads, state, params))

@@ -110,10 +110,10 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
     """
     wrong = [repr(x) for x in args if not (isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str))]
     if wrong:
-        raise TypeError(f"named_chain takes pairs (name, rule), but was given {', '.join(wrong)}.")
+        raise TypeError(f"named_chain expected pairs (name, rule), got {', '.join(wrong)}.")
     names = tuple(name for name, _ in args)
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"named_chain needs rules of different names, but was given {list(names)}.")
+        raise ValueError(f"named_chain needs rules of different names, got {list(names)}.")
     return _with_named_states(names, chain(*(tx for _, tx in args)))
 
 
@@ -124,7 +124,7 @@ def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) ->
         if not isinstance(state, dict) or set(state) != set(names):
             own = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
             raise ValueError(
-                f"named_chain keeps the states {sorted(names)}, but was given {own}; pass the state that init(params)"
+                f"named_chain expected the states {sorted(names)}, got {own}. Pass the state that init(params)"
                 " returned."
             )
         return tuple(state[name] for name in names)
@@ -178,25 +178,25 @@ def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
     if not own:
         return None
     if len(own) > 1:
-        raise ValueError(f"rules {[i for i, _ in own]} of a chain all average gradients for themselves; only one can.")
+        raise ValueError(f"rules {[i for i, _ in own]} of a chain all average gradients for themselves. Only one can.")
     [(at, phases)] = own
     early = [i for i, tx in enumerate(txs[:at]) if tx.needs.measure is not None]
     if early:
         raise ValueError(
             f"rules {early} of a chain need the norm of the gradient, but rule {at} averages for itself, so that"
-            " each rank would use the norm of its own; clip elements (optim.clip) in place of norms, or do without."
+            " each rank would use the norm of its own. Clip elements (optim.clip) in place of norms, or do without."
         )
     blind = [i for i, tx in enumerate(txs[:at]) if tx.needs.whole]
     if blind:
         raise ValueError(
             f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
-            f" {at} averages for itself, so that each rank would show them its own; put them after it, or declare that"
+            f" {at} averages for itself, so that each rank would show them its own. Put them after it, or declare that"
             ' they treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
         )
     if phases.is_last and at + 1 < len(txs):
         raise ValueError(
             f"rule {at} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
-            f" so that none may change its steps; put rules {list(range(at + 1, len(txs)))} before it."
+            f" so that none may change its steps. Put rules {list(range(at + 1, len(txs)))} before it."
         )
     return at
 
@@ -212,7 +212,7 @@ def _check_early(states: Sequence[OptState]) -> None:
     if keeping:
         raise ValueError(
             f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
-            " rank would remember its own, where all ranks should have one state; put them after it, or do without."
+            " rank would remember its own, where all ranks should have one state. Put them after it, or do without."
         )
 
 
@@ -269,5 +269,5 @@ def check_chain(who: str, state: OptState, num: int) -> None:
     if type(state) is not tuple or len(state) != num:
         what = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
         raise ValueError(
-            f"{who} keeps a tuple of {num} states, but was given {what}; pass the state that init(params) returned."
+            f"{who} expected a tuple of {num} states, got {what}. Pass the state that init(params) returned."
         )

@@ -77,7 +77,7 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """
     cycles = [dict(cycle) for cycle in cosine_kwargs]
     if not cycles:
-        raise ValueError("sgdr_schedule: there are no cycles; give the arguments of at least one.")
+        raise ValueError("sgdr_schedule: there are no cycles. Give the arguments of at least one.")
     schedules = [_cosine_cycle(**cycle) for cycle in cycles]
     ends = list(itertools.accumulate(cycle["decay_steps"] for cycle in cycles))
     return join_schedules(schedules, ends[:-1])
@@ -184,7 +184,7 @@ def _interpolate_pieces(
     finite(who, peak_value=init_value)
     if ends[0] < 0 or any(a >= b for a, b in itertools.pairwise(ends)):
         raise ValueError(
-            f"{who}: its pieces would end at the counts {ends}, which must increase and not be negative; give a"
+            f"{who}: its pieces would end at the counts {ends}, which must increase and not be negative. Give a"
             " pct_start >= 0, each pct larger than the one before it and below 1, and enough transition_steps."
         )
     values = list(itertools.accumulate(scales, lambda value, scale: value * scale, initial=init_value))

@@ -108,7 +108,7 @@ class _Shape(Tensor):
             like = f"{tuple(x.shape)} {x.dtype}"
         raise ValueError(
             f"the function that was passed as {x._of} looks at {name!r} of {x._path}, a leaf of {like}. It is asked"
-            " once, about structure, shapes and dtypes of whole leaves; decide by anything else beforehand, and pass"
+            " once, about structure, shapes and dtypes of whole leaves. Decide by anything else beforehand, and pass"
             " the tree that the function would return."
         )
 

@@ -135,7 +135,7 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
     else:
         raise ValueError(
             f"{who}: freeze_step={step!r} must be an int >= 1, 'auto' or a VarianceStability: the number of steps after"
-            " which the variance is constant; 15 to 25 percent of all steps is usual."
+            " which the variance is constant. 15 to 25 percent of all steps is usual."
         )
     return Freeze(step, b2)
 

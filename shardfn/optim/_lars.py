@@ -62,7 +62,7 @@ def lars(
     check_rate("lars", learning_rate)
     decay_rate("lars", momentum=momentum)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"lars: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"lars: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     trust = scale_by_trust_ratio(0.0, math.inf, trust_coefficient=trust_coefficient, eps=eps)
     return chain(
         add_decayed_weights(weight_decay, weight_decay_mask),

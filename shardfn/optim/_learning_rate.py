@@ -70,7 +70,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     """
     if not callable(step_size_fn):
         raise TypeError(
-            f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count; use optim.scale(x)."
+            f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count. Use optim.scale(x)."
         )
     return _scale_by_count("scale_by_schedule", step_size_fn, _scale_updates)
 
@@ -148,8 +148,8 @@ def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
     rate = schedule(count)
     if (problem := not_scalar(rate)) is not None:
         raise TypeError(
-            f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem};"
-            " schedule(count) returns a number or a 0-d tensor."
+            f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem}."
+            " A schedule must return a number or a 0-d tensor."
         )
     return rate
 

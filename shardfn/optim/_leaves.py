@@ -71,8 +71,8 @@ def check_state(who: str, state: Any, kind: type) -> None:
     """
     if not isinstance(state, kind):
         raise ValueError(
-            f"{who} keeps a {kind.__name__}, but was given a {type(state).__name__};"
-            " pass the state that init(params) returned."
+            f"{who} expected a {kind.__name__}, got a {type(state).__name__}."
+            " Pass the state that init(params) returned."
         )
 
 
@@ -83,7 +83,7 @@ def check_params(who: str, params: PyTree) -> None:
         ValueError: `params=None`.
     """
     if params is None:
-        raise ValueError(f"{who} needs the parameters; call update(updates, state, params).")
+        raise ValueError(f"{who} needs the parameters. Call update(updates, state, params).")
 
 
 def zeros_like(params: PyTree) -> PyTree:

@@ -77,7 +77,7 @@ def as_matrices(path: str, x: Any, dims: MatrixDims) -> Matrices:
     rows, columns = (tuple(d % n for d in own) if n else () for own in (dims.outputs, dims.inputs))
     if not rows or not columns or len({*rows, *columns}) < len(named) or any(not -n <= d < n for d in named):
         raise ValueError(
-            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}; give its dims by"
+            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}. Give its dims by"
             " matrices=, or False to leave it to the other rule."
         )
     return Matrices(tuple(x.shape), rows, columns)

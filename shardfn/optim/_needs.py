@@ -191,5 +191,5 @@ def refuse_phases(who: str, *txs: GradientTransformation) -> None:
         if tx.needs.phases is not None:
             raise ValueError(
                 f"{who} takes no rule that averages gradients for itself, as rule {i} does over"
-                f" {tx.needs.phases.axes}; put such a rule outside, or use its own options."
+                f" {tx.needs.phases.axes}. Put such a rule outside, or use its own options."
             )

@@ -122,7 +122,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     @torch.no_grad()
     def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
-            raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
+            raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
         rule = given(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: only the counters advance, as in the whole step.
@@ -143,7 +143,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
 
     def end_fn(token: Token, state: OptState) -> OptState:
         if token.new is None:
-            raise ValueError("this token was begun without measures; end with one of a `begin` that was given them.")
+            raise ValueError("this token was begun without measures. End with a token of a `begin` with measures.")
         return _write_counters(state, entries, token.new)
 
     return Pieces(granularity, measure and measure.of, begin_fn, apply_fn, end_fn)
@@ -174,7 +174,8 @@ def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -
     num = len(tree_leaves(whole))
     if len(stats) != num:
         raise ValueError(
-            f"begin was given {len(stats)} measures for {num} leaves; give it pieces.measure(grad) of each, in order."
+            f"begin expected a measure for each of {num} leaves, got {len(stats)}. Pass pieces.measure(grad) of each,"
+            " in order."
         )
     local = torch.stack(list(stats)) if stats else torch.zeros(0)
     return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
@@ -208,7 +209,7 @@ def _make_checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]
         slots, own = tree_flatten(part, none_is_leaf=True)
         if own != treedef:
             raise ValueError(
-                f"a part of params is {own}, but the whole is {treedef}; keep every container, and put None for a leaf"
+                f"a part of params is {own}, but the whole is {treedef}. Keep every container, and put None for a leaf"
                 " that is not in the part."
             )
         rows = zip(paths, slots, wants, strict=True)

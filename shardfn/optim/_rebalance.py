@@ -143,7 +143,7 @@ def check_in_round(tree: PyTree) -> None:
         if isinstance(state, ZeroOneAdamState) and not in_round(state):
             raise ValueError(
                 "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
-                " its own, and it holds those of one rank; save after a step that leaves optim.in_round(opt_state)"
+                " its own, and it holds those of one rank. Save after a step that leaves optim.in_round(opt_state)"
                 " true."
             )
 

@@ -186,7 +186,7 @@ def rmsprop(
     """
     check_rate("rmsprop", learning_rate)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"rmsprop: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"rmsprop: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     scale = scale_by_stddev if centered else scale_by_rms
     rules = [scale(decay, eps, initial_scale, eps_in_sqrt, bias_correction), scale_by_learning_rate(learning_rate)]
     return chain(*rules, *([] if momentum is None else [trace(momentum, nesterov)]))

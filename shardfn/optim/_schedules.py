@@ -251,7 +251,7 @@ def warmup_cosine_decay_schedule(
     _check_warmup("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
     finite("warmup_cosine_decay_schedule", peak_value=peak_value, end_value=end_value)
     if peak_value == 0:
-        raise ValueError("warmup_cosine_decay_schedule: peak_value=0 has no decay; use linear_schedule.")
+        raise ValueError("warmup_cosine_decay_schedule: peak_value=0 has no decay. Use linear_schedule.")
     up = linear_schedule(init_value, peak_value, warmup_steps)
     down = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, end_value / peak_value, exponent)
     return join_schedules([up, down], [warmup_steps])
@@ -300,6 +300,6 @@ def _check_warmup(who: str, warmup_steps: int, decay_steps: int) -> None:
     num_steps(who, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if decay_steps <= warmup_steps:
         raise ValueError(
-            f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps};"
-            f" did you mean {warmup_steps + decay_steps}?"
+            f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps}."
+            f" Did you mean {warmup_steps + decay_steps}?"
         )

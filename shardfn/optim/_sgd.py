@@ -105,7 +105,7 @@ def sgd(
     check_rate("sgd", learning_rate)
     not_negative("sgd", weight_decay=weight_decay)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
     rules += [trace(momentum, nesterov)] if momentum is not None else []
     pure = chain(*rules, scale_by_learning_rate(learning_rate))
