@@ -1,4 +1,4 @@
-"""Trees of sharded leaves as files, and back under any other mesh: one format, written by all ranks, opened by any."""
+"""Trees of sharded leaves as files, and back under any other mesh. All ranks write one format."""
 
 from ._save import save as save
 from ._restore import Restored as Restored, restore as restore

@@ -1,4 +1,7 @@
-"""Reads a box of a row-major tensor in a file: by contiguous runs of bytes, or by bands of rows if gaps are small."""
+"""Reads a box of a row-major tensor in a file, by contiguous runs of bytes or by bands of rows.
+
+Bands are used if the gaps between runs are small, for example 100 columns of a matrix with 128 columns.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +16,14 @@ from shardfn.memory import Bytes, as_bytes, on_host
 PIECE = 8 << 20
 # Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
 _PAGE = 4096
-# Fills bytes from one of the tensor's on.
+# Fills an array with the tensor's bytes, from a given byte on.
 ReadBytes = Callable[[int, Bytes], None]
 
 
 def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, read: ReadBytes) -> None:
     """Fills `out` with a box of a tensor whose bytes `read` supplies.
 
-    Beside `out` at most a band is in memory: some megabytes, or a row; no band if the box is contiguous.
+    In addition to `out`, at most a band is in memory: some megabytes, or a row. A contiguous box needs no band.
 
     Args:
         shape: shape of the whole tensor.
@@ -40,7 +43,7 @@ def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, 
     if all(lo == 0 and hi == n for (lo, hi), n in zip(box, shape, strict=True)):
         return _read_together(out, 0, read)
     itemsize = out.dtype.itemsize
-    for band in _bands(shape, box, itemsize):
+    for band in _split_bands(shape, box, itemsize):
         begin = 0
         for (lo, _), size in zip(band, shape, strict=True):
             begin = begin * size + lo
@@ -65,13 +68,13 @@ def _read_together(target: Tensor, start: int, read: ReadBytes) -> None:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Temporary host memory for a read."""
+    """Returns temporary host memory for a read."""
     with on_host():
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def _bands(shape: Sequence[int], inner: Sequence[tuple[int, int]], itemsize: int) -> Iterator[Box]:
-    """Boxes that are contiguous in a row-major tensor, and together cover `inner`.
+def _split_bands(shape: Sequence[int], inner: Sequence[tuple[int, int]], itemsize: int) -> Iterator[Box]:
+    """Yields boxes that are contiguous in a row-major tensor, and together cover `inner`.
 
     Every band has all of the last dims that `inner` needs whole, or almost whole.
     """

@@ -1,6 +1,6 @@
-"""`best`: which checkpoints of a run have the lowest, or the highest, value of a metric.
+"""`best`: the checkpoints of a run with the lowest, or the highest, value of a metric.
 
-The value is in the manifest, so it appears and goes with its checkpoint: no other file could contradict it.
+The manifest holds the value, so value and checkpoint appear and disappear together.
 """
 
 import math
@@ -19,7 +19,7 @@ class Ranking:
 
     Args:
         store: the checkpoints.
-        metric: name.
+        metric: name of the metric, such as "loss".
         mode: "min" or "max": the best value is the lowest, or the highest.
 
     Raises:
@@ -32,7 +32,7 @@ class Ranking:
                 f"mode={mode!r}: the best value of {metric!r} is the lowest, 'min', or the highest, 'max'."
             )
         self.metric, self._store, self._sign = metric, store, 1.0 if mode == "min" else -1.0
-        # The values that were read, by step; NaN where a checkpoint lacks it.
+        # The values that were read, by step; NaN where a checkpoint lacks the metric.
         self._known: dict[int, float] = {}
 
     def first(self, steps: Iterable[int], num: int) -> list[int]:
@@ -40,24 +40,24 @@ class Ranking:
 
         Of equal ones the earliest. Steps without a value are left out.
         """
-        values = {n: self._sign * self._value(n) for n in steps}
+        values = {n: self._sign * self._metric_value(n) for n in steps}
         return sorted((n for n, x in values.items() if not math.isnan(x)), key=lambda n: (values[n], n))[:num]
 
     def forget(self, step: int) -> None:
-        """Reads the value of a step again, as its checkpoint is replaced."""
+        """Reads the value of a step again when the checkpoint is replaced."""
         self._known.pop(step, None)
 
     def measured(self, metrics: Mapping[str, Any] | None, step: int, *, required: bool) -> dict[str, float]:
         """Returns the metric's value, for the manifest.
 
         Args:
-            metrics: the caller's.
-            step: the checkpoint's number.
+            metrics: the caller's values by name.
+            step: number of the checkpoint.
             required: whether the metric must be there.
 
         Raises:
-            ValueError: it is not there; lists those that are.
-            TypeError: it is no number.
+            ValueError: the metric is missing. The message lists the metrics that are given.
+            TypeError: the value is not a number.
         """
         if metrics is None or self.metric not in metrics:
             if not required:
@@ -66,19 +66,19 @@ class Ranking:
             has = f"metrics= has {', '.join(map(repr, there))}" if there else "metrics= is missing or empty"
             raise ValueError(
                 f"Manager(best={self.metric!r}): at step {step} {has}.{did_you_mean(self.metric, there)} Pass"
-                f" metrics={{{self.metric!r}: value}} whenever a save is due; with now=True it may be absent."
+                f" metrics={{{self.metric!r}: value}} whenever a save is due. With now=True it may be absent."
             )
         x = metrics[self.metric]
         if wrong := not_scalar(x):
-            raise TypeError(f"metrics[{self.metric!r}] is {wrong}; pass a number or a 0-d tensor.")
+            raise TypeError(f"metrics[{self.metric!r}] must be a number or a 0-d tensor, but is {wrong}.")
         return {self.metric: float(x)}
 
-    def _value(self, step: int) -> float:
+    def _metric_value(self, step: int) -> float:
         if step not in self._known:
             try:
                 self._known[step] = read_manifest(self._store.at(step)).metrics.get(self.metric, math.nan)
             except (OSError, ValueError):
-                return math.nan  # it is damaged, and a restore of it raises the error
+                return math.nan  # damaged: a restore of the checkpoint raises the error
         return self._known[step]
 
 
@@ -87,11 +87,11 @@ def best(directory: str | os.PathLike[str], metric: str, mode: str = "min") -> i
 
     Args:
         directory: a run's checkpoints.
-        metric: name.
+        metric: name of the metric, such as "loss".
         mode: "min" or "max": whether the lowest or the highest value is the best.
 
     Returns:
-        The step, of equal ones the earliest, or None if no complete checkpoint has the metric.
+        The step (the earliest step if values are equal), or None if no complete checkpoint has the metric.
 
     Raises:
         ValueError: there is no such mode.

@@ -1,6 +1,6 @@
-"""Leaves in codes, in a checkpoint: the bytes of their codes, so that a restored leaf has the same ones.
+"""Leaves in codes, in a checkpoint: the bytes of their codes, so that a restored leaf has the same codes.
 
-A leaf [..., K] is there as uint8 [..., bytes of a row's blocks], cut along the same dims.
+A leaf [..., K] is stored as uint8 [..., bytes of a row's blocks], cut along the same dims.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from shardfn.state import codes_of, with_codes
 
 
 def as_codes(x: Any) -> Any:
-    """A leaf in codes as a leaf of their bytes, which shares its memory; other values themselves."""
+    """Returns a view of a leaf in codes as a leaf of bytes, and other values unchanged."""
     code = x.code if isinstance(x, GlobalTensor) and not x.donated else None
     if not isinstance(code, str):
         return x
@@ -22,7 +22,7 @@ def as_codes(x: Any) -> Any:
 
 
 def from_codes(found: Any, like: Any) -> Any:
-    """The inverse: a leaf like another one, from the bytes of its codes."""
+    """Returns a leaf like another leaf, from the bytes of the codes. Inverts `as_codes`."""
     if not isinstance(like, GlobalTensor) or like.donated or not isinstance(like.code, str):
         return found
     return like.with_block(with_codes(like.held, found.held, like.memory_kind))

@@ -33,7 +33,7 @@ from ._safetensors import safetensors_header
 
 # Bytes that are read, hashed and written at a time.
 _PIECE = 8 << 20
-# Leaves are grouped into files by the first field of their path, as in `params['w']`.
+# Leaves are grouped into files by the first field of the path, for example "params" of `params['w']`.
 _GROUP = re.compile(r"[a-z][a-z_]{0,40}")
 
 
@@ -41,13 +41,13 @@ class Content(NamedTuple):
     """A leaf to be saved.
 
     Attributes:
-        path: of the leaf.
-        shape: global.
-        dtype: of its elements.
-        spec: how it is cut.
+        path: path of the leaf, such as "params['w']".
+        shape: global shape.
+        dtype: dtype of the elements.
+        spec: mesh axes that cut each dim.
         held: this rank's block.
-        start: where that begins in the leaf.
-        same_as: the number of an earlier leaf with the same block, to which it is tied; else None.
+        start: index of the block's first element in the leaf, along each dim.
+        same_as: number of an earlier leaf that shares the block (tied weights). None: the leaf is not tied.
     """
 
     path: str
@@ -77,10 +77,10 @@ class FilePlan(NamedTuple):
 
 
 def mesh_of(tree: PyTree) -> Mesh:
-    """The mesh that the leaves of a tree are on; of plain tensors, one device.
+    """Returns the mesh of a tree's leaves. For plain tensors, a mesh of one device.
 
     Raises:
-        ValueError: there are several, or none in a program of several ranks.
+        ValueError: the leaves have several meshes, or none in a program of several ranks.
     """
     meshes = {id(x.mesh): x.mesh for x in tree_leaves(tree) if isinstance(x, GlobalTensor)}
     first = next(iter(meshes.values()), None)
@@ -92,11 +92,11 @@ def mesh_of(tree: PyTree) -> Mesh:
 
 
 def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
-    """The leaves of a tree.
+    """Returns the leaves of a tree.
 
     Raises:
-        TypeError: a leaf is no tensor, or of a dtype that cannot be read back.
-        ValueError: a leaf cannot be saved; lists them.
+        TypeError: a leaf is not a tensor, or has a dtype that cannot be read back.
+        ValueError: some leaves cannot be saved. The message lists all such leaves.
     """
     named = [(path.removeprefix("."), as_codes(x)) for path, x in named_leaves(tree, at)]
     odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
@@ -122,7 +122,7 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
 
 
 def describe(leaves: Sequence[Content]) -> str:
-    """A text that must be equal on all ranks, one line a leaf; with a digest of small leaves that all ranks hold."""
+    """Returns a text that must be equal on all ranks: one line a leaf, with digests of small replicated leaves."""
     lines = []
     for x in leaves:
         small = x.spec == P() and isinstance(x.held, Tensor) and x.held.numel() <= 1024
@@ -132,21 +132,24 @@ def describe(leaves: Sequence[Content]) -> str:
 
 
 def files_of(rank: int, boxes: Sequence[Owned], leaves: Sequence[Content], file_bytes: int) -> list[FilePlan]:
-    """The files of a rank: leaves in order, until a file is full; leaves of different fields in different files."""
+    """Plans the files of a rank: leaves in order, until a file is full.
+
+    Leaves of different fields are in different files, for example parameters and optimizer states.
+    """
     groups: dict[str, list[list[Owned]]] = {}
     sizes: dict[str, int] = {}
     for x in boxes:
         if x.owner != rank:
             continue
         found = _GROUP.match(leaves[x.leaf].path)
-        group, size = found[0] if found else "leaves", _nbytes(x.box, leaves[x.leaf].dtype)
+        group, size = found[0] if found else "leaves", _box_bytes(x.box, leaves[x.leaf].dtype)
         files = groups.setdefault(group, [[]])
         if files[-1] and sizes[group] + size > file_bytes:
             files.append([])
         sizes[group] = size + (sizes[group] if files[-1] else 0)
         files[-1].append(x)
     return [
-        _file(f"{group}-{rank:05d}-{k:04d}.safetensors", own, leaves)
+        _plan_file(f"{group}-{rank:05d}-{k:04d}.safetensors", own, leaves)
         for group, files in groups.items()
         for k, own in enumerate(files)
     ]
@@ -160,7 +163,7 @@ def manifest_of(
     leaves: Sequence[Content],
     written: Sequence[tuple[FilePlan, Sequence[str]]],
 ) -> Manifest:
-    """The manifest of files that are written, with the digests of their parts."""
+    """Returns the manifest of the written files, with the digests of all parts."""
     chunks: list[list[StoredChunk]] = [[] for _ in leaves]
     files = {}
     for plan, digests in written:
@@ -170,19 +173,19 @@ def manifest_of(
             chunks[part.leaf].append(StoredChunk(offset, shape, plan.name, part.start, digest))
     own = [chunks[i if x.same_as is None else x.same_as] for i, x in enumerate(leaves)]
     named = {
-        x.path: StoredLeaf(x.shape, dtype_name(x.dtype), _axes(x.spec), tuple(sorted(c)))
+        x.path: StoredLeaf(x.shape, dtype_name(x.dtype), _spec_axes(x.spec), tuple(sorted(c)))
         for x, c in zip(leaves, own, strict=True)
     }
     return Manifest(step, user, dict(mesh.shape), named, files, metrics)
 
 
 def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:
-    """A box of a leaf as slices of this rank's block."""
+    """Returns the slices of this rank's block that a box of the leaf covers."""
     return tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(box, leaf.start, strict=True))
 
 
 def windows(held: StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
-    """The bytes of a part of a block, row-major, a few megabytes at a time; the block may be in any memory."""
+    """Yields the bytes of a part of a block, row-major, a few megabytes at a time, from any memory."""
     if isinstance(held, Tensor):
         x = held.detach().resolve_conj().resolve_neg()[where]
         if x.device.type == "cpu" and x.is_contiguous():
@@ -203,27 +206,29 @@ def windows(held: StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
             yield as_bytes(read_rows(x, lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous())
 
 
-def _file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:
+def _plan_file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:
     # The widest elements first, which aligns every tensor to its element size.
     order = sorted(own, key=lambda x: -leaves[x.leaf].dtype.itemsize)
-    entries = [(_name(leaves[x.leaf], x.box), leaves[x.leaf].dtype, tuple(hi - lo for lo, hi in x.box)) for x in order]
+    entries = [
+        (_tensor_name(leaves[x.leaf], x.box), leaves[x.leaf].dtype, tuple(hi - lo for lo, hi in x.box)) for x in order
+    ]
     head = safetensors_header(entries)
     parts, at = [], len(head)
     for x in order:
         parts.append(Part(x.leaf, x.box, at))
-        at += _nbytes(x.box, leaves[x.leaf].dtype)
+        at += _box_bytes(x.box, leaves[x.leaf].dtype)
     return FilePlan(name, head, tuple(parts), at)
 
 
-def _axes(spec: P) -> tuple[tuple[str, ...], ...]:
+def _spec_axes(spec: P) -> tuple[tuple[str, ...], ...]:
     return tuple(spec.dim_axes(dim) for dim in range(len(spec)))
 
 
-def _name(leaf: Content, box: Box) -> str:
-    """The tensor's name in the file: the leaf's path, and for a part the box."""
+def _tensor_name(leaf: Content, box: Box) -> str:
+    """Returns the tensor's name in the file, for example "params['w'][0:4, 0:8]" for a part of a leaf."""
     whole = all(hi - lo == size for (lo, hi), size in zip(box, leaf.shape, strict=True))
     return leaf.path + ("" if whole else f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]")
 
 
-def _nbytes(box: Box, dtype: torch.dtype) -> int:
+def _box_bytes(box: Box, dtype: torch.dtype) -> int:
     return math.prod(hi - lo for lo, hi in box) * dtype.itemsize

@@ -1,6 +1,6 @@
 """Checkpoints of `torch.distributed.checkpoint` (DCP), in both directions.
 
-`save_dcp` writes each leaf's blocks as DCP's shards, of any spec and memory, including those that `DTensor` lacks.
+`save_dcp` writes each leaf's blocks as DCP's shards, of any spec and memory, including specs that `DTensor` lacks.
 `restore_dcp` reads DCP checkpoints of any program, box by box as `restore` does. Keys are the paths of leaves.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -19,22 +19,24 @@ from shardfn.state import check_alive
 from ._contents import contents, mesh_of
 from ._read_into import ReadKeywords, read_into
 
-# DCP takes as long to be imported as shardfn, so that only these functions do it.
+# DCP takes as long to be imported as shardfn, so only the functions below import DCP.
 
 
 def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
     """Saves a tree by `torch.distributed.checkpoint`, for programs that read its format. Collective over all ranks.
 
     Args:
-        directory: directory of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
-        tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; read only.
-        at: a prefix of all paths.
+        directory: directory of this checkpoint, on a file system that all ranks see. DCP overwrites an existing
+            checkpoint.
+        tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks. The tree is
+            only read.
+        at: prefix of all paths, such as "params".
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: the mesh does not have all ranks, as DCP needs, or a leaf cannot be saved.
         DonatedError: a step has consumed the state.
-        RankError: ranks save different things, or another one failed.
+        RankError: ranks save different values, or another rank failed.
 
     Example:
         >>> import tempfile
@@ -57,7 +59,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
     agree_on_step(comms.control, "checkpoint.save_dcp", (text, ()))
     alone = not dist.is_initialized()
     with losing_no_peer(comms), torch.no_grad(), warnings.catch_warnings():
-        # DCP warns that it takes one process for one process.
+        # DCP warns if the program has a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(
             {x.path: x for x in leaves},
@@ -70,14 +72,14 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
 def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
 
-    As `restore` does, it compares everything before a value is read, and each rank reads its own blocks. The errors of
-    compressing optimizers are not rebalanced for another number of ranks. DCP's metadata is a pickle: open trusted
+    As in `restore`, all leaves are compared before a value is read, and each rank reads only local blocks. The errors
+    of compressing optimizers are not rebalanced for another number of ranks. DCP's metadata is a pickle: open trusted
     checkpoints only.
 
     Args:
         directory: directory of the checkpoint.
-        like: as `restore` takes it.
-        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them. Names are DCP's keys.
+        like: as `restore` expects the tree.
+        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as for `restore`. Names are DCP's keys.
 
     Returns:
         The tree.
@@ -98,4 +100,4 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
 def _check_all_ranks(mesh: Mesh) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size != world:
-        raise ValueError(f"DCP talks among all {world} ranks, and the leaves are on {mesh!r}; save on a mesh of all.")
+        raise ValueError(f"DCP needs a mesh of all {world} ranks, got {mesh!r}. Save on a mesh of all ranks.")

@@ -25,7 +25,7 @@ from ._read_into import one_chunk
 
 
 class BlockPlanner(dcp.DefaultSavePlanner):
-    """Plans each leaf's block as a shard; DCP lets one of the ranks that hold the same one write it."""
+    """Plans each leaf's block as a shard. For a replicated block, DCP selects the rank that writes."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -40,11 +40,11 @@ class BlockPlanner(dcp.DefaultSavePlanner):
 
 
 def _write_item(x: Content) -> WriteItem | None:
-    """This rank's block of a leaf as a write item; None if the block is empty, but not the leaf."""
+    """Returns this rank's block as a write item, or None for an empty block of a leaf with elements."""
     sizes = torch.Size(x.held.shape)
     if math.prod(x.shape) and not sizes.numel():
         return None
-    empty = not math.prod(x.shape)  # one item, so that the leaf is there
+    empty = not math.prod(x.shape)  # one item, so that an empty leaf is saved too
     start, sizes = (torch.Size([0] * len(x.shape)), torch.Size(x.shape)) if empty else (torch.Size(x.start), sizes)
     data = TensorWriteData(ChunkStorageMetadata(start, sizes), TensorProperties(dtype=x.dtype), torch.Size(x.shape))
     return WriteItem(MetadataIndex(x.path, start), WriteItemType.SHARD, tensor_data=data)
@@ -59,7 +59,7 @@ class DcpReader:
         self.storage.set_up_storage_reader(self.metadata, False)
 
     def manifest(self) -> Manifest:
-        """The tensors as leaves of one chunk each, whose file is the key."""
+        """Returns the tensors as leaves of one chunk each. The key replaces the file's name."""
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
@@ -90,4 +90,4 @@ class _Into(dcp.DefaultLoadPlanner):
         return self.out
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        del read_item, tensor  # it is a view of `out`
+        del read_item, tensor  # the target is a view of `out`

@@ -1,12 +1,12 @@
 """Checkpoints in a directory of a file system: their names, and how they are published and removed as a whole.
 
-    step_000100/             complete: it has a manifest, which was written before the directory got this name
+    step_000100/             complete: the manifest was written before the directory got this name
     step_000200.tmp-5f3a/    being written, or left by a process that was killed
     step_000050.was-5f3a/    complete, and giving way to a new one of its number
     step_000050.old-91c0/    being removed
 
-So a listing of the directory, at any instant, shows complete checkpoints and no others. A checkpoint that gives way is
-absent for a moment; if its successor never gets the name, the directory's next owner restores it.
+So a listing of the directory, at any instant, shows only complete checkpoints. A checkpoint that gives way is absent
+for a moment. If the successor never gets the name, the directory's next owner restores the old checkpoint.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manif
 _REST = re.compile(r"(step_\d{1,18})\.(tmp|was|old)-[0-9a-f]+", re.ASCII)
 _REMEDY = "Give each job a directory of its own, or end that process."
 _PIECE = 8 << 20
-# How long another rank's directory may take to be seen: network file systems look up names now and then only.
+# Time limit until another rank's directory is seen: network file systems cache lookups of names.
 _SEEN_SECONDS = 5.0
 # Errors of this process, not of the file.
 _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
@@ -52,7 +52,7 @@ class OpenFile:
         self._fd = fd
 
     def into(self, data: Bytes, start: int) -> int:
-        """Reads bytes from `start` on; how many they were."""
+        """Reads bytes from `start` on, and returns the number of bytes read."""
         done = 0
         while done < len(data):
             got = os.preadv(self._fd, [data[done : done + _PIECE].data], start + done)
@@ -62,7 +62,7 @@ class OpenFile:
         return done
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         os.close(self._fd)
 
 
@@ -106,13 +106,13 @@ class _NewFile:
         while done < len(data):
             done += os.write(self._fd, data[done:])
         if hasattr(os, "posix_fadvise"):
-            # The device begins to write these pages now, so that a later sync of the file waits for few of them.
+            # The device begins to write the pages now, so that a later sync of the file waits for few pages.
             os.posix_fadvise(self._fd, self._size, done, os.POSIX_FADV_DONTNEED)
         self._size += done
 
 
 class FileDraft(FilePlace):
-    """The files of a checkpoint that has not got its name yet."""
+    """Files of a checkpoint that is not published yet."""
 
     def __init__(self, place: pathlib.Path, token: str) -> None:
         super().__init__(place.with_name(f"{place.name}.tmp-{token}"))
@@ -128,12 +128,12 @@ class FileDraft(FilePlace):
         return True
 
     def called(self, name: str) -> str:
-        """Returns the name itself: the directory is this draft's alone."""
+        """Returns the name unchanged, because only this draft uses the directory."""
         return name
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[_NewFile]:
-        """A new file."""
+        """Creates a new file."""
         # O_EXCL: the directory is new, so an existing file would be another writer's.
         fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -142,7 +142,7 @@ class FileDraft(FilePlace):
             os.close(fd)
 
     def take(self, other: Location, old: str, name: str) -> bool:
-        """Returns a second name for a file, where the file system has such."""
+        """Links a file of another checkpoint, where the file system supports hard links."""
         if not isinstance(other, FilePlace):
             return False
         try:
@@ -156,7 +156,7 @@ class FileDraft(FilePlace):
         sync(self.directory / name)
 
     def publish(self, manifest: Manifest, *, durable: bool, replace: bool) -> None:
-        """Writes the manifest, last, and gives the directory its name."""
+        """Writes the manifest last, and gives the directory the final name."""
         tmp, place = self.directory, self._place
         (tmp / MANIFEST).write_text(encoded(manifest))
         read_manifest(self)  # an unreadable checkpoint must not get a name
@@ -171,14 +171,14 @@ class FileDraft(FilePlace):
             except OSError:
                 os.rename(was, place)
                 raise
-            _remove(was)
+            _remove_tree(was)
         else:
             os.rename(tmp, place)
         if durable:
             sync(place.parent)
 
     def discard(self) -> None:
-        """Removes the directory, if it has not got its name."""
+        """Removes the directory, unless the checkpoint was published."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -192,12 +192,12 @@ class DirectoryStore:
         return str(self._place)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete ones, in order."""
+        """Returns the steps of the complete checkpoints, in order, for example [100, 200]."""
         found = [m for p in self._place.glob("step_*") if (m := STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
         return sorted(int(m[1]) for m in found)
 
     def at(self, step: int) -> FilePlace:
-        """Returns the one of a step."""
+        """Returns the checkpoint of a step."""
         return FilePlace(self.path(step))
 
     def itself(self) -> FilePlace:
@@ -205,7 +205,7 @@ class DirectoryStore:
         return FilePlace(self._place)
 
     def path(self, step: int) -> pathlib.Path:
-        """Returns the directory of the one of a step."""
+        """Returns the directory of the checkpoint of a step, such as `step_000100`."""
         return self._place / step_name(step)
 
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class DirectoryStore:
             self._place.mkdir(parents=True, exist_ok=True)
             with locked(self._place, "a checkpoint writer", _REMEDY) as lock:
                 for path in list(self._place.iterdir()):
-                    _clear(path)
+                    _clear_drafts(path)
         except OSError as problem:
             raise self.explained(problem) from problem
         try:
@@ -234,11 +234,11 @@ class DirectoryStore:
         return FileDraft(self.path(step), token)
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint. It is renamed first, so it never appears incomplete."""
-        _remove(self.path(step))
+        """Removes a checkpoint. The directory is renamed first, so no incomplete checkpoint is ever listed."""
+        _remove_tree(self.path(step))
 
     def explained(self, problem: OSError) -> OSError:
-        """Returns the same error, explained for checkpoints where that is possible."""
+        """Returns the error with an explanation for checkpoints, where possible."""
         if isinstance(problem, FileExistsError | NotADirectoryError) and not self._place.is_dir():
             return NotADirectoryError(
                 errno.ENOTDIR, f"{self._place} is a file, or lies below one: checkpoints need a directory."
@@ -262,7 +262,7 @@ class DirectoryStore:
         return problem
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """Returns the error of a step that is not among those that were found."""
+        """Returns the error of a step that the store lacks."""
         if _REST.fullmatch(self._place.name):
             parent = DirectoryStore(self._place.parent)
             return FileNotFoundError(
@@ -278,8 +278,11 @@ class DirectoryStore:
         return no_checkpoint(self, step, found, what)
 
 
-def _clear(path: pathlib.Path) -> None:
-    """Removes unfinished drafts and removals; a checkpoint that gave way gets its name back if that is free."""
+def _clear_drafts(path: pathlib.Path) -> None:
+    """Removes unfinished drafts and removals.
+
+    A checkpoint that gave way gets the old name back if the name is free.
+    """
     rest = _REST.fullmatch(path.name)
     if rest is None or not path.is_dir() or path.is_symlink():
         return
@@ -290,7 +293,7 @@ def _clear(path: pathlib.Path) -> None:
         shutil.rmtree(path)
 
 
-def _remove(place: pathlib.Path) -> None:
+def _remove_tree(place: pathlib.Path) -> None:
     old = place.with_name(f"{place.name.partition('.')[0]}.old-{os.urandom(4).hex()}")
     os.rename(place, old)
     shutil.rmtree(old)

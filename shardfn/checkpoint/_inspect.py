@@ -1,4 +1,4 @@
-"""Inspection of checkpoints: verifies digests, lists leaves, reads some of them, and compares two checkpoints."""
+"""Inspects checkpoints: verifies digests, lists leaves, reads single leaves, and compares two checkpoints."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ _PIECE = 8 << 20
 
 
 class Verified(NamedTuple):
-    """The result of `verify`: the numbers of intact files and of their bytes."""
+    """Result of `verify`: the numbers of intact files and bytes."""
 
     step: int
     files: int
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
     Attributes:
         path: path of the leaf.
-        what: how it differs.
+        what: description of the difference, such as "3 of 64 elements differ".
         largest: the largest difference of an element, or None if elements are not comparable.
     """
 
@@ -42,15 +42,15 @@ class Difference(NamedTuple):
 
 
 def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verified:
-    """Reads a checkpoint from the first byte to the last, and compares all of it with its digests.
+    """Reads a checkpoint from the first byte to the last, and compares all bytes with the digests.
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        step: which of a run's. Default: the newest.
+        directory: directory of a run's checkpoints, or of a single checkpoint.
+        step: step of the checkpoint. Default: the newest step.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: lists every part that has changed, or is gone.
+        DamagedError: some parts have changed or are missing. The message lists all such parts.
 
     Example:
         >>> import tempfile, torch
@@ -66,16 +66,16 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
     with ChunkReader(place, manifest) as reader:
         for name, file in manifest.files.items():
             try:
-                head = _digest(reader, name, 0, file.header)
+                head = _chunk_digest(reader, name, 0, file.header)
             except DamagedError as problem:
                 problems.append(str(problem))
                 continue
             if head != file.sha256:
                 problems.append(f"{place}/{name}: its header has changed")
-            problems += _chunks(reader, manifest, name)
+            problems += _changed_chunks(reader, manifest, name)
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
-        raise DamagedError(f"{place} differs from the data that was written; take another checkpoint:\n{lines}")
+        raise DamagedError(f"{place} differs from the data that was written. Take another checkpoint:\n{lines}")
     return Verified(manifest.step, len(manifest.files), sum(f.bytes for f in manifest.files.values()))
 
 
@@ -83,12 +83,12 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
     """Describes the contents of a checkpoint as text: a line a leaf.
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        step: which of a run's. Default: the newest.
+        directory: directory of a run's checkpoints, or of a single checkpoint.
+        step: step of the checkpoint. Default: the newest step.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: its manifest has changed since it was written.
+        DamagedError: the manifest has changed since the save.
 
     Example:
         >>> import tempfile, torch
@@ -104,7 +104,8 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
     mesh = ", ".join(f"{axis} {size}" for axis, size in manifest.mesh.items()) or "one device"
     lines = [
         f"{place}: step {manifest.step}, saved on a mesh of {mesh}",
-        f"{_count(manifest.leaves, 'leaf', 'leaves')} of {total:,} bytes, in {_count(manifest.files, 'file', 'files')}",
+        f"{_count_words(manifest.leaves, 'leaf', 'leaves')} of {total:,} bytes,"
+        f" in {_count_words(manifest.files, 'file', 'files')}",
         f"user: {manifest.user!r}",
         *([f"metrics: {dict(manifest.metrics)!r}"] if manifest.metrics else []),
     ]
@@ -119,12 +120,12 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
     """Returns the leaves of a checkpoint by path, without values: tensors on "meta".
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        step: which of a run's. Default: the newest.
+        directory: directory of a run's checkpoints, or of a single checkpoint.
+        step: step of the checkpoint. Default: the newest step.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: its manifest has changed since it was written.
+        DamagedError: the manifest has changed since the save.
 
     Example:
         >>> import tempfile, torch
@@ -141,20 +142,20 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
 def read_leaves(
     directory: str | os.PathLike[str], paths: Iterable[str], step: int | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads whole leaves of a checkpoint, one after another, on one device. Their digests are checked.
+    """Reads whole leaves of a checkpoint, one after another, on one device. The digests are checked.
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        paths: paths of the leaves, as `stored` has them.
-        step: which of a run's. Default: the newest.
+        directory: directory of a run's checkpoints, or of a single checkpoint.
+        paths: paths of the leaves, as keys of `stored`.
+        step: step of the checkpoint. Default: the newest step.
 
     Yields:
         Each path and the leaf, on the host, of the shape and dtype that were saved.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        KeyError: it has no such leaf.
-        DamagedError: files have changed since they were written.
+        KeyError: the checkpoint has no such leaf.
+        DamagedError: files have changed since the save.
 
     Example:
         >>> import tempfile, torch
@@ -180,16 +181,16 @@ def diff(
     *,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> list[Difference]:
-    """Returns the leaves in which two checkpoints differ, bit by bit; how each was cut does not matter.
+    """Returns the leaves in which two checkpoints differ, bit by bit, for any two specs.
 
     Args:
-        first: a run's checkpoints, or one of them.
-        second: the same.
-        steps: which of each run's. Default: the newest.
+        first: directory of a run's checkpoints, or of a single checkpoint.
+        second: directory to compare with the first.
+        steps: steps of the two checkpoints. Default: the newest steps.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: files have changed since they were written.
+        DamagedError: files have changed since the save.
 
     Example:
         >>> import tempfile, torch
@@ -211,15 +212,15 @@ def diff(
             elif (x.shape, x.dtype) != (y.shape, y.dtype):
                 out.append(Difference(path, f"{x.shape} {x.dtype} became {y.shape} {y.dtype}"))
             elif [c._replace(file="", start=0) for c in x.chunks] != [c._replace(file="", start=0) for c in y.chunks]:
-                out += _values(path, (one, x), (other, y))
+                out += _compare_values(path, (one, x), (other, y))
     return out
 
 
-def _count(values: Collection[Any], one: str, many: str) -> str:
+def _count_words(values: Collection[Any], one: str, many: str) -> str:
     return f"{len(values)} {one if len(values) == 1 else many}"
 
 
-def _values(
+def _compare_values(
     path: str, first: tuple[ChunkReader, StoredLeaf], second: tuple[ChunkReader, StoredLeaf]
 ) -> list[Difference]:
     leaf = first[1]
@@ -240,8 +241,8 @@ def _values(
     return [Difference(path, f"{differing} of {total} elements differ", largest)] if differing else []
 
 
-def _chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
-    """Returns the parts of a file that have changed, each once. Those of tied leaves are named by the first."""
+def _changed_chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
+    """Returns the parts of a file that have changed, each once. A part of tied leaves has the first leaf's name."""
     out: dict[int, str] = {}
     seen: set[tuple[int, int, str]] = set()
     for path, leaf in manifest.leaves.items():
@@ -250,13 +251,13 @@ def _chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
             if chunk.file != name or (chunk.start, size, chunk.sha256) in seen:
                 continue
             seen.add((chunk.start, size, chunk.sha256))
-            if _digest(reader, name, chunk.start, size) != chunk.sha256:
+            if _chunk_digest(reader, name, chunk.start, size) != chunk.sha256:
                 end = chunk.start + size
                 out[chunk.start] = f"{reader.place}/{name}: bytes {chunk.start} to {end}, of {path}, have changed"
     return list(out.values())
 
 
-def _digest(reader: ChunkReader, name: str, start: int, size: int) -> str:
+def _chunk_digest(reader: ChunkReader, name: str, start: int, size: int) -> str:
     digest = hashlib.sha256()
     buffer = host_empty((min(size, _PIECE),), torch.uint8).numpy()
     for lo in range(0, size, _PIECE):

@@ -1,10 +1,10 @@
-"""The work of all ranks for one checkpoint, from the state to its name in the directory.
+"""Work of all ranks for a checkpoint, from the state to the published directory.
 
     prepare    agree on the contents; rank 0 makes a draft, and all see it
     write      each rank its files (here, or behind the next steps from a snapshot)
     finish     all have written: rank 0 writes the manifest and gives the directory its name
 
-Each of the last two ends with a round in which ranks exchange their outcomes, so they fail together or not at all.
+Each of the last two phases ends with an exchange of outcomes, so that either all ranks fail or none.
 """
 
 import json
@@ -34,7 +34,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class SaveOptions(NamedTuple):
-    """How checkpoints are written; see `save`. `in_order`: steps below the newest are saved only with `replace`."""
+    """Options for writing checkpoints, as in `save`. `in_order`: steps below the newest need `replace`."""
 
     durable: bool
     replace: bool
@@ -46,10 +46,10 @@ class Saved(NamedTuple):
     """A checkpoint that was written.
 
     Attributes:
-        path: its directory; of an object store, its URL.
-        bytes: that this rank has written.
+        path: directory of the checkpoint, or URL in an object store.
+        bytes: number of bytes that this rank has written.
         linked: bytes of this rank's files that were linked from the checkpoint before (an object store: copied by the
-            store), as nothing in them had changed.
+            store), because the files had not changed.
     """
 
     path: pathlib.Path | str
@@ -61,15 +61,15 @@ class SaveJob(NamedTuple):
     """A checkpoint in progress.
 
     Attributes:
-        mesh: whose ranks write it.
-        step: its number.
+        mesh: mesh whose ranks write the checkpoint.
+        step: number of the checkpoint.
         user: the caller's values, copied.
         metrics: values by which checkpoints are compared.
         leaves: the leaves to save.
         boxes: the boxes of the leaves, with the ranks that write them.
-        store: the checkpoints it will be one of.
-        draft: its files.
-        options: how it is written.
+        store: checkpoints of the run.
+        draft: files of the unpublished checkpoint.
+        options: options for writing.
     """
 
     mesh: Mesh
@@ -83,20 +83,23 @@ class SaveJob(NamedTuple):
     options: SaveOptions
 
     def without_tensors(self) -> "SaveJob":
-        """The same without the state's tensors; blocks on disk are still held, so that their files stay."""
+        """Returns the job without the state's tensors.
+
+        Blocks on disk are still held, so that the files stay.
+        """
         nothing = torch.empty(0)
         return self._replace(
             leaves=[x._replace(held=nothing) if isinstance(x.held, Tensor) else x for x in self.leaves]
         )
 
     def files(self, rank: int) -> list[FilePlan]:
-        """The files of a rank."""
+        """Returns the files of a rank."""
         plans = files_of(rank, self.boxes, self.leaves, self.options.file_bytes)
         return [x._replace(name=self.draft.called(x.name)) for x in plans]
 
 
 class _Outcome(NamedTuple):
-    """A rank's outcome, as the other ranks receive it: the name and the text of its error, or the result."""
+    """Outcome of a rank, as the other ranks receive it: name and text of an error, or the result."""
 
     error: tuple[str, str] | None
     value: Any = None
@@ -112,7 +115,7 @@ def prepare(
     options: SaveOptions,
     metrics: Mapping[str, float] | None = None,
 ) -> SaveJob:
-    """Agrees on the contents, and begins a draft. Collective; rank 0 owns the store."""
+    """Agrees on the contents, and begins a draft. Collective. Rank 0 owns the store."""
     comms = comms_of(mesh)
     with told_before(comms.control):
         if step < 0:
@@ -121,9 +124,9 @@ def prepare(
         text = json.dumps(as_json(user), allow_nan=False, sort_keys=True)
         said, measured = describe(leaves), f"\nmetrics={metrics}" if metrics else ""
     agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}{measured}", ()))
-    user = from_json(json.loads(text))  # the caller may go on with it
+    user = from_json(json.loads(text))  # the caller may change the values later
     with losing_no_peer(comms):
-        made = by_first(mesh, store, comms.control.gather, _begin, store, step, os.urandom(4).hex(), options)
+        made = by_first(mesh, store, comms.control.gather, _begin_draft, store, step, os.urandom(4).hex(), options)
     if isinstance(made, Exception):
         raise made
     draft = store.draft(step, made)
@@ -145,21 +148,21 @@ def prepare(
 
 
 def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
-    """Writes this rank's files; when all have, gives the checkpoint its name. Collective.
+    """Writes this rank's files, and publishes the checkpoint when all ranks have. Collective.
 
     Args:
         job: the result of `prepare`.
-        snapshot: this rank's parts, copied; None = they are read from the state.
-        meet: gathers a value from each rank.
+        snapshot: copies of this rank's parts. None: the parts are read from the state.
+        meet: function that gathers a value from each rank.
 
     Returns:
-        The saved checkpoint; or the error that all ranks are to raise, in which case the draft is gone.
+        The saved checkpoint, or the error that all ranks must raise. After an error the draft is removed.
 
     Raises:
         RankError: another rank died.
     """
 
-    def read(part: Part) -> Any:
+    def read_part(part: Part) -> Any:
         copy = None if snapshot is None else snapshot.get(part)
         if copy is not None:
             return windows(copy, ())
@@ -167,17 +170,17 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         held: StoredValue = leaf.held
         return windows(held, local_slices(leaf, part.box))
 
-    def write() -> WrittenFile:
+    def write_parts() -> WrittenFile:
         plans = job.files(job.mesh.rank)
         size, desc = sum(plan.bytes for plan in plans), f"saving step {job.step}"
         with progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
             durable = job.options.durable
-            return write_files(job.draft, plans, read, _before(job), durable=durable, done=bar.update)
+            return write_files(job.draft, plans, read_part, _last_files(job), durable=durable, done=bar.update)
 
-    mine, own = _attempt(job.store, write)
+    mine, own = _try_work(job.store, write_parts)
     wrote = meet(mine)
-    named = by_first(job.mesh, job.store, meet, _named, job, wrote)
-    failed = _failure(wrote, own) or named
+    named = by_first(job.mesh, job.store, meet, _name_checkpoint, job, wrote)
+    failed = _find_failure(wrote, own) or named
     return failed or Saved(job.store.path(job.step), mine.value.bytes, mine.value.linked)
 
 
@@ -185,39 +188,39 @@ def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args:
     """Calls a function on rank 0 and gives its result to all ranks. Collective.
 
     Args:
-        mesh: of the ranks.
-        at: the checkpoints; explains errors of the file system.
-        meet: gathers a value from each rank.
+        mesh: mesh of the ranks.
+        at: checkpoints of the run. The store explains errors of the file system.
+        meet: function that gathers a value from each rank.
         work: the function.
-        *args: its arguments.
+        *args: arguments of the function.
 
     Returns:
-        The result, on all ranks; or the error that all ranks are to raise.
+        The result on all ranks, or the error that all ranks must raise.
 
     Raises:
         RankError: another rank died.
     """
-    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Outcome(None), None)
+    mine, own = _try_work(at, work, *args) if mesh.rank == 0 else (_Outcome(None), None)
     outcomes = meet(mine)
-    return _failure(outcomes, own) or outcomes[0].value
+    return _find_failure(outcomes, own) or outcomes[0].value
 
 
-def _named(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
-    """Gives a checkpoint its name if all ranks have written it; else removes the draft."""
+def _name_checkpoint(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
+    """Publishes a checkpoint if all ranks have written their files. Else removes the draft."""
     try:
         if all(outcome.error is None for outcome in wrote):
-            _publish(job, [outcome.value.digests for outcome in wrote])
+            _publish_draft(job, [outcome.value.digests for outcome in wrote])
     finally:
         job.draft.discard()
 
 
-def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
+def _publish_draft(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
     manifest = manifest_of(job.step, job.user, job.metrics, job.mesh, job.leaves, written)
     job.draft.publish(manifest, durable=job.options.durable, replace=job.options.replace)
 
 
-def _begin(store: Store, step: int, token: str, options: SaveOptions) -> str:
+def _begin_draft(store: Store, step: int, token: str, options: SaveOptions) -> str:
     newer = [n for n in store.steps() if n > step]
     if newer and options.in_order and not options.replace:
         raise FileExistsError(
@@ -229,8 +232,8 @@ def _begin(store: Store, step: int, token: str, options: SaveOptions) -> str:
     return token
 
 
-def _before(job: SaveJob) -> LastFiles | None:
-    """The newest checkpoint there is, if it is whole."""
+def _last_files(job: SaveJob) -> LastFiles | None:
+    """Returns the files of the newest checkpoint, or None without an intact checkpoint."""
     found = job.store.steps()
     if not found:
         return None
@@ -238,11 +241,11 @@ def _before(job: SaveJob) -> LastFiles | None:
         place = job.store.at(found[-1])
         return LastFiles(place, read_manifest(place))
     except (OSError, ValueError):
-        return None  # no files to link; a restore of it raises the error
+        return None  # no files to link: a restore of the checkpoint raises the error
 
 
-def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Outcome, Exception | None]:
-    """Runs a function whose error all ranks are to raise; gives the outcome to send, and this rank's own error."""
+def _try_work(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Outcome, Exception | None]:
+    """Calls a function, and returns the outcome to send and the local error."""
     try:
         return _Outcome(None, work(*args)), None
     except Exception as problem:
@@ -252,8 +255,8 @@ def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Outcome,
         return _Outcome((type(own).__name__, str(own))), own
 
 
-def _failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Exception | None:
-    """The error to raise: this rank's, or one like another rank's; None if all succeeded."""
+def _find_failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Exception | None:
+    """Returns the error to raise: the local error, or a copy of another rank's error. None if all succeeded."""
     if own is not None:
         return own
     for rank, told in enumerate(outcomes):

@@ -19,14 +19,14 @@ def store_of(directory: str | os.PathLike[str]) -> Store:
         directory: a path, or a URL that fsspec knows, as a string.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: a URL was made a path, which loses a slash, or its protocol is unknown.
-        ImportError: the package for its protocol is missing.
+        TypeError: the value is neither a path nor a string.
+        ValueError: a URL was converted to a path (a slash is lost), or the protocol is unknown.
+        ImportError: the package for the protocol is missing.
     """
     check_directory(directory)
     text = os.fspath(directory)
     if not isinstance(directory, str) and _BROKEN_URL.match(text):
-        raise ValueError(f"{directory!r} was a URL before it was made a path; pass it as a string.")
+        raise ValueError(f"{directory!r} was a URL before it was made a path. Pass it as a string.")
     return ObjectStore(text) if _URL.match(text) else DirectoryStore(directory)
 
 
@@ -34,12 +34,12 @@ def check_directory(directory: Any) -> None:
     """Refuses a value that is neither a path nor a URL, such as a state in swapped arguments.
 
     Raises:
-        TypeError: it is not one. The message has the right order of the arguments.
+        TypeError: the value is neither. The message shows the correct order of the arguments.
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
-            f"the directory of checkpoints comes first, save(directory, state) and restore(directory, state), and this"
-            f" is a {type(directory).__name__}; pass a path or a URL."
+            f"the directory of checkpoints must be a path or a URL, got a {type(directory).__name__}. The directory"
+            " comes first: save(directory, state) and restore(directory, state)."
         )
 
 
@@ -55,15 +55,16 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def located(directory: str | os.PathLike[str], step: int | None = None) -> Location:
-    """Returns the checkpoint at a directory, or in it.
+    """Returns the checkpoint at a directory, or in the directory.
 
     Args:
-        directory: directory of one checkpoint, or of a run's, or a URL.
-        step: which of a run's. Default: the newest.
+        directory: directory or URL of a single checkpoint, or of a run's checkpoints.
+        step: step of the checkpoint. Default: the newest step.
 
     Raises:
-        FileNotFoundError: it does not exist. The message lists those that do.
-        DamagedError: `step` is given for a directory of one checkpoint, and the manifest with its number has changed.
+        FileNotFoundError: no such checkpoint exists. The message lists the existing checkpoints.
+        DamagedError: `step` is given for the directory of a single checkpoint, but the manifest with the number has
+            changed.
     """
     store = store_of(directory)
     one = store.itself()

@@ -1,7 +1,7 @@
-"""`Manager`: the checkpoints of a run. They are written behind the steps, and old ones are removed.
+"""`Manager`: the checkpoints of a run. Files are written in the background, and old checkpoints are removed.
 
-A save is a copy of this rank's part to the host. A thread writes it while the next steps run. Ranks coordinate it on a
-communicator of its own, apart from the messages of steps. At most one save is in progress.
+A save copies this rank's part to the host. A thread writes the copy while the next steps run. Ranks coordinate the save
+on a separate communicator, so that no message of a step has to wait. At most one save is in progress.
 """
 
 import contextlib
@@ -31,25 +31,26 @@ _LOG = logging.getLogger("shardfn.checkpoint")
 
 
 class Manager:
-    """Saves at regular steps, keeps the newest checkpoints, and restores the one to resume from.
+    """Saves at regular steps, keeps the newest checkpoints, and restores the checkpoint to resume from.
 
-    All its methods but `steps` are collective over the mesh. It owns the directory until `close`, or the end of a
-    `with`.
+    All methods except `steps` are collective over the mesh. The manager owns the directory until `close`, or the end of
+    a `with`.
 
     Args:
         directory: directory of the run's checkpoints, as for `save`.
-        mesh: whose ranks save; default one device.
+        mesh: mesh whose ranks save. Default: one device.
         save_every: `save` acts at multiples of this number of steps.
-        keep_last: how many of the newest checkpoints stay.
-        keep_every: checkpoints at multiples of this number of steps stay as well. None: no others.
-        best: the name of a metric of `save(metrics=)`. The checkpoints with its best values stay as well.
+        keep_last: number of the newest checkpoints to keep.
+        keep_every: checkpoints at multiples of this number of steps are kept in addition, for example 1000, 2000, ...
+            for 1000. None: no additional checkpoints.
+        best: the name of a metric of `save(metrics=)`. The checkpoints with the best values are kept in addition.
         mode: whether the best value is the lowest, "min", or the highest, "max".
-        keep_best: how many of the best checkpoints stay.
+        keep_best: number of the best checkpoints to keep.
         background: whether files are written while the next steps run.
-        durable: whether to wait, in the background, until the disk has them.
+        durable: whether to wait, in the background, until the disk has the files.
         file_bytes: see `save`.
-        replace: whether the run replaces one that went further, as when it resumes from an older checkpoint: existing
-            steps are saved again, and newer checkpoints are removed once a save is complete.
+        replace: whether the run replaces a longer run, for example after resuming from an older checkpoint. Existing
+            steps are saved again, and newer checkpoints are removed after a complete save.
 
     Raises:
         ValueError: an argument is out of range.
@@ -102,11 +103,11 @@ class Manager:
         by = "" if best is None else f", the {mode} of {best!r}"
         agree_on_step(control, f"checkpoint.Manager, every {save_every} steps{by}")
         group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
-        self._rounds = Rounds(group, self._mesh.rank, _lost)
-        # The thread's outcome; read only after it has ended.
+        self._rounds = Rounds(group, self._mesh.rank, _lost_save)
+        # The thread's outcome, read only after the end of the thread.
         self._thread: threading.Thread | None = None
         self._done: Saved | Exception | None = None
-        # The host memory of snapshots, by part: that of the last one is filled again.
+        # The host memory of snapshots, by part. The memory of the last snapshot is filled again.
         self._buffers: dict[Part, Tensor] = {}
 
     def save(
@@ -119,22 +120,22 @@ class Manager:
         now: bool = False,
         at: str = "",
     ) -> bool:
-        """Saves a state if its step is a multiple of `save_every`.
+        """Saves a state if the step is a multiple of `save_every`.
 
-        It returns once the state is copied, which may then go into the next step. The checkpoint is complete some time
-        later.
+        The call returns once the state is copied. The state may then be passed to the next step. The checkpoint is
+        complete some time later.
 
         Args:
             tree: see `save`.
-            step: number. Default: that of the state.
+            step: number of the checkpoint. Default: the state's step.
             user: see `save`.
-            metrics: with `best=`: has the value of that metric, a number or a 0-d tensor, the same on all ranks. Others
-                are ignored. NaN is never the best.
-            now: whether to save regardless of `save_every`. Between its multiples the metric may be absent.
+            metrics: values by name, such as {"loss": 2.5}. With `best=`, the named metric must be a number or a 0-d
+                tensor, the same on all ranks. Other metrics are ignored. NaN is never the best.
+            now: whether to save regardless of `save_every`. Between multiples the metric may be absent.
             at: see `save`.
 
         Returns:
-            Whether it saves.
+            Whether the state is saved.
 
         Raises:
             Exception: the error of the previous save, which was still in progress, or an error of `save`.
@@ -148,17 +149,19 @@ class Manager:
         check_alive(tree)
         comms = comms_of(self._mesh)
         with told_before(comms.control):
-            value = self._measured(metrics, number)
+            value = self._metric_value(metrics, number)
         job = prepare(self._store, tree, at, number, user, self._mesh, self._options, value)
         if not self._background:
             with losing_no_peer(comms):
-                self._done = self._finished(job, None, comms.control.gather)
+                self._done = self._finish_write(job, None, comms.control.gather)
             self.wait()
             return True
         with losing_no_peer(comms):
-            copies = self._copied(job)
+            copies = self._copy_parts(job)
         light = job.without_tensors()
-        self._thread = threading.Thread(target=adopting(self._write), args=(light, copies), name="shardfn-checkpoint")
+        self._thread = threading.Thread(
+            target=adopting(self._start_write), args=(light, copies), name="shardfn-checkpoint"
+        )
         self._thread.start()
         return True
 
@@ -169,7 +172,7 @@ class Manager:
             The saved checkpoint, or None if no save was in progress.
 
         Raises:
-            Exception: the error of the save, which may be another rank's. It is raised once.
+            Exception: the error of the save, on this rank or another rank. An error is raised once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -189,9 +192,9 @@ class Manager:
         return self._store.steps()
 
     def best(self) -> int | None:
-        """Returns the step of the checkpoint with the best value of the metric, or None if no checkpoint has one.
+        """Returns the step of the checkpoint with the best value of the metric, or None if no checkpoint has a value.
 
-        It waits for the save in progress, so that all ranks have the same answer.
+        The call waits for the save in progress, so that all ranks have the same answer.
 
         Raises:
             ValueError: the manager has no `best=`.
@@ -206,7 +209,7 @@ class Manager:
         """Waits for a save in progress, and releases the directory.
 
         Raises:
-            Exception: the error of that save.
+            Exception: the error of the save.
         """
         try:
             self.wait()
@@ -222,10 +225,10 @@ class Manager:
             return self.close()
         try:
             self.close()
-        except Exception:  # the error of the body is the one to be seen
+        except Exception:  # the error of the body must not be hidden
             _LOG.exception("%s: the last checkpoint was not written", self._store)
 
-    def _measured(self, metrics: Mapping[str, Any] | None, step: int) -> dict[str, float]:
+    def _metric_value(self, metrics: Mapping[str, Any] | None, step: int) -> dict[str, float]:
         """Returns the value by which the checkpoint of a step is compared."""
         if self._ranking is None:
             if metrics is not None:
@@ -234,20 +237,20 @@ class Manager:
         self._ranking.forget(step)
         return self._ranking.measured(metrics, step, required=step % self._every == 0)
 
-    def _write(self, job: SaveJob, copies: dict[Part, Tensor]) -> None:
+    def _start_write(self, job: SaveJob, copies: dict[Part, Tensor]) -> None:
         try:
-            self._done = self._finished(job, copies, self._rounds.gather)
+            self._done = self._finish_write(job, copies, self._rounds.gather)
         except Exception as error:
             self._done = error
 
-    def _finished(self, job: SaveJob, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
+    def _finish_write(self, job: SaveJob, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
         done = finish(job, copies, meet)
         if isinstance(done, Exception):
             return done
-        return by_first(self._mesh, self._store, meet, self._prune, job.step) or done
+        return by_first(self._mesh, self._store, meet, self._remove_old, job.step) or done
 
-    def _prune(self, newest: int) -> None:
-        """Removes checkpoints that are not kept. Steps above `newest` are of a run that this one replaces."""
+    def _remove_old(self, newest: int) -> None:
+        """Removes checkpoints that are not kept. Steps above `newest` are of a replaced run."""
         found = self._store.steps()
         own = [n for n in found if n <= newest]
         best = [] if self._ranking is None else self._ranking.first(own, self._keep_best)
@@ -255,8 +258,8 @@ class Manager:
         for number in [*(n for n in found if n > newest and self._options.replace), *left]:
             self._store.remove(number)
 
-    def _copied(self, job: SaveJob) -> dict[Part, Tensor]:
-        """Copies of this rank's parts in memory. Blocks on disk need no copy, as they do not change."""
+    def _copy_parts(self, job: SaveJob) -> dict[Part, Tensor]:
+        """Copies this rank's parts in memory. Blocks on disk never change, so no copy is made."""
         out: dict[Part, Tensor] = {}
         with torch.no_grad(), on_host():
             for part in (p for plan in job.files(job.mesh.rank) for p in plan.parts):
@@ -272,7 +275,7 @@ class Manager:
 
 
 def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None, best: Collection[int] = ()) -> list[int]:
-    """Which checkpoints go: those that are neither among the last, nor at a multiple, nor among the best.
+    """Returns the checkpoints to remove: not among the last, not at a multiple, and not among the best.
 
     Example:
         >>> to_remove([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
@@ -283,7 +286,7 @@ def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None, best
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the step of the newest complete checkpoint of a directory, or None if it has no complete one.
+    """Returns the step of the newest complete checkpoint of a directory, or None without a complete checkpoint.
 
     Example:
         >>> import tempfile
@@ -294,7 +297,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     return found[-1] if found else None
 
 
-def _lost(error: BaseException) -> RankError:
+def _lost_save(error: BaseException) -> RankError:
     return RankError(
         f"another rank failed while a checkpoint was written ({type(error).__name__}). It has no name, so it does not"
         " count; those before it do."

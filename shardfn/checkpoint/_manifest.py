@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: each leaf by path, as chunks of a logical tensor in safetensors files.
 
-A manifest that `decoded` has admitted is consistent: chunks lie inside their leaf, do not overlap and cover it; byte
-ranges lie inside their file and have the bytes of their shapes. So a reader never asks for more bytes than the files
-have. A file's name is one component, without a slash: it cannot lead out of the directory.
+A manifest that `decoded` has accepted is consistent. The chunks of a leaf cover the leaf without overlap. Byte ranges
+are inside the file, and have the sizes of the shapes. So a reader never asks for more bytes than the files have. A
+file's name is one component without a slash, so no name leads out of the directory.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ class StoredChunk(NamedTuple):
     """A box of a leaf, row-major in a range of a file.
 
     Attributes:
-        offset: where it begins in the leaf, along each dim.
-        shape: shape.
-        file: the file's name, in the checkpoint's directory.
+        offset: index of the first element in the leaf, along each dim.
+        shape: shape of the box.
+        file: name of the file, in the checkpoint's directory.
         start: first byte in the file.
-        sha256: sha256 of its bytes.
+        sha256: digest of the bytes.
     """
 
     offset: tuple[int, ...]
@@ -54,13 +54,13 @@ class StoredChunk(NamedTuple):
 
 
 class StoredLeaf(NamedTuple):
-    """A logical tensor: a leaf of the tree, put together from all ranks.
+    """Logical tensor: a leaf of the tree, assembled from all ranks.
 
     Attributes:
-        shape: global.
-        dtype: dtype as torch calls it.
-        spec: the axes along which each dim was cut when it was saved; only chunks locate its bytes.
-        chunks: boxes that cover it.
+        shape: global shape.
+        dtype: torch's name of the dtype, such as "bfloat16".
+        spec: mesh axes that cut each dim in the saving run. Readers use only the chunks.
+        chunks: boxes that cover the leaf.
     """
 
     shape: tuple[int, ...]
@@ -70,12 +70,12 @@ class StoredLeaf(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of an element."""
         return DTYPES[self.dtype].itemsize
 
 
 class File(NamedTuple):
-    """A safetensors file: its bytes, those of its header, and the digest of the header."""
+    """Safetensors file: total bytes, bytes of the header, and digest of the header."""
 
     bytes: int
     header: int
@@ -86,12 +86,12 @@ class Manifest(NamedTuple):
     """The contents of a checkpoint.
 
     Attributes:
-        step: the number under which it was saved.
+        step: number of the checkpoint.
         user: the caller's values, of JSON's types, or floats that JSON lacks.
-        mesh: axes and sizes of the mesh that saved it.
+        mesh: axes and sizes of the saving mesh, for example {"dp": 4, "tp": 2}.
         leaves: leaves by path.
         files: files by name.
-        metrics: by which checkpoints are compared, by name.
+        metrics: values by which checkpoints are compared, by name.
     """
 
     step: int
@@ -103,7 +103,7 @@ class Manifest(NamedTuple):
 
 
 def encoded(manifest: Manifest) -> str:
-    """Returns the text of a manifest: JSON whose last entry is the digest of the others.
+    """Returns the text of a manifest: JSON with a digest of all other entries at the end.
 
     Raises:
         TypeError: `user` is not a JSON value.
@@ -119,19 +119,19 @@ def encoded(manifest: Manifest) -> str:
     }
     if manifest.metrics:
         body["metrics"] = as_json(dict(manifest.metrics), "metrics")
-    return _sealed(body)
+    return _seal_body(body)
 
 
 def decoded(text: str, where: str) -> Manifest:
     """Parses a manifest from an untrusted text.
 
     Args:
-        text: the file.
-        where: name, for errors.
+        text: contents of the file.
+        where: name of the file, for errors.
 
     Raises:
-        DamagedError: it has changed since it was written, or contradicts itself. The message lists the contradictions.
-        ValueError: it is of a newer version.
+        DamagedError: the text has changed since the save, or contradicts itself. The message lists the contradictions.
+        ValueError: the manifest is of a newer version.
     """
     try:
         body = json.loads(text)
@@ -140,11 +140,11 @@ def decoded(text: str, where: str) -> Manifest:
         number = body.get("format")
         if isinstance(number, int) and number > FORMAT:
             raise ValueError(
-                f"{where} has format {number}, and this version of shardfn reads up to {FORMAT}; install a newer one."
+                f"{where} has format {number}, and this version of shardfn reads up to {FORMAT}. Install a newer one."
             )
         seal = body.pop("sha256", None)
         # The text too: a byte that JSON reads as the same thing has changed all the same.
-        intact = isinstance(seal, str) and _sealed(body) == text
+        intact = isinstance(seal, str) and _seal_body(body) == text
     except (json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as problem:
         raise DamagedError(
             f"{where} differs from the data that was written ({problem}). Take another checkpoint."
@@ -153,88 +153,95 @@ def decoded(text: str, where: str) -> Manifest:
         raise DamagedError(f"{where} has changed since it was written. Take another checkpoint.")
     try:
         manifest = Manifest(
-            _count(body["step"]),
+            _parse_count(body["step"]),
             from_json(body["user"]),
-            {_axis(axis): _count(size) for axis, size in body["mesh"].items()},
-            {p: _leaf(x) for p, x in body["leaves"].items()},
-            _files(body["files"]),
-            _metrics(body.get("metrics", {})),
+            {_parse_axis(axis): _parse_count(size) for axis, size in body["mesh"].items()},
+            {p: _parse_leaf(x) for p, x in body["leaves"].items()},
+            _parse_files(body["files"]),
+            _parse_metrics(body.get("metrics", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
         raise DamagedError(f"{where} is not in the form of format {FORMAT}: {problem!r}.") from None
-    problems = [*_misplaced(manifest), *_clashes(manifest)]
+    problems = [*_find_misplaced(manifest), *_find_clashes(manifest)]
     if problems:
         raise DamagedError("\n".join([f"{where} contradicts itself:", *(f"  - {p}" for p in problems[:20])]))
     return manifest
 
 
 def nbytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of a tensor."""
+    """Returns the bytes of a tensor."""
     return math.prod(shape) * itemsize
 
 
-def _sealed(body: dict[str, Any]) -> str:
+def _seal_body(body: dict[str, Any]) -> str:
     text = json.dumps(body, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{text[:-1]},"sha256":"{digest}"}}\n'
 
 
-def _leaf(x: Any) -> StoredLeaf:
+def _parse_leaf(x: Any) -> StoredLeaf:
     if x["dtype"] not in DTYPES:
         raise ValueError(f"dtype {x['dtype']!r} is not known")
-    spec = tuple(tuple(_axis(axis) for axis in axes) for axes in x["spec"])
-    return StoredLeaf(_counts(x["shape"]), x["dtype"], spec, tuple(_chunk(c) for c in x["chunks"]))
+    spec = tuple(tuple(_parse_axis(axis) for axis in axes) for axes in x["spec"])
+    return StoredLeaf(_parse_shape(x["shape"]), x["dtype"], spec, tuple(_parse_chunk(c) for c in x["chunks"]))
 
 
-def _chunk(x: Any) -> StoredChunk:
+def _parse_chunk(x: Any) -> StoredChunk:
     return StoredChunk(
-        _counts(x["offset"]), _counts(x["shape"]), _name(x["file"]), _count(x["start"]), _digest(x["sha256"])
+        _parse_shape(x["offset"]),
+        _parse_shape(x["shape"]),
+        _parse_name(x["file"]),
+        _parse_count(x["start"]),
+        _parse_digest(x["sha256"]),
     )
 
 
-def _files(x: Any) -> dict[str, File]:
-    return {_name(n): File(_count(f["bytes"]), _count(f["header"]), _digest(f["sha256"])) for n, f in x.items()}
+def _parse_files(x: Any) -> dict[str, File]:
+    return {
+        _parse_name(n): File(_parse_count(f["bytes"]), _parse_count(f["header"]), _parse_digest(f["sha256"]))
+        for n, f in x.items()
+    }
 
 
-def _metrics(x: Any) -> dict[str, float]:
+def _parse_metrics(x: Any) -> dict[str, float]:
     found = from_json(x)
     if not isinstance(found, dict) or not all(isinstance(value, float) for value in found.values()):
-        raise ValueError(f"{str(x)[:80]} are no metrics")
+        raise ValueError(f"metrics must be numbers by name, got {str(x)[:80]}")
     return found
 
 
-def _count(x: Any) -> int:
+def _parse_count(x: Any) -> int:
     if type(x) is not int or not 0 <= x < 1 << 63:
-        raise ValueError(f"{x!r} is no count")
+        raise ValueError(f"a count must be an integer from 0 to 2^63 - 1, got {x!r}")
     return x
 
 
-def _counts(x: Any) -> tuple[int, ...]:
+def _parse_shape(x: Any) -> tuple[int, ...]:
     if not isinstance(x, list) or len(x) > _MAX_DIMS:
-        raise ValueError(f"{str(x)[:80]} is no shape")
-    return tuple(map(_count, x))
+        raise ValueError(f"a shape must be a list of counts, got {str(x)[:80]}")
+    return tuple(map(_parse_count, x))
 
 
-def _axis(x: Any) -> str:
+def _parse_axis(x: Any) -> str:
     if not isinstance(x, str):
-        raise ValueError(f"{str(x)[:80]} is no axis")
+        raise ValueError(f"an axis must be a string, got {str(x)[:80]}")
     return x
 
 
-def _name(x: Any) -> str:
+def _parse_name(x: Any) -> str:
     if not isinstance(x, str) or not _FILE.fullmatch(x):
         raise ValueError(f"{str(x)[:80]!r} is no name of a file of a checkpoint")
     return x
 
 
-def _digest(x: Any) -> str:
+def _parse_digest(x: Any) -> str:
     if not isinstance(x, str) or not _DIGEST.fullmatch(x):
         raise ValueError(f"{str(x)[:80]!r} is no digest")
     return x
 
 
-def _misplaced(manifest: Manifest) -> list[str]:
-    """Chunks that are outside of their leaf or file, and leaves that are not covered once."""
+def _find_misplaced(manifest: Manifest) -> list[str]:
+    """Returns the chunks outside of a leaf or file, and the leaves that chunks do not cover exactly once."""
     out: list[str] = []
     for path, leaf in manifest.leaves.items():
         before = len(out)
@@ -245,18 +252,18 @@ def _misplaced(manifest: Manifest) -> list[str]:
                 out.append(f"{path} of shape {leaf.shape}: the chunk at {c.offset} of shape {c.shape} is outside")
             elif c.file not in manifest.files:
                 out.append(f"{path}: {c.file} is not among the files")
-            elif not _inside(c, leaf.itemsize, manifest.files[c.file]):
+            elif not _is_inside(c, leaf.itemsize, manifest.files[c.file]):
                 out.append(f"{path}: bytes from {c.start} on are outside of {c.file}")
-        if len(out) == before and not _covers(leaf):
+        if len(out) == before and not _is_covered(leaf):
             out.append(f"{path} of shape {leaf.shape}: its chunks overlap or leave a part out")
     return out
 
 
-def _inside(chunk: StoredChunk, itemsize: int, file: File) -> bool:
+def _is_inside(chunk: StoredChunk, itemsize: int, file: File) -> bool:
     return file.header <= chunk.start and chunk.start + nbytes(chunk.shape, itemsize) <= file.bytes
 
 
-def _covers(leaf: StoredLeaf) -> bool:
+def _is_covered(leaf: StoredLeaf) -> bool:
     """Returns whether the chunks cover the leaf without overlap."""
     if sum(math.prod(c.shape) for c in leaf.chunks) != math.prod(leaf.shape):
         return False
@@ -271,8 +278,8 @@ def _covers(leaf: StoredLeaf) -> bool:
     return True
 
 
-def _clashes(manifest: Manifest) -> list[str]:
-    """Ranges of a file that overlap, and bytes that no leaf has; tied leaves share a range."""
+def _find_clashes(manifest: Manifest) -> list[str]:
+    """Returns ranges of a file that overlap, and bytes without a leaf. Tied leaves may share a range."""
     spans: dict[str, set[tuple[int, int]]] = {name: set() for name in manifest.files}
     for leaf in manifest.leaves.values():
         for c in leaf.chunks:

@@ -1,4 +1,4 @@
-"""Which leaves of a checkpoint a leaf of a tree is read from: by path, or layer by layer where one side is stacked.
+"""Finds the leaves of a checkpoint to read: by path, or layer by layer where one side is stacked.
 
 the tree has                          the checkpoint has
 params['blocks']['w']    [L, a, b]    params['blocks'][0]['w'], ... of shape [a, b]: a pile of them
@@ -19,7 +19,7 @@ from shardfn.core import did_you_mean
 from ._manifest import Manifest, StoredLeaf
 from ._read import BoxReader, dtype_of
 
-# From the path of a leaf of the tree to its path in the checkpoint. None: the leaf keeps its value.
+# From the path of a leaf in the tree to the path in the checkpoint. None: the leaf keeps its value.
 Rename = Callable[[str], str | None]
 _INDEX = re.compile(r"\[(\d+)\]", re.ASCII)
 
@@ -29,12 +29,12 @@ class Recuts(Protocol):
 
     @property
     def at(self) -> frozenset[int]:
-        """Which leaves of the tree."""
+        """Returns the numbers of the leaves in the tree."""
         ...
 
     @property
     def paths(self) -> frozenset[str]:
-        """Which of the checkpoint they are made of."""
+        """Returns the paths of the source leaves in the checkpoint."""
         ...
 
 
@@ -43,16 +43,16 @@ class Kinds(Protocol):
 
     @property
     def keeps_some(self) -> bool:
-        """Returns whether some state goes on, and it is known which."""
+        """Returns whether a state is continued, and the match is unambiguous."""
         ...
 
     def text(self) -> str:
-        """Returns the states that go on, begin anew and are left out, in words."""
+        """Returns a text with the states that are continued, initialized and left out."""
         ...
 
 
 class Target(NamedTuple):
-    """A leaf of the tree: its path, entry by entry, shape and dtype."""
+    """Leaf of the tree: path entry by entry, shape and dtype."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
@@ -65,13 +65,13 @@ class Target(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a leaf is read from.
+    """Source of a leaf in a checkpoint.
 
     Attributes:
         paths: paths of leaves of the checkpoint.
-        leaves: them. Several are layers, piled.
-        row: row of a single one, which row of dim 0 it is. None: all of it.
-        piled: whether the leaves are the rows of dim 0.
+        leaves: leaves at the paths. Several leaves are layers of a stack.
+        row: row of dim 0, if the leaf is a layer of a stacked leaf. None: the whole leaf.
+        piled: whether the leaves are stacked along dim 0.
     """
 
     paths: tuple[str, ...]
@@ -81,13 +81,13 @@ class Source(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape that the leaf has."""
+        """Returns the shape of the leaf."""
         one = self.leaves[0].shape
         return (len(self.leaves), *one) if self.piled else one if self.row is None else one[1:]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype that it has in the checkpoint."""
+        """Returns the dtype in the checkpoint."""
         return dtype_of(self.leaves[0])
 
     def read(self, reader: BoxReader, box: Box, out: Tensor, *, check: bool = True) -> None:
@@ -121,10 +121,10 @@ def matched(
         manifest: manifest of the checkpoint.
         at: the prefix of the tree's paths.
         rename: paths of the tree -> paths of the checkpoint.
-        partial: whether leaves that only one side has are passed over.
+        partial: whether leaves that only one side has are ignored.
         cast: whether values may be rounded.
-        but: leaves to leave out, which are converted elsewhere.
-        keep: prefixes of paths. Leaves there keep their values, and those of the checkpoint are ignored.
+        but: leaves to skip, because other code converts them.
+        keep: prefixes of paths. Leaves there keep the current values, and the checkpoint's leaves are ignored.
         left: leaves of the checkpoint that are left out.
     """
     problems = [
@@ -140,7 +140,7 @@ def matched(
             if not partial:
                 problems.append(f"{target.path} is not in the checkpoint, as {found}.{did_you_mean(found, free)}")
         elif found is not None:
-            problems += _unlike(target, found, cast)
+            problems += _find_mismatch(target, found, cast)
     extra = [p for p in free if p.startswith(at) and not p.startswith(tuple(keep))]
     if not partial:
         problems += _layers_left(sources)
@@ -149,7 +149,7 @@ def matched(
 
 
 def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
-    """`rename`, with None for the paths under `keep`."""
+    """Returns `rename`, with None for the paths under `keep`."""
     if not keep:
         return rename
     return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)
@@ -163,21 +163,21 @@ def remedy(
     but: Recuts,
     kinds: Kinds,
 ) -> str:
-    """How to read a checkpoint whose leaves are not those of the tree: the arguments of `restore` that do it.
+    """Returns the arguments of `restore` that would read a checkpoint with other leaves than the tree.
 
     Args:
         targets: the leaves of the tree.
         sources: sources as `matched` found them.
         manifest: manifest of the checkpoint.
         at: the prefix of the tree's paths.
-        but: leaves to leave out, which are converted elsewhere.
+        but: leaves to skip, because other code converts them.
         kinds: the states of the optimizer, paired by their fields.
     """
     used = but.paths.union(path for x in sources if x is not None for path in x.paths)
     extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
     pairs = zip(targets, sources, strict=True)
     missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in but.at]
-    moved = _moved(missing, set(extra))
+    moved = _moved_prefixes(missing, set(extra))
     if moved is not None and len(missing) == len(extra):
         old, new = moved
         return (
@@ -201,7 +201,7 @@ def remedy(
     )
 
 
-def _moved(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
+def _moved_prefixes(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
     """Returns the beginnings of paths, here and in the checkpoint, by which all missing leaves are found.
 
     None if none are.
@@ -216,7 +216,7 @@ def _moved(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Returns whether every value of a dtype is one of another, of the same sort.
+    """Returns whether a dtype represents every value of another dtype of the same sort.
 
     Example:
         >>> pairs = (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.int32, torch.float64)
@@ -239,13 +239,13 @@ def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Sour
         return None
     if path in manifest.leaves:
         return Source((path,), (manifest.leaves[path],))
-    for row, layer in _without_index(target.parts):
+    for row, layer in _stack_candidates(target.parts):
         found = asked(layer, rename)
         leaf = None if found is None else manifest.leaves.get(found)
         if found is not None and leaf is not None and leaf.shape[1:] == target.shape and row < (*leaf.shape, 0)[0]:
             return Source((found,), (leaf,), row=row)
     for k in range(len(target.parts), 0, -1):
-        found = _layers(target, k, manifest, rename)
+        found = _find_layers(target, k, manifest, rename)
         if found is not None:
             return found
     return path
@@ -257,15 +257,15 @@ def asked(parts: Sequence[str], rename: Rename | None) -> str | None:
     return path if rename is None else rename(path)
 
 
-def _without_index(parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields the path of the stack that a path may be a layer of, and which layer."""
+def _stack_candidates(parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields the possible stacks of a layer: the index of the layer, and the path of the stack."""
     for k, part in enumerate(parts):
         if index := _INDEX.fullmatch(part):
             yield int(index[1]), (*parts[:k], *parts[k + 1 :])
 
 
-def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -> Source | None:
-    """Returns the layers of a stack, if the checkpoint has all of them, and no more, with an index before entry `k`."""
+def _find_layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -> Source | None:
+    """Returns the layers of a stack, if the checkpoint has exactly these layers, with an index before entry `k`."""
     if not target.shape:
         return None
     paths = []
@@ -280,7 +280,7 @@ def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -
 
 
 def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
-    """Stacks of the checkpoint with layers that the tree lacks."""
+    """Returns the stacks of the checkpoint with layers that the tree lacks."""
     rows: dict[tuple[str, int], set[int]] = {}
     for x in sources:
         if isinstance(x, Source) and x.row is not None:
@@ -292,7 +292,7 @@ def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
     ]
 
 
-def _unlike(target: Target, found: Source, cast: bool) -> list[str]:
+def _find_mismatch(target: Target, found: Source, cast: bool) -> list[str]:
     if found.shape != target.shape:
         return [f"{target.path} is {target.shape} here, but {found.shape} in the checkpoint ({found.paths[0]})"]
     if not cast and not is_lossless(found.dtype, target.dtype):

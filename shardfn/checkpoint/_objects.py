@@ -2,12 +2,12 @@
 
     writer.json                                         the token of the job that came last, which may publish
     step_000100/draft-5f3a91c0                          a checkpoint of that number is being written
-    step_000100/params-00003-0001-5f3a91c0.safetensors  its files
+    step_000100/params-00003-0001-5f3a91c0.safetensors  the files
     step_000100/manifest.json                           put last, as one object: from now on the checkpoint is complete
 
-An object store has no rename, so the manifest makes a checkpoint complete, and files have the draft's token in their
-names: one that gives way is complete until the new manifest replaces its own. It has no lock that ends with its holder
-either, so a later job takes the store over, and the earlier one gets an error when it publishes.
+An object store has no rename, so the manifest makes a checkpoint complete, and file names contain the draft's token. An
+old checkpoint stays complete until the new manifest replaces the old manifest. An object store also lacks locks that
+end with the process. So a later job takes the store over, and the earlier job gets an error at the next publication.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ._manifest import Manifest, decoded, encoded
 from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manifest, step_name, there_already
 
 _WRITER = "writer.json"
-# Objects that drafts write. Others are never removed.
+# Objects that drafts write. Other objects are never removed.
 _OURS = re.compile(r"draft-[0-9a-f]{8}|.+-[0-9a-f]{8}\.safetensors", re.ASCII)
 
 
@@ -35,13 +35,13 @@ class ObjectSource:
         self._fs, self._path = fs, path
 
     def into(self, data: Bytes, start: int) -> int:
-        """Reads bytes from `start` on; how many they were."""
+        """Reads bytes from `start` on, and returns the number of bytes read."""
         got = np.frombuffer(self._fs.cat_file(self._path, start=start, end=start + len(data)), np.uint8)
         data[: len(got)] = got[: len(data)]
         return min(len(got), len(data))
 
     def close(self) -> None:
-        """Does nothing: it holds no resources."""
+        """Does nothing, because no resources are held."""
 
 
 class ObjectPlace:
@@ -49,7 +49,7 @@ class ObjectPlace:
 
     Args:
         fs: an fsspec file system.
-        root: the prefix of their names, without a protocol.
+        root: prefix of the objects' names, without a protocol.
     """
 
     def __init__(self, fs: Any, root: str) -> None:
@@ -68,7 +68,7 @@ class ObjectPlace:
         return self.fs.cat_file(f"{self.root}/{MANIFEST}")
 
     def opened(self, name: str, size: int) -> ObjectSource:
-        """Looks an object up."""
+        """Looks up an object."""
         there = self.size(name)
         if there < 0:
             raise damaged(f"{self}/{name} is gone")
@@ -89,11 +89,11 @@ class ObjectPlace:
         return self.size(MANIFEST) >= 0
 
     def named(self) -> set[str]:
-        """Returns the objects that its manifest lists, empty without a manifest.
+        """Returns the objects that the manifest lists. Empty without a manifest.
 
         Raises:
-            DamagedError: the manifest has changed since it was written.
-            ValueError: it is of a newer version.
+            DamagedError: the manifest has changed since the save.
+            ValueError: the manifest is of a newer version.
         """
         return set(read_manifest(self).files) if self.complete() else set()
 
@@ -107,25 +107,25 @@ class ObjectDraft(ObjectPlace):
 
     @property
     def marker(self) -> str:
-        """Returns the object that marks it as begun."""
+        """Returns the path of the object that marks the draft as started."""
         return f"{self.root}/draft-{self._token}"
 
     def seen(self) -> bool:
-        """Returns whether this rank sees the marker: stores show an object to all from when it was put."""
+        """Returns whether this rank sees the marker: stores show an object to all clients after the put."""
         self.fs.invalidate_cache()
         return self.fs.exists(self.marker)
 
     def called(self, name: str) -> str:
-        """Returns the name with the draft's token in it."""
+        """Returns the name with the draft's token."""
         stem, dot, kind = name.rpartition(".")
         return f"{stem}-{self._token}{dot}{kind}"
 
     def create(self, name: str) -> Any:
-        """Returns a new object. One that is left half-written is in no manifest."""
+        """Returns a new object. No manifest lists a half-written object."""
         return self.fs.open(f"{self.root}/{name}", "wb")
 
     def take(self, other: Location, old: str, name: str) -> bool:
-        """Returns a copy that the store makes by itself."""
+        """Copies an object inside the store, without a download."""
         if not isinstance(other, ObjectPlace) or other.fs is not self.fs:
             return False
         self.fs.cp_file(f"{other.root}/{old}", f"{self.root}/{name}")
@@ -135,7 +135,7 @@ class ObjectDraft(ObjectPlace):
         """Does nothing: a put returns when the store has the object."""
 
     def publish(self, manifest: Manifest, *, durable: bool, replace: bool) -> None:
-        """Puts the manifest, in place of an existing one, and removes the files of that one."""
+        """Puts the manifest, in place of an existing one, and removes the files of the old manifest."""
         text = encoded(manifest)
         decoded(text, str(self))  # an unreadable manifest must not be put
         self._store.check_owner()
@@ -149,21 +149,21 @@ class ObjectDraft(ObjectPlace):
         self._store.tidy(self.root)
 
     def discard(self) -> None:
-        """Removes this draft's objects, unless a manifest has them: a put that failed may have arrived."""
+        """Removes this draft's objects, unless a manifest lists the objects: a failed put may have arrived."""
         with contextlib.suppress(OSError):  # the next writer removes the remains
             kept = self.named()
-            mine = [p for p in _below(self.fs, self.root) if p == self.marker or f"-{self._token}." in p]
-            _remove(self.fs, [p for p in mine if p.rpartition("/")[2] not in kept])
+            mine = [p for p in _paths_below(self.fs, self.root) if p == self.marker or f"-{self._token}." in p]
+            _remove_objects(self.fs, [p for p in mine if p.rpartition("/")[2] not in kept])
 
 
 class ObjectStore:
     """A run's checkpoints in an object store.
 
     Args:
-        url: where; credentials are fsspec's matter: its configuration, or the environment.
+        url: URL of the run, such as "s3://bucket/run". Credentials are configured for fsspec, or in the environment.
 
     Raises:
-        ImportError: the package for its protocol is missing; the message names it.
+        ImportError: the package for the protocol is missing. The message has the name of the package.
         ValueError: no such protocol.
     """
 
@@ -183,7 +183,7 @@ class ObjectStore:
         return sorted(int(m[1]) for name in names if (m := STEP.fullmatch(name)))
 
     def at(self, step: int) -> ObjectPlace:
-        """Returns the one of a step."""
+        """Returns the checkpoint of a step."""
         return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
 
     def itself(self) -> ObjectPlace:
@@ -191,11 +191,11 @@ class ObjectStore:
         return ObjectPlace(self.fs, self.root)
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """Returns the error of a step that is not among those that were found."""
+        """Returns the error of a step that the store lacks."""
         return no_checkpoint(self, step, found)
 
     def path(self, step: int) -> str:
-        """Returns the URL of the one of a step."""
+        """Returns the URL of the checkpoint of a step."""
         return str(self.at(step))
 
     @contextlib.contextmanager
@@ -203,22 +203,22 @@ class ObjectStore:
         """Takes the store over while the body runs, and removes remains of earlier jobs."""
         self.fs.makedirs(self.root, exist_ok=True)
         self.fs.pipe_file(f"{self.root}/{_WRITER}", self._token.encode())
-        for path in sorted({p.rpartition("/")[0] for p in _below(self.fs, self.root)}):
+        for path in sorted({p.rpartition("/")[0] for p in _paths_below(self.fs, self.root)}):
             if STEP.fullmatch(path.rpartition("/")[2]) and path.rpartition("/")[0] == self.root:
                 self.tidy(path)
         try:
             yield
         finally:
-            if self._owner() == self._token.encode():
+            if self._owner_object() == self._token.encode():
                 self.fs.rm_file(f"{self.root}/{_WRITER}")
 
     def check_owner(self) -> None:
         """Raises if another job has taken the store over.
 
         Raises:
-            InUseError: it has.
+            InUseError: another job owns the store.
         """
-        if self._owner() != self._token.encode():
+        if self._owner_object() != self._token.encode():
             raise InUseError(
                 f"another job has begun to write checkpoints to {self}: this one publishes none any more. Give each job"
                 " a URL of its own, or end that one and start this one again."
@@ -238,40 +238,45 @@ class ObjectStore:
         return ObjectDraft(self, step, token)
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint: its manifest first."""
+        """Removes a checkpoint, beginning with the manifest."""
         self.fs.rm_file(f"{self.at(step).root}/{MANIFEST}")
         self.tidy(self.at(step).root)
 
     def tidy(self, root: str) -> None:
-        """Removes our objects below a step that its manifest does not list. Nothing if the manifest cannot be read."""
+        """Removes our objects below a step that the manifest does not list.
+
+        An unreadable manifest stops the removal.
+        """
         try:
             kept = ObjectPlace(self.fs, root).named()
         except (OSError, ValueError):
             return  # damaged, or of a newer version: left for inspection
-        left = [p for p in _below(self.fs, root) if _OURS.fullmatch(name := p.rpartition("/")[2]) and name not in kept]
-        _remove(self.fs, left)
+        left = [
+            p for p in _paths_below(self.fs, root) if _OURS.fullmatch(name := p.rpartition("/")[2]) and name not in kept
+        ]
+        _remove_objects(self.fs, left)
         if not kept and self.fs.isdir(root):  # file systems have directories, which may be empty
             with contextlib.suppress(OSError):
                 self.fs.rmdir(root)
 
     def explained(self, problem: OSError) -> OSError:
-        """Returns the same error, explained for checkpoints where that is possible."""
+        """Returns the error with an explanation for checkpoints, where possible."""
         if type(problem) is PermissionError:
             return PermissionError(problem.errno, f"{self} cannot be written to ({problem}): check the credentials.")
         return problem
 
-    def _owner(self) -> bytes:
+    def _owner_object(self) -> bytes:
         try:
             return self.fs.cat_file(f"{self.root}/{_WRITER}")
         except FileNotFoundError:
             return b""
 
 
-def _below(fs: Any, root: str) -> list[str]:
+def _paths_below(fs: Any, root: str) -> list[str]:
     fs.invalidate_cache()
     return list(fs.find(root))
 
 
-def _remove(fs: Any, paths: Sequence[str]) -> None:
+def _remove_objects(fs: Any, paths: Sequence[str]) -> None:
     for path in paths:
         fs.rm_file(path)

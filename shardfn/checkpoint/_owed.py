@@ -1,12 +1,13 @@
-"""Errors of compression from one cut of a leaf to another: by other axes, by other ranks, layers stacked or in a list.
+"""Converts error-feedback residuals from one spec to another: other axes, other ranks, layers stacked or in a list.
 
 For a leaf of shape S, in T blocks along the axes that are not averaged over, P ranks keep
 
     worker [P, T N]    server [T N]
 
-where each of the T rows of N begins with its block, row-major. Laid out over the leaf they are `[P, *S]` and `[*S]`,
-the same in every cut: they are read into this form, and cut anew. Where P changes, every new rank gets the mean of the
-old ranks' errors, as in `optim.rebalanced`.
+where each of the T rows of N begins with its block, row-major. In the shape of the leaf the residuals are `[P, *S]` and
+`[*S]`, equal for every spec. So residuals are read into the shape of the leaf, and then cut again. Where P changes,
+every new rank gets the mean of the old ranks' errors, as in `optim.rebalanced`. For example, all ranks of a new run
+with P = 2 get the mean of 4 old errors.
 """
 
 import itertools
@@ -28,7 +29,7 @@ _FIELDS = Residual._fields
 
 
 class _Layer(NamedTuple):
-    """A leaf of the checkpoint with its errors by name and its blocks. `row` is a row of dim 0, None = all of it."""
+    """Leaf of the checkpoint, with blocks and with errors by name. `row` is a row of dim 0. None: all rows."""
 
     shape: tuple[int, ...]
     blocks: list[Box]
@@ -37,16 +38,16 @@ class _Layer(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """The errors of a leaf of the tree.
+    """Errors of compression of a leaf of the tree.
 
     Attributes:
-        at: the numbers of its leaves among those of the tree, worker and server.
-        paths: paths of the checkpoint's leaves that they are made of.
+        at: numbers of the worker and server leaves in the tree.
+        paths: paths of the source leaves in the checkpoint.
         like: the errors in the layout of the tree.
         shape: shape of the leaf.
-        blocks: the blocks that it is cut into here.
-        layers: sources in the checkpoint. Several are piled along dim 0.
-        piled: whether the layers are piled.
+        blocks: blocks of the leaf under the tree's spec.
+        layers: sources in the checkpoint. Several sources are stacked along dim 0.
+        piled: whether the layers are stacked.
     """
 
     at: tuple[int, ...]
@@ -63,17 +64,17 @@ class Owed(NamedTuple):
         return not self.piled and self.layers[0].row is None and self.layers[0].blocks == self.blocks
 
     def read(self, reader: BoxReader) -> list[Any]:
-        """Worker and server, in the cut of here."""
+        """Returns the worker and server errors, cut for the tree."""
         out = []
         for name, like in zip(_FIELDS, self.like, strict=True):
             if not hasattr(like, "shape"):  # the compressor keeps none
                 continue
-            parts = [_laid_out(x, x.errors[name], reader) for x in self.layers]
+            parts = [_lay_out_error(x, x.errors[name], reader) for x in self.layers]
             dense = torch.stack(parts, dim=1) if self.piled else parts[0]
             rows = like.shape[0] if name == "worker" else 1
             if len(dense) != rows:
                 dense = (dense.sum(0) / len(dense)).expand(rows, *self.shape)
-            whole = _cut(dense, self.blocks, like.shape[-1]).view(tuple(like.shape))
+            whole = _cut_rows(dense, self.blocks, like.shape[-1]).view(tuple(like.shape))
             out.append(shard(whole, like.spec, like.mesh) if isinstance(like, GlobalTensor) else whole.to(like.device))
         return out
 
@@ -81,14 +82,14 @@ class Owed(NamedTuple):
 def owed(
     state: Any, index: Any, targets: Mapping[int, Target], manifest: Manifest, rename: Rename | None
 ) -> list[Owed]:
-    """Returns the errors in a checkpoint for each leaf that a state compresses, empty if they cannot be determined.
+    """Returns the errors in a checkpoint for each leaf that a state compresses, empty if unknown.
 
     Args:
-        state: one whose `residual` is a tree like that of its moments.
-        index: the same with numbers of leaves in the place of leaves.
+        state: optimizer state with a `residual` for each leaf of the moments.
+        index: tree like `state`, with numbers of leaves in the place of leaves.
         targets: the leaves by number.
         manifest: manifest of the checkpoint.
-        rename: function from paths of the tree to those of the checkpoint.
+        rename: function from paths of the tree to paths of the checkpoint.
     """
     if not hasattr(state, "adam"):  # 1-bit LAMB's messages are of several leaves
         return []
@@ -100,10 +101,10 @@ def owed(
     for name, (like, at) in zip(names, pairs, strict=True):
         if not _is_residual(like) or name not in moments:
             return []
-        if not hasattr(like.worker, "shape"):  # cut along all axes of the mean, it is not compressed
+        if not hasattr(like.worker, "shape"):  # a leaf that all axes of the mean cut is not compressed
             continue
         found = source_of(targets[numbers[name]], manifest, rename)
-        layers = _layers(found, manifest) if isinstance(found, Source) else []
+        layers = _find_layers(found, manifest) if isinstance(found, Source) else []
         blocks = _blocks_here(moments[name], like)
         if not layers or blocks is None or not isinstance(found, Source):
             return []
@@ -113,8 +114,8 @@ def owed(
 
 
 def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
-    """Axes along which all errors are cut, there or here: they may be those inside of `outer=`, which cut no leaf."""
-    here = [_own_axes(x.like.worker) for x in owed_leaves if hasattr(x.like.worker, "shape")]
+    """Returns the axes that cut all errors, there or here. Axes inside of `outer=` are possible, but cut no leaf."""
+    here = [_worker_axes(x.like.worker) for x in owed_leaves if hasattr(x.like.worker, "shape")]
     there = [
         {a for axes in layer.errors["worker"].spec[1:2] for a in axes if manifest.mesh.get(a, 1) > 1}
         for x in owed_leaves
@@ -124,7 +125,7 @@ def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
     return sorted({a for sets in (here, there) if sets for a in set.intersection(*map(set, sets))})
 
 
-def _layers(found: Source, manifest: Manifest) -> list[_Layer]:
+def _find_layers(found: Source, manifest: Manifest) -> list[_Layer]:
     """Returns the checkpoint's errors for each leaf that a moment is read from.
 
     Empty if some are missing, or do not fit.
@@ -136,8 +137,8 @@ def _layers(found: Source, manifest: Manifest) -> list[_Layer]:
         if "worker" not in errors:
             return []
         own = tuple(a for axes in errors["worker"].spec[1:2] for a in axes)
-        blocks = _blocks(moment.shape, P(*(axes or None for axes in moment.spec)), own, manifest.mesh)
-        if blocks is None or any(not _fits(x, moment.shape, blocks) for x in errors.values()):
+        blocks = _split_blocks(moment.shape, P(*(axes or None for axes in moment.spec)), own, manifest.mesh)
+        if blocks is None or any(not _fits_blocks(x, moment.shape, blocks) for x in errors.values()):
             return []
         out.append(_Layer(moment.shape, blocks, errors, found.row))
     return out
@@ -147,7 +148,7 @@ def _residual_of(path: str) -> str:
     return path.replace(".adam[0].mu", ".residual", 1)
 
 
-def _own_axes(worker: Any) -> tuple[str, ...]:
+def _worker_axes(worker: Any) -> tuple[str, ...]:
     return worker.mesh.axes(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else ()
 
 
@@ -155,10 +156,10 @@ def _blocks_here(moment: Any, like: Residual) -> list[Box] | None:
     shape = tuple(moment.shape)
     if not isinstance(like.worker, GlobalTensor):
         return [tuple((0, n) for n in shape)]
-    return _blocks(shape, moment.spec, _own_axes(like.worker), like.worker.mesh.shape)
+    return _split_blocks(shape, moment.spec, _worker_axes(like.worker), like.worker.mesh.shape)
 
 
-def _blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[str, int]) -> list[Box] | None:
+def _split_blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[str, int]) -> list[Box] | None:
     """Returns the blocks of a leaf along some axes, in the order of those.
 
     None if one of them does not cut the leaf.
@@ -172,30 +173,30 @@ def _blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[
     return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
 
 
-def _fits(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[Box]) -> bool:
-    """Returns whether an error has a row for each block, as long as the longest."""
+def _fits_blocks(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[Box]) -> bool:
+    """Returns whether an error has a row for each block, with the length of the longest block."""
     size = error.shape[-1] if error.shape else 0
-    return size % len(blocks) == 0 and size // len(blocks) >= max(map(_numel, blocks)) and math.prod(shape) > 0
+    return size % len(blocks) == 0 and size // len(blocks) >= max(map(_box_numel, blocks)) and math.prod(shape) > 0
 
 
-def _numel(box: Box) -> int:
+def _box_numel(box: Box) -> int:
     return math.prod(hi - lo for lo, hi in box)
 
 
-def _laid_out(layer: _Layer, error: StoredLeaf, reader: BoxReader) -> Tensor:
-    """`[rows, *shape]`: an error over its leaf; of a stack's row `[rows, *shape[1:]]`."""
+def _lay_out_error(layer: _Layer, error: StoredLeaf, reader: BoxReader) -> Tensor:
+    """Returns an error in the shape of the leaf, `[rows, *shape]`. For a row of a stack, `[rows, *shape[1:]]`."""
     lead = error.shape[:-1] or (1,)
     out = torch.zeros((*lead, *layer.shape), dtype=dtype_of(error))
     if layer.row is not None:
         out = out.new_zeros((*lead, *layer.shape[1:]))
     each = error.shape[-1] // len(layer.blocks)
     for k, box in enumerate(layer.blocks):
-        first, count, where = k * each, _numel(box), box
-        if layer.row is not None:  # dim 0 is the slowest, so that a row of a block is a range of it
+        first, count, where = k * each, _box_numel(box), box
+        if layer.row is not None:  # dim 0 is the slowest, so a row of a block is a contiguous range
             (lo, hi), where = box[0], box[1:]
             if not lo <= layer.row < hi:
                 continue
-            count = _numel(where)
+            count = _box_numel(where)
             first += (layer.row - lo) * count
         flat = torch.empty((*error.shape[:-1], count), dtype=out.dtype)
         reader.box(error, (*((0, n) for n in error.shape[:-1]), (first, first + count)), flat)
@@ -204,12 +205,12 @@ def _laid_out(layer: _Layer, error: StoredLeaf, reader: BoxReader) -> Tensor:
     return out
 
 
-def _cut(dense: Tensor, blocks: Sequence[Box], size: int) -> Tensor:
-    """`[rows, size]`: an error over a leaf as rows of its blocks, zeros behind each."""
+def _cut_rows(dense: Tensor, blocks: Sequence[Box], size: int) -> Tensor:
+    """Returns an error as rows of blocks, `[rows, size]`, each padded with zeros."""
     out = dense.new_zeros((len(dense), len(blocks), size // len(blocks)))
     for k, box in enumerate(blocks):
         part = dense[(slice(None), *(slice(lo, hi) for lo, hi in box))]
-        out[:, k, : _numel(box)] = part.reshape(len(dense), -1)
+        out[:, k, : _box_numel(box)] = part.reshape(len(dense), -1)
     return out
 
 

@@ -1,10 +1,10 @@
 """Protocols of the places of checkpoints, for their readers and writers: file systems and object stores.
 
     Store          a run's checkpoints
-    Location       the files of one of them; `str` of it is where it is
-    NewLocation    the files of one that is being written, which no `Store.steps` has yet
+    Location       the files of one checkpoint. `str(location)` is the path or URL
+    NewLocation    the files of a draft, not yet listed in `Store.steps`
 
-Both kinds promise that a step is listed from the moment on when all of it is there, and never before.
+Both kinds guarantee that `Store.steps` lists only complete checkpoints.
 """
 
 import pathlib
@@ -29,7 +29,7 @@ class OpenedFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases its resources."""
+        """Releases the resources."""
         ...
 
 
@@ -47,7 +47,7 @@ class Location(Protocol):
         """Returns the bytes of the manifest.
 
         Raises:
-            FileNotFoundError: it has no manifest.
+            FileNotFoundError: the manifest is missing.
         """
         ...
 
@@ -55,7 +55,7 @@ class Location(Protocol):
         """Opens a file.
 
         Raises:
-            DamagedError: it is gone, no plain file, or of another size.
+            DamagedError: the file is missing, is not a plain file, or has another size.
         """
         ...
 
@@ -73,7 +73,10 @@ class Sink(Protocol):
 
 
 class NewLocation(Location, Protocol):
-    """The files of a checkpoint that is being written. Each rank has one; rank 0 publishes or discards it."""
+    """The files of a checkpoint that is being written.
+
+    Each rank has a `NewLocation`. Rank 0 publishes or discards the draft.
+    """
 
     def seen(self) -> bool:
         """Returns whether this rank sees the draft that rank 0 has begun."""
@@ -88,7 +91,7 @@ class NewLocation(Location, Protocol):
         ...
 
     def take(self, other: Location, old: str, name: str) -> bool:
-        """Takes a file over from another checkpoint without reading it; whether that could be done."""
+        """Links or copies a file of another checkpoint without reading, and returns whether this was possible."""
         ...
 
     def settle(self, name: str) -> None:
@@ -100,7 +103,7 @@ class NewLocation(Location, Protocol):
         ...
 
     def discard(self) -> None:
-        """Removes the files, unless it was published."""
+        """Removes the files, unless the checkpoint was published."""
         ...
 
 
@@ -108,23 +111,23 @@ class Store(Protocol):
     """A run's checkpoints."""
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete ones, in order."""
+        """Returns the steps of the complete checkpoints, in order, for example [100, 200]."""
         ...
 
     def at(self, step: int) -> Location:
-        """Returns the one of a step, whether it is there or not."""
+        """Returns the location of a step, which need not exist."""
         ...
 
     def itself(self) -> Location:
-        """Returns the place itself as one checkpoint, instead of a run's checkpoints."""
+        """Returns the place as a single checkpoint, instead of a run's checkpoints."""
         ...
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
-        """Returns the error of a step (None = any) that is not among those that were found."""
+        """Returns the error of a step (None: any step) that the store lacks."""
         ...
 
     def path(self, step: int) -> pathlib.Path | str:
-        """Returns the path or URL of the one of a step."""
+        """Returns the path or URL of the checkpoint of a step."""
         ...
 
     def owning(self) -> AbstractContextManager[None]:
@@ -132,7 +135,7 @@ class Store(Protocol):
 
         Raises:
             InUseError: another process writes there.
-            OSError: it cannot be written to.
+            OSError: the place cannot be written to.
         """
         ...
 
@@ -140,7 +143,7 @@ class Store(Protocol):
         """Begins a checkpoint. Ranks then have `draft(step, token)`.
 
         Raises:
-            FileExistsError: it exists, and `replace` is False.
+            FileExistsError: the checkpoint exists, and `replace` is False.
         """
         ...
 
@@ -149,11 +152,11 @@ class Store(Protocol):
         ...
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint. It is unlisted first, so it never appears incomplete."""
+        """Removes a checkpoint. The listing ends first, so no incomplete checkpoint is ever listed."""
         ...
 
     def explained(self, problem: OSError) -> OSError:
-        """Returns the same error, explained for checkpoints where that is possible."""
+        """Returns the error with an explanation for checkpoints, where possible."""
         ...
 
 
@@ -171,8 +174,8 @@ def read_manifest(place: Location) -> Manifest:
     """Returns the manifest of one checkpoint.
 
     Raises:
-        DamagedError: it has changed since it was written.
-        ValueError: it is of a newer version.
+        DamagedError: the manifest has changed since the save.
+        ValueError: the manifest is of a newer version.
     """
     try:
         text = place.text().decode()
@@ -192,7 +195,7 @@ def there_already(where: str) -> FileExistsError:
 def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str = "") -> FileNotFoundError:
     """Returns the error of a checkpoint that a store lacks.
 
-    `missing` is a clause with a special reason, if there is one.
+    `missing` is a clause with a special reason, or empty.
     """
     what = missing or (f"has checkpoints of steps {found}" if found else "has none")
     return FileNotFoundError(
@@ -202,5 +205,5 @@ def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str
 
 
 def damaged(what: str) -> DamagedError:
-    """Returns the error of a file that has changed since it was written."""
+    """Returns the error of a file that has changed since the save."""
     return DamagedError(f"{what}. {_REMEDY}")

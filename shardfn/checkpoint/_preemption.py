@@ -1,8 +1,8 @@
-"""`Preemption`: a signal on any rank ends the loop of all of them, after the same step.
+"""`Preemption`: a signal on any rank ends the loop of all ranks, after the same step.
 
-A scheduler that wants its machine back sends a signal, to some processes or to all, at different times. Ranks that left
-the loop at different steps would wait for one another. So the handler only notes the signal. The note is part of the
-agreement before each step, and after that step all ranks know of it.
+A scheduler announces a preemption by a signal (for example SIGTERM), to some processes or to all, at different times.
+Ranks that left the loop at different steps would deadlock. So the handler only notes the signal. The note is part of
+the agreement before each step, and after the step all ranks know the note.
 """
 
 import os
@@ -24,17 +24,17 @@ _TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTER
 class Preemption:
     """Notices signals while its block runs, and has all ranks stop after the same step.
 
-    Costs no message: the note is part of the agreement before each step, be it eager, captured or a call of a `sharded`
-    function. After the same steps it has the same value on all ranks.
+    No additional message is sent: the note is part of the agreement before each step (eager, captured, or a call of a
+    `sharded` function). After the same steps all ranks have the same value.
 
-    A second signal ends the process at once, as it would have without this block. Signals within `patience` seconds of
-    the first count as one, since launchers forward a signal that the whole process group has already received.
+    A second signal ends the process immediately, as without this block. Signals within `patience` seconds of the first
+    count as one, since launchers forward a signal that the whole process group has already received.
 
     Args:
-        mesh: whose ranks stop together; default one device.
+        mesh: mesh whose ranks stop together. Default: one device.
         signals: the signals to handle, each with the exit code for it. Launchers take 0 for a job that is done. If
             ranks receive different signals, the greatest code counts.
-        patience: seconds.
+        patience: seconds in which further signals count as the first signal.
 
     Raises:
         ValueError: not in the main thread, which Python's handlers need, or an exit code outside 0 to 255.
@@ -68,36 +68,36 @@ class Preemption:
 
     @property
     def stopping(self) -> bool:
-        """Returns whether ranks stop now; equal on all ranks that have run the same steps."""
+        """Returns whether ranks stop now. The result is equal on all ranks that have run the same steps."""
         return self._notice.told > 0
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code for the process: 0 until ranks stop, then that of the signal."""
+        """Returns the exit code for the process: 0 until ranks stop, then the code of the signal."""
         return max(self._notice.told - 1, 0)
 
     def stop(self, exit_code: int = 0) -> None:
-        """Requests from this rank that all ranks stop, as a signal does, for instance when the time is up."""
+        """Requests from this rank that all ranks stop, as a signal does, for example when the time is up."""
         self._notice.mine = max(self._notice.mine, exit_code + 1)
 
     def meet(self) -> None:
-        """Exchanges the notes by a message of its own: for loops whose steps have no agreement. Collective."""
+        """Exchanges the notes by a separate message, for loops without agreements before steps. Collective."""
         comms_of(self._mesh).control.exchange(0)
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError("Preemption handles signals, which Python allows in the main thread only; enter it there.")
+            raise ValueError("Preemption handles signals, which Python allows in the main thread only. Enter it there.")
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
+            self._before[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            # None is a handler that was not set from Python, and cannot be set again from there.
+            # None is a handler that was not set from Python, and that Python cannot set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
-    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: types.FrameType | None) -> None:
         del frame
         forked = os.getpid() != self._pid  # a loader's worker has inherited the handler, and is to end
         if forked or (self._since is not None and time.monotonic() - self._since > self._patience):

@@ -1,6 +1,6 @@
-"""Boxes of leaves from a checkpoint's files: each rank reads the byte ranges that it needs, and no others.
+"""Boxes of leaves from a checkpoint's files: each rank reads only the byte ranges of the boxes.
 
-Every file is checked against the manifest when it is opened: a plain file, of that many bytes. A chunk that is read as
+Every opened file is checked against the manifest: a plain file, with the same number of bytes. A chunk that is read as
 a whole is checked against its digest.
 """
 
@@ -19,7 +19,7 @@ from ._bands import PIECE, read_box, staging
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._place import Location, OpenedFile, damaged
 
-# Files of one checkpoint that are open at a time. A process may have some thousand in all, often.
+# Files of one checkpoint that are open at a time. Often a process may have a thousand open files.
 _MAX_OPEN = 64
 
 
@@ -35,8 +35,8 @@ class ChunkReader:
     """The files of one checkpoint.
 
     Args:
-        place: location.
-        manifest: manifest.
+        place: location of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Attributes:
         read_bytes: the number of bytes read so far.
@@ -44,7 +44,7 @@ class ChunkReader:
 
     def __init__(self, place: Location, manifest: Manifest) -> None:
         self.place, self.manifest, self.read_bytes = place, manifest, 0
-        # Open files by name, the last used at the end. A thread that reads from one holds the lock meanwhile.
+        # Open files by name, the last used at the end. A thread holds the lock while it reads from a file.
         self._open: dict[str, OpenedFile] = {}
         self._lock = threading.Lock()
 
@@ -62,38 +62,38 @@ class ChunkReader:
 
         Args:
             leaf: leaf of the manifest.
-            box: where in it.
+            box: start and stop along each dim of the leaf, for example ((0, 4), (8, 16)).
             out: host tensor of the box's shape and the leaf's dtype, of any strides.
             check: whether chunks that are read whole are compared with their digests.
 
         Raises:
-            DamagedError: a file has changed since it was written.
+            DamagedError: a file has changed since the save.
         """
         for chunk in leaf.chunks:
-            both = _overlap(box, chunk)
+            both = _intersect_box(box, chunk)
             if both is None:
                 continue
             target = out[tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(both, box, strict=True))]
             inner = tuple((lo - o, hi - o) for (lo, hi), o in zip(both, chunk.offset, strict=True))
             if all(hi - lo == n for (lo, hi), n in zip(inner, chunk.shape, strict=True)):
-                self._whole(chunk, target, check)
+                self._read_whole(chunk, target, check)
             else:
-                self._part(chunk, inner, target)
+                self._read_part(chunk, inner, target)
 
     def into(self, name: str, start: int, data: Bytes) -> None:
         """Reads bytes of a file from `start` on.
 
         Raises:
-            DamagedError: it is gone, no plain file, or of another size.
+            DamagedError: the file is missing, is not a plain file, or has another size.
             OSError: this process may not open it, or has too many files open.
         """
         with self._lock:
-            if self._file(name).into(data, start) < len(data):
+            if self._open_file(name).into(data, start) < len(data):
                 raise damaged(f"{self.place}/{name} was cut short while it was read")
             self.read_bytes += len(data)
 
-    def _file(self, name: str) -> OpenedFile:
-        """Returns an open file. It is closed once too many others have been used since."""
+    def _open_file(self, name: str) -> OpenedFile:
+        """Returns an open file. The least recently used files are closed."""
         file = self._open.pop(name, None)
         if file is None:
             while len(self._open) >= _MAX_OPEN:
@@ -102,7 +102,7 @@ class ChunkReader:
         self._open[name] = file
         return file
 
-    def _whole(self, chunk: StoredChunk, target: Tensor, check: bool) -> None:
+    def _read_whole(self, chunk: StoredChunk, target: Tensor, check: bool) -> None:
         here = target if target.is_contiguous() and target.device.type == "cpu" else staging(chunk.shape, target.dtype)
         data = as_bytes(here)
         digest = hashlib.sha256()
@@ -118,11 +118,11 @@ class ChunkReader:
         if here is not target:
             target.copy_(here)
 
-    def _part(self, chunk: StoredChunk, inner: Box, target: Tensor) -> None:
+    def _read_part(self, chunk: StoredChunk, inner: Box, target: Tensor) -> None:
         read_box(chunk.shape, inner, target, lambda start, data: self.into(chunk.file, chunk.start + start, data))
 
 
-def _overlap(box: Box, chunk: StoredChunk) -> Box | None:
+def _intersect_box(box: Box, chunk: StoredChunk) -> Box | None:
     both = tuple((max(lo, o), min(hi, o + n)) for (lo, hi), o, n in zip(box, chunk.offset, chunk.shape, strict=True))
     return both if all(lo < hi for lo, hi in both) else None
 

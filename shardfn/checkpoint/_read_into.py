@@ -1,4 +1,4 @@
-"""Reads a tree's leaves from other sources than our checkpoints, as `restore` does; one of them: tensors in memory."""
+"""Reads a tree's leaves from other sources than our checkpoints, such as tensors in memory, as `restore` does."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
@@ -20,14 +20,14 @@ from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
 
 
 class ReadKeywords(TypedDict, total=False):
-    """Options for filling a tree, as `restore` takes them.
+    """Options for filling a tree, as for `restore`.
 
     Attributes:
         at: a prefix of the tree's paths.
-        rename: function from a path of the tree to the name there. None: the leaf keeps its value.
+        rename: function from a path of the tree to the name in the source. None: the leaf keeps its value.
         partial: whether leaves that only one side has are ignored.
         cast: whether values may be rounded to a leaf's dtype.
-        donate: whether the memory of the tree is filled, which then cannot be touched again.
+        donate: whether the memory of the tree is reused. The tree cannot be used afterwards.
         pool: pool for leaves on disk of an abstract tree.
     """
 
@@ -59,13 +59,13 @@ class LeafReader(BoxReader, Protocol):
 
 
 def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
-    """Returns a tree like this one with a reader's values. Collective. No leaf is written before all of them fit.
+    """Returns a tree like this one with a reader's values. Collective. No leaf is written before all leaves fit.
 
     Args:
-        like: as `restore` takes it.
-        opened: opens the reader.
-        what: names the source in messages.
-        options: how.
+        like: as `restore` expects the tree.
+        opened: function that opens the reader.
+        what: name of the source in messages.
+        options: options for reading.
 
     Raises:
         TypeError: there is no such option.
@@ -89,7 +89,7 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
         out = read_all(tasks, frozenset(), reader, check=False)
         if donate:
             donate_all(leaves, out)
-        comms.control.exchange(0)  # all ranks have it, or none has
+        comms.control.exchange(0)  # all ranks have an error, or none has
     return tree_unflatten(treedef, out)
 
 
@@ -99,22 +99,22 @@ def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLe
 
 
 def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
-    """Whole tensors that every rank has, into a tree like this one. Collective over its mesh.
+    """Copies whole tensors, equal on all ranks, into a tree like this one. Collective over the tree's mesh.
 
-    As `restore` does, it compares everything before a value is written, and each rank takes its own blocks to where
-    they are kept: another spec, memory kind or dtype, stacked layers or a list.
+    As in `restore`, all leaves are compared before a value is written, and each rank copies only local blocks. The tree
+    may have another spec, memory kind or dtype, and stacked layers or a list of layers.
 
     Args:
-        tensors: by path, as `restore`'s checkpoint has them: `params['w']`; the same on all ranks, mapped ones too.
-        like: as `restore` takes it.
-        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them.
+        tensors: tensors by path, such as `params['w']`, equal on all ranks. Memory-mapped tensors are possible.
+        like: as `restore` expects the tree.
+        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as for `restore`.
 
     Returns:
         The tree.
 
     Raises:
         ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values, or
-            checkpoints do not support it. The message lists all.
+            checkpoints do not support a leaf. The message lists all.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.
 
@@ -126,7 +126,7 @@ def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpa
 
 
 class _Tensors(NamedTuple):
-    """Tensors that are here, on any device."""
+    """Tensors in memory, on any device."""
 
     tensors: Mapping[str, Tensor]
 

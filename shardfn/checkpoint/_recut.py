@@ -1,9 +1,11 @@
-"""States of compressing optimizers: their errors are cut by ranks, and must be converted for another number of ranks.
+"""States of compressing optimizers.
 
-For the same number of ranks errors are read unchanged, and only codes of the last momentum, which depend on the ZeRO
-stage, are left out: the next step gathers its rows instead, once. For another number `optim.rebalanced` distributes the
-old ranks' errors. It takes whole leaves. Where other axes cut the leaves, or layers are stacked on one side, errors are
-laid out over their leaves and cut anew (`_owed`).
+Error-feedback residuals are per rank, and must be converted for another number of ranks.
+
+For the same number of ranks errors are read unchanged. Only codes of the last momentum are left out, because the codes
+depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalanced`
+distributes the old ranks' errors. Whole leaves are needed in memory. Where other axes cut the leaves, or layers are
+stacked on one side, errors are first converted to the shape of the leaves, and then cut again (`_owed`).
 """
 
 import math
@@ -28,13 +30,13 @@ Rebalance = Callable[[PyTree, PyTree], PyTree]
 
 
 class _Node(NamedTuple):
-    """A state whose errors are those of other ranks.
+    """Optimizer state with the errors of another number of ranks.
 
     Attributes:
         like: the state.
-        first: the number of its first leaf.
+        first: number of the state's first leaf.
         index: the state, with numbers of leaves in the place of leaves.
-        found: the checkpoint's leaf of each.
+        found: the checkpoint's leaf for each leaf of the state.
     """
 
     like: Any
@@ -58,11 +60,11 @@ class Recut(NamedTuple):
     """The leaves of a tree that are converted from states of other ranks.
 
     Attributes:
-        at: the numbers of its leaves.
-        paths: the leaves of the checkpoint that they are made of.
+        at: numbers of the converted leaves.
+        paths: paths of the source leaves in the checkpoint.
         nodes: the states.
         zeros: the numbers of leaves that begin at 0.
-        owed: errors that are cut anew, leaf by leaf.
+        owed: errors that are cut again, leaf by leaf.
         problems: messages about states that cannot be converted.
     """
 
@@ -74,15 +76,15 @@ class Recut(NamedTuple):
     problems: list[str]
 
     def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
-        """Returns the leaves of the tree, with those of the states in their places."""
+        """Returns the leaves of the tree, with the converted leaves of the states."""
         out = list(leaves)
         for i in self.zeros:
-            out[i] = _zeros(out[i])
+            out[i] = _zeros_like(out[i])
         for x in self.owed:
             for i, new in zip(x.at, x.read(reader), strict=True):
                 out[i] = new
         for node in self.nodes:
-            new = _rebalanced(node, reader, rebalance)
+            new = _rebalance_node(node, reader, rebalance)
             out[node.first : node.first + len(new)] = new
         return out
 
@@ -94,12 +96,12 @@ def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: R
     for state in tree_flatten(like, is_leaf=compresses)[0]:
         count = len(tree_leaves(state))
         if compresses(state):
-            out = _with(out, state, first, targets[first : first + count], manifest, rename)
+            out = _recut_state(out, state, first, targets[first : first + count], manifest, rename)
         first += count
     return out
 
 
-def _with(
+def _recut_state(
     out: Recut, state: Any, first: int, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
 ) -> Recut:
     here = range(first, first + len(targets))
@@ -107,15 +109,15 @@ def _with(
     found = [None if name is None else manifest.leaves.get(name) for name in names]
     node = _Node(state, first, tree_unflatten(tree_flatten(state)[1], here), found)
     codes, residual = ({*tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
-    prefix = "".join(_common([t.parts for t in targets])).removeprefix(".")
+    prefix = "".join(_common_path([t.parts for t in targets])).removeprefix(".")
     old_codes = {p for p in manifest.leaves if p.startswith(f"{prefix}.codes")}
     fresh = _Fresh(sorted(codes), [node.index.freeze.begun] if codes and hasattr(node.index, "freeze") else [])
     begun = (n for i in fresh.begun if (n := names[i - first]))
     anew = out._replace(
         at=out.at.union(fresh.all), paths=out.paths.union(old_codes, begun), zeros=[*out.zeros, *fresh.all]
     )
-    if residual and all(names[i - first] is None for i in residual):  # given up by the caller
-        return _without(anew, sorted(residual), f"{prefix}.residual", manifest)
+    if residual and all(names[i - first] is None for i in residual):  # the caller has dropped the errors
+        return _reset_residuals(anew, sorted(residual), f"{prefix}.residual", manifest)
     errors = owed(state, node.index, dict(zip(here, targets, strict=True)), manifest, rename)
     if not all(x.cut_alike for x in errors):
         return _cut_anew(anew, errors, manifest, targets[0])
@@ -135,14 +137,14 @@ def _with(
     return out if codes <= {*same} and old_codes <= {*names} else anew
 
 
-def _without(out: Recut, residual: Sequence[int], at: str, manifest: Manifest) -> Recut:
-    """Errors begin at 0, and those of the checkpoint have no place."""
+def _reset_residuals(out: Recut, residual: Sequence[int], at: str, manifest: Manifest) -> Recut:
+    """Resets the error-feedback residuals to 0, and ignores the checkpoint's residuals."""
     lost = {p for p in manifest.leaves if p.startswith(at)}
     return out._replace(at=out.at.union(residual), paths=out.paths.union(lost), zeros=[*out.zeros, *residual])
 
 
 def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Target) -> Recut:
-    """Errors that other axes cut than in the checkpoint, or whose layers are stacked on one side."""
+    """Adds errors that are cut by other axes than in the checkpoint, or with layers stacked on one side."""
     problems = [
         f"the state of {state.path}: all of its errors are cut along {axis}, which may be of the axes inside of"
         f" `outer`, along which nothing can be moved; keep that axis, or {_WITHOUT}"
@@ -156,7 +158,7 @@ def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Tar
     )
 
 
-def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def _common_path(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     out = []
     for entries in zip(*paths, strict=False):
         if len({*entries}) > 1:
@@ -166,7 +168,7 @@ def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -> list[str]:
-    """Leaves that are no errors and have another shape; errors of leaves that other axes cut into other blocks."""
+    """Returns problems: other leaves with another shape, and errors of leaves with another number of blocks."""
     loose = {*tree_leaves(getattr(node.index, "codes", ())), *tree_leaves(node.index.residual)}
     out = [
         f"{t.path} is {t.shape} here, but {leaf.shape} in the checkpoint"
@@ -188,19 +190,19 @@ def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -
     return out
 
 
-def _zeros(like: Any) -> Any:
+def _zeros_like(like: Any) -> Any:
     if not isinstance(like, GlobalTensor):
         return torch.zeros(like.shape, dtype=like.dtype)
     block = torch.zeros(like.held.shape, dtype=like.dtype, device=like.mesh.device)
     return GlobalTensor(block, like.shape, like.spec, like.mesh)
 
 
-def _rebalanced(node: _Node, reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
-    old = [_whole(x, leaf, reader) for x, leaf in zip(tree_leaves(node.like), node.found, strict=True)]
+def _rebalance_node(node: _Node, reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
+    old = [_read_whole(x, leaf, reader) for x, leaf in zip(tree_leaves(node.like), node.found, strict=True)]
     return tree_leaves(rebalance(tree_unflatten(tree_flatten(node.like)[1], old), node.like))
 
 
-def _whole(like: Any, leaf: StoredLeaf | None, reader: ChunkReader) -> Tensor:
+def _read_whole(like: Any, leaf: StoredLeaf | None, reader: ChunkReader) -> Tensor:
     if leaf is None:  # codes, which are dropped
         return torch.zeros(tuple(like.shape), dtype=like.dtype)
     out = torch.empty(leaf.shape, dtype=dtype_of(leaf))

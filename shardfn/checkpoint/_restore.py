@@ -1,4 +1,4 @@
-"""`restore`: reads a checkpoint into a tree of any other mesh, memory and dtype; each rank reads its own blocks."""
+"""`restore`: reads a checkpoint into a tree of any other mesh, memory and dtype. Each rank reads only local blocks."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ _UNEQUAL = (
     "restore(by_kind=True) cannot pair states of the optimizer of which the checkpoint has another number; name their"
     " paths by rename= in place of it:"
 )
-# Bytes of a leaf that goes to the disk, or to a device, that are in memory at a time.
+# For a leaf on disk or on a device: bytes that are in memory at a time.
 _PIECE = 32 << 20
 
 
@@ -52,9 +52,9 @@ class Restored(NamedTuple):
 
     Attributes:
         tree: a tree like the given one, with the checkpoint's values.
-        step: the checkpoint's number.
+        step: number of the checkpoint.
         user: the values saved as `user`.
-        read: bytes that this rank has read.
+        read: number of bytes that this rank has read.
     """
 
     tree: Any
@@ -89,44 +89,46 @@ def restore(
     pool: Pool | None = None,
     rebalance: Callable[[PyTree, PyTree], PyTree] = rebalanced,
 ) -> Restored:
-    """Reads a checkpoint into a tree like this one. Collective over the mesh of its leaves.
+    """Reads a checkpoint into a tree like this one. Collective over the mesh of the leaves.
 
-    The tree may be of any other mesh, ZeRO stage, memory, and dtype than the one that was saved, and its layers may be
-    stacked or in a list. Each rank reads the bytes of its own blocks. No value is written before all leaves fit.
+    The tree may have another mesh, ZeRO stage, memory and dtype than the saved tree, and the layers may be stacked or
+    in a list. For example, a run with 8 ranks can continue on 2 ranks. Each rank reads only the bytes of the local
+    blocks. No value is written before all leaves fit.
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        like: the result of `step.init(params)`, or a part of it with `at`. Abstract parameters give an abstract tree,
-            which takes no memory.
+        directory: directory of a run's checkpoints, or of a single checkpoint.
+        like: the result of `step.init(params)`, or a part of the result with `at`. Abstract parameters give an abstract
+            tree without memory.
         step: the checkpoint of a run; default the newest.
         at: a prefix of the tree's paths, such as "params" for `state.params`.
-        rename: from a path of the tree to the path in the checkpoint; None = the leaf keeps its value.
-        keep: prefixes of paths; leaves there keep their values in `like`, and those of the checkpoint are ignored:
-            "opt_state" goes on with another optimizer. Copies of parameters in a new state of the optimizer, such as
-            master copies and averages, are those of the parameters that are read.
-        by_kind: whether states of the optimizer are found by their fields, wherever their rule is: for an optimizer
-            with other rules around the same ones, such as a clip, a schedule or `apply_if_finite`. States that the
-            checkpoint lacks begin anew, and states that this optimizer lacks are left out; both are logged.
-        partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
+        rename: function from a path of the tree to the path in the checkpoint. None: the leaf keeps the current value.
+        keep: prefixes of paths, such as "opt_state" to continue with another optimizer. Leaves there keep the values in
+            `like`, and the checkpoint's leaves are ignored. Copies of parameters in a new state of the optimizer, such
+            as master copies and averages, are made of the parameters that are read.
+        by_kind: whether states of the optimizer are found by fields, at any place in the chain. Useful for an optimizer
+            with additional rules, such as a clip, a schedule or `apply_if_finite`. States that the checkpoint lacks are
+            initialized, and states that this optimizer lacks are left out. Both are logged.
+        partial: whether leaves that only one side has are ignored. Such leaves of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
-        donate: whether the memory of `like` is reused; `like` cannot be used afterwards. If False, the result has its
-            own memory.
-        check: whether chunks that are read completely are compared with their digests; `verify` compares all.
-        pool: for leaves on disk of an abstract tree; those of other trees stay in their own pool.
+        donate: whether the memory of `like` is reused. `like` cannot be used afterwards. If False, the result has
+            separate memory.
+        check: whether chunks that are read completely are compared with the digests. `verify` compares all chunks.
+        pool: pool for leaves on disk of an abstract tree. The leaves of other trees stay in the tree's pool.
         rebalance: converts the state of a compressing optimizer if the number of ranks has changed:
-            `partial(optim.rebalanced, compressor=...)` for another compressor than `sign`. It takes whole leaves.
+            `partial(optim.rebalanced, compressor=...)` for another compressor than `sign`. Whole leaves are needed in
+            memory.
 
     Returns:
         The tree, and the values that were saved as `user`.
 
     Raises:
-        TypeError: the arguments are swapped, or `like` is no tree.
-        FileNotFoundError: there is no such checkpoint; the message lists those that exist.
-        ValueError: leaves are missing, additional or of another shape, or values would be rounded; the message lists
-            all. Or the checkpoint is of a newer version.
+        TypeError: the arguments are swapped, or `like` is not a tree.
+        FileNotFoundError: there is no such checkpoint. The message lists the existing checkpoints.
+        ValueError: leaves are missing, additional or of another shape, or values would be rounded. The message lists
+            all such leaves. Or the checkpoint is of a newer version.
         DamagedError: files have other contents than were written.
         DonatedError: a step has consumed `like`.
-        RankError: another rank failed, or they read different checkpoints.
+        RankError: another rank failed, or ranks read different checkpoints.
 
     Example:
         >>> import tempfile
@@ -139,8 +141,7 @@ def restore(
     check_directory(directory)
     if callable(like):
         raise TypeError(
-            f"restore reads into a tree of tensors, and this is {a_kind(like)}; write"
-            " restore(directory, step.init(params))."
+            f"restore expected a tree of tensors, got {a_kind(like)}. Write restore(directory, step.init(params))."
         )
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
@@ -179,13 +180,13 @@ def restore(
         out = [from_codes(x, y) for x, y in zip(out, wanted, strict=True)]
         if donate:
             donate_all(wanted, out)
-        comms.control.exchange(0)  # all ranks have it, or none has
+        comms.control.exchange(0)  # all ranks have an error, or none has
         return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
 
 
 def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, check: bool) -> list[Any]:
-    """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
-    # Taken before any is donated, while all blocks are alive and their ids distinct.
+    """Returns the leaves with the checkpoint's values, except `but`. Leaves tied in the checkpoint stay tied."""
+    # Taken before any donation, while all blocks are alive and the ids distinct.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
     seen: dict[Any, Any] = {}
     written: set[int] = set()
@@ -198,7 +199,7 @@ def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, 
             continue
         key = block, None if task.source is None else task.source._replace(paths=())
         if key not in seen:
-            seen[key] = _filled(task._replace(donate=task.donate and block not in written), reader, check)
+            seen[key] = _fill_leaf(task._replace(donate=task.donate and block not in written), reader, check)
             written.add(block)
         out.append(seen[key])
     return out
@@ -212,7 +213,7 @@ def targets_of(like: PyTree, at: str) -> list[Target]:
 def nowhere(
     targets: Sequence[Target], leaves: Sequence[Any], sources: Sequence[Source | None], pool: Pool | None, but: Any
 ) -> list[str]:
-    """Leaves that would have no value, or no place."""
+    """Returns problems: leaves without a value, or without a place."""
     out = []
     for i, (target, x, source) in enumerate(zip(targets, leaves, sources, strict=True)):
         if i in but:
@@ -230,32 +231,32 @@ def _is_empty(x: Any) -> bool:
     return isinstance(held, Tensor) and is_abstract([held])
 
 
-def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
-    """A leaf with the values of its source."""
+def _fill_leaf(task: LeafTask, reader: BoxReader, check: bool) -> Any:
+    """Returns a leaf with the values of the source."""
     x, source = task.like, task.source
     if source is None:
         return x
     if not isinstance(x, GlobalTensor):
         out = torch.empty(x.shape, dtype=x.dtype, device=task.mesh.device if _is_empty(x) else x.device)
-        _fill(reader, source, tuple((0, n) for n in x.shape), out, check)
+        _fill_tensor(reader, source, tuple((0, n) for n in x.shape), out, check)
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
     held: StoredValue | None = None if x.donated else x.held
     if is_disk(x.memory_kind):
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
-        block: StoredValue = _on_disk(reader, source, box, x.dtype, pool, check)
+        block: StoredValue = _read_to_disk(reader, source, box, x.dtype, pool, check)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
-        block = x.donate()  # from here on half of it may be written
-        _fill(reader, source, box, block, check)
+        block = x.donate()  # from here on the leaf may be partly written
+        _fill_tensor(reader, source, box, block, check)
     else:
         shape = tuple(hi - lo for lo, hi in box)
         block = empty_block(shape, x.dtype, x.memory_kind, x.mesh.device)
-        _fill(reader, source, box, block, check)
+        _fill_tensor(reader, source, box, block, check)
     return x.with_block(block)
 
 
-def _fill(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:
-    """Reads into a tensor: at once, or by way of one of the checkpoint's dtype on the host."""
+def _fill_tensor(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:
+    """Reads into a tensor: directly, or through a host tensor of the checkpoint's dtype."""
     if out.device.type == "cpu" and out.dtype == source.dtype:
         source.read(reader, box, out, check=check)
         return
@@ -264,25 +265,25 @@ def _fill(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) ->
     out.copy_(staging)
 
 
-def _on_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
+def _read_to_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
     """Reads a block to the disk, a few rows at a time."""
     shape = tuple(hi - lo for lo, hi in box)
     if not shape or not torch.Size(shape).numel():
         out = host_empty(shape, dtype)
-        _fill(reader, source, box, out, check)
+        _fill_tensor(reader, source, box, out, check)
         return pool.write(out).result()
     writer = pool.writer(shape, dtype)
     rows = max(1, _PIECE // (torch.Size(shape[1:]).numel() * source.dtype.itemsize))
     for lo in range(0, shape[0], rows):
         hi = min(lo + rows, shape[0])
         out = host_empty((hi - lo, *shape[1:]), dtype)
-        _fill(reader, source, ((box[0][0] + lo, box[0][0] + hi), *box[1:]), out, check)
+        _fill_tensor(reader, source, ((box[0][0] + lo, box[0][0] + hi), *box[1:]), out, check)
         writer.write(lo, out).result()
     return writer.finish()
 
 
 def donate_all(leaves: Sequence[Any], out: Sequence[Any]) -> None:
-    """Consumes the leaves that new ones replace."""
+    """Marks the replaced leaves as donated."""
     for x, new in zip(leaves, out, strict=True):
         if isinstance(x, GlobalTensor) and x is not new and not x.donated:
             x.donate()

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, written and read: of checkpoints' files, and of those that other tools keep.
+"""Writes and reads the header of safetensors files, of checkpoints and of other tools.
 
     8 bytes: N, little-endian    N bytes: JSON, padded with spaces    data
 
@@ -47,7 +47,7 @@ class SafetensorsEntry(NamedTuple):
     """A tensor in a safetensors file.
 
     Attributes:
-        file: where it is.
+        file: path of the file.
         dtype: dtype of its elements.
         shape: shape of the tensor.
         start: first byte in the file.
@@ -60,7 +60,7 @@ class SafetensorsEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Returns how many bytes it has, one after another."""
+        """Returns the number of bytes, stored contiguously."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -72,7 +72,7 @@ def safetensors_header(
     Dtypes outside the format are declared as bytes.
 
     Args:
-        entries: name, dtype and shape of each.
+        entries: name, dtype and shape of each tensor.
         metadata: strings by name, for the entry `__metadata__`.
 
     Example:
@@ -92,16 +92,17 @@ def safetensors_header(
 
 
 def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEntry]:
-    """Returns the tensors of a file, by its header, which is checked in full.
+    """Returns the tensors of a file, from the header. The whole header is checked.
 
-    Offsets must fit shapes, dtypes and the file.
+    Offsets must match shapes, dtypes and the size of the file. For example, a float32 tensor of shape [2, 3] needs 24
+    bytes.
 
     Args:
         path: path of the file.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedError: it is not such a file, or was cut short, or tensors overlap or leave bytes out.
+        OSError: the file cannot be read.
+        DamagedError: the file is not a safetensors file or is truncated, or tensors overlap or leave gaps.
 
     Example:
         >>> import tempfile
@@ -121,8 +122,8 @@ def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEn
         try:
             table: dict[str, Any] = json.loads(f.read(length))
             table.pop("__metadata__", None)
-            ranges = {name: _range(about) for name, about in table.items()}
-            out = {name: _entry(path, about, 8 + length) for name, about in table.items()}
+            ranges = {name: _parse_range(about) for name, about in table.items()}
+            out = {name: _parse_entry(path, about, 8 + length) for name, about in table.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise DamagedError(f"{path}: its header cannot be understood ({problem}).") from problem
     data = size - 8 - length
@@ -139,21 +140,23 @@ def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEn
     return out
 
 
-def _range(about: dict[str, Any]) -> tuple[int, int]:
+def _parse_range(about: dict[str, Any]) -> tuple[int, int]:
     begin, end = about["data_offsets"]
-    return _count(begin), _count(end)
+    return _parse_count(begin), _parse_count(end)
 
 
-def _entry(path: pathlib.Path, about: dict[str, Any], data: int) -> SafetensorsEntry:
-    begin, end = _range(about)
-    out = SafetensorsEntry(path, SAFETENSORS_DTYPES[about["dtype"]], tuple(map(_count, about["shape"])), data + begin)
+def _parse_entry(path: pathlib.Path, about: dict[str, Any], data: int) -> SafetensorsEntry:
+    begin, end = _parse_range(about)
+    out = SafetensorsEntry(
+        path, SAFETENSORS_DTYPES[about["dtype"]], tuple(map(_parse_count, about["shape"])), data + begin
+    )
     if end - begin != out.nbytes:
         raise ValueError(f"{str(about)[:200]} contradicts itself")
     return out
 
 
-def _count(x: Any) -> int:
-    """Returns a number that sizes and offsets can have: JSON has others, too."""
+def _parse_count(x: Any) -> int:
+    """Returns a valid size or offset: an integer that is not negative."""
     if type(x) is not int or not 0 <= x < 1 << 62:
         raise ValueError(f"{str(x)[:40]} is no number of bytes or elements")
     return x

@@ -27,37 +27,37 @@ def save(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Saved:
-    """Saves a state, or any tree of tensors, as `directory/step_000100`. Collective over the mesh of its leaves.
+    """Saves a state, or any tree of tensors, as `directory/step_000100`. Collective over the mesh of the leaves.
 
-    Each element is written once, by a rank that holds it, and ranks write about equally much. The checkpoint gets its
-    name once it is complete: if processes end before that, for any reason, earlier ones are untouched. Leaves are kept
-    as logical tensors, so it restores under any other mesh.
+    Each element is written once, and ranks write about equally much. The directory gets the final name when the
+    checkpoint is complete. If processes end before, for any reason, earlier checkpoints are untouched. Leaves are
+    stored as logical tensors, so that `restore` works under any other mesh.
 
     Args:
         directory: directory of the run's checkpoints, on a file system that all ranks see, made if missing, or a URL
-            that `fsspec` knows, as s3://bucket/run.
+            that `fsspec` supports, such as s3://bucket/run.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
-            It is read only.
-        step: the checkpoint's number. Default: that of the state.
+            The tree is only read.
+        step: number of the checkpoint. Default: the state's step.
         user: any JSON values, the same on all ranks, such as the position in the data. Floats may be infinite or NaN.
-        at: a prefix of all paths, such as "params", if the tree is a part of the one that will be restored.
-        durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
-        replace: whether an existing checkpoint of that step is replaced.
-        file_bytes: the size beyond which a rank begins another file. Files without a change since the newest checkpoint
-            of the directory are linked, not written.
+        at: a prefix of all paths, such as "params", if the tree is a part of the tree to restore.
+        durable: whether to wait until the disk has the checkpoint, so that a loss of power does no harm.
+        replace: whether an existing checkpoint of the step is replaced.
+        file_bytes: the size beyond which a rank begins another file. Files that are unchanged since the newest
+            checkpoint of the directory are linked, not written.
 
     Returns:
-        Where it is, and the bytes of this rank.
+        The path, and the bytes of this rank.
 
     Raises:
         TypeError: a leaf is not a tensor, or `user` is not a JSON value.
         ValueError: leaves are on different meshes, or ranks do not share the directory.
         DonatedError: a step has consumed the state.
         FileExistsError: the step has a checkpoint already.
-        DiskFullError: there is no room; earlier checkpoints are untouched.
+        DiskFullError: the disk is full. Earlier checkpoints are untouched.
         PermissionError: the directory cannot be written to.
         InUseError: another process writes checkpoints there.
-        RankError: ranks save different things, or another one failed.
+        RankError: ranks save different values, or another rank failed.
 
     Example:
         >>> import tempfile, torch
@@ -89,8 +89,8 @@ def step_of(tree: PyTree, step: int | None) -> int:
     """Returns the number of a checkpoint: the one given, or the state's.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: both are missing.
     """
     if step is None and not isinstance(tree, TrainState):
-        raise ValueError("this tree is no TrainState, so it has no number of its own; pass step=.")
+        raise ValueError("this tree is no TrainState, so it has no number of its own. Pass step=.")
     return int(tree.step) if step is None else operator.index(step)

@@ -1,6 +1,6 @@
-"""A caller's values as JSON, which has no infinities and no NaN: those are `{"$float": "inf"}`.
+"""A caller's values as JSON. Infinities and NaN, which JSON lacks, become for example `{"$float": "inf"}`.
 
-A dict whose only key is "$float" is wrapped in another one, so that every value comes back as it was.
+A dict with the only key "$float" is wrapped in another dict, so that every value is restored exactly.
 """
 
 import math
@@ -26,7 +26,7 @@ def as_json(x: Any, name: str = "user") -> Any:
         {'best': {'$float': 'inf'}, 'next': [1, 2.5]}
     """
     problems: list[str] = []
-    out = _encoded(x, name, problems)
+    out = _encode_value(x, name, problems)
     remedy = "a tensor of one element has .item(), and of more .tolist()"
     raise_all(TypeError, f"checkpoints keep JSON values beside a tree; {remedy}:", problems)
     return out
@@ -53,9 +53,9 @@ def from_json(x: Any) -> Any:
     return {k: from_json(y) for k, y in plain.items()}
 
 
-def _encoded(x: Any, path: str, problems: list[str]) -> Any:
+def _encode_value(x: Any, path: str, problems: list[str]) -> Any:
     if isinstance(x, dict):
-        out = {k: _encoded(y, f"{path}[{k!r}]", problems) for k, y in x.items()}
+        out = {k: _encode_value(y, f"{path}[{k!r}]", problems) for k, y in x.items()}
         problems += [
             f"{path} has the key {k!r}, {a_kind(k)}, which is not JSON serializable"
             for k in x
@@ -63,7 +63,7 @@ def _encoded(x: Any, path: str, problems: list[str]) -> Any:
         ]
         return {_FLOAT: out} if out.keys() == {_FLOAT} else out
     if isinstance(x, list | tuple):
-        return [_encoded(y, f"{path}[{i}]", problems) for i, y in enumerate(x)]
+        return [_encode_value(y, f"{path}[{i}]", problems) for i, y in enumerate(x)]
     if isinstance(x, float) and not math.isfinite(x):
         return {_FLOAT: str(float(x))}
     if not isinstance(x, str | int | float | bool | None):

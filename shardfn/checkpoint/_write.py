@@ -1,4 +1,4 @@
-"""A rank's files: written, or linked from the previous checkpoint if they have not changed."""
+"""A rank's files: written, or linked from the previous checkpoint if unchanged."""
 
 import concurrent.futures
 import hashlib
@@ -13,22 +13,22 @@ from ._contents import FilePlan, Part
 from ._manifest import Manifest
 from ._place import Location, NewLocation
 
-# The token of a draft in the name of a file. Only files in object stores have one.
+# The token of a draft in the name of a file. Only files in object stores have a token.
 _TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
-# Files that are written at a time. Bytes are hashed more slowly than they are written, so several cores help.
+# Files that are written at a time. Hashing is slower than writing, so several cores help.
 _THREADS = 2
 # The bytes of a part, in order.
 Read = Callable[[Part], Iterator[Bytes]]
 
 
 class LastFiles(NamedTuple):
-    """The checkpoint before."""
+    """Files of the previous checkpoint."""
 
     place: Location
     manifest: Manifest
 
     def named(self, name: str) -> str | None:
-        """Its name for the file that a draft calls `name`, without regard to tokens, or None if it lacks the file."""
+        """Returns the name of the same file in the previous checkpoint, with its token, or None."""
         base = _TOKEN.sub("", name)
         return next((x for x in self.manifest.files if _TOKEN.sub("", x) == base), None)
 
@@ -39,7 +39,7 @@ class WrittenFile(NamedTuple):
     Attributes:
         digests: digests of the parts of each file.
         bytes: the number of bytes written.
-        linked: bytes of files that were taken over.
+        linked: bytes of linked files.
     """
 
     digests: list[list[str]]
@@ -59,28 +59,28 @@ def write_files(
     """Writes the files of an unpublished checkpoint.
 
     Args:
-        place: where.
+        place: files of the unpublished checkpoint.
         plans: the files.
-        read: gives the bytes of a part; asked once or twice.
-        before: whose files may be taken over.
-        durable: whether to wait until they have reached the device.
-        done: called with the number of bytes of each file that is written or taken over.
+        read: function that returns the bytes of a part. Called once or twice for each part.
+        before: previous checkpoint, for linking unchanged files.
+        durable: whether to wait until the device has the files.
+        done: function that is called with the number of bytes of each written or linked file.
 
     Raises:
         OSError: a write failed. The files are then incomplete.
     """
-    with _threads("digest") as beside, _threads("write") as writers, _threads("settle") as settling:
+    with _open_threads("digest") as beside, _open_threads("write") as writers, _open_threads("settle") as settling:
 
-        def written(plan: FilePlan) -> _FileOutcome:
-            old, known = (None, []) if before is None else _unchanged(plan, read, before)
+        def write_file(plan: FilePlan) -> _FileOutcome:
+            old, known = (None, []) if before is None else _find_unchanged(plan, read, before)
             taken = old is not None and before is not None and place.take(before.place, old, plan.name)
             if not taken:
-                known = _write(place, plan, read, known, beside)
+                known = _write_plan(place, plan, read, known, beside)
             done(plan.bytes)
             # The device finishes this file while the next one is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
-        running = [writers.submit(adopting(written), plan) for plan in plans]
+        running = [writers.submit(adopting(write_file), plan) for plan in plans]
         try:
             files = [x.result() for x in running]
         except BaseException:
@@ -94,19 +94,19 @@ def write_files(
 
 
 class _FileOutcome(NamedTuple):
-    """A file that has been written, or taken over. When `settled` is done, the device has it."""
+    """File that has been written or linked. When `settled` is done, the device has the file."""
 
     digests: list[str]
     taken: bool
     settled: concurrent.futures.Future[None] | None
 
 
-def _threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
+def _open_threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_THREADS, f"shardfn-{task}")
 
 
-def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
-    """Returns the previous checkpoint's name for this file, if it has it unchanged, and the digests computed so far."""
+def _find_unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
+    """Returns the unchanged file's name in the previous checkpoint, or None, and the digests computed so far."""
     name = before.named(plan.name)
     if name is None:
         return None, []
@@ -129,14 +129,14 @@ def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | Non
     return name, known
 
 
-def _write(
+def _write_plan(
     place: NewLocation,
     plan: FilePlan,
     read: Read,
     known: Sequence[str],
     beside: concurrent.futures.ThreadPoolExecutor,
 ) -> list[str]:
-    """Writes one file; digests that are not known yet are made beside it, from the bytes that are written."""
+    """Writes one file. Unknown digests are computed in parallel, from the written bytes."""
     digests = list(known)
     with place.create(plan.name) as file:
         file.write(memoryview(plan.header))

@@ -1,4 +1,4 @@
-"""The batches of a loader that cannot be numbered, as an iterator that ends on all ranks at once and can be resumed."""
+"""Batches of a loader without numbers, as an iterator that ends on all ranks together and can be resumed."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -14,29 +14,29 @@ from ._plain_state import of_json, to_json
 
 
 class Stream:
-    """A loader of this rank's rows as an iterator over its batches that can be saved and resumed.
+    """Resumable iterator over the batches of a loader of this rank's rows.
 
     For data that only comes in order: an `IterableDataset`, a streamed dataset of Hugging Face, a `StatefulDataLoader`.
-    Prefer `Cursor` for data that has numbers. The loader has to be one of this rank's rows alone: `OwnExamples`,
-    `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` and `own_rows` make one. At the beginning of
-    each pass its dataset's and its sampler's `set_epoch` are called, if they have one.
+    Prefer `Cursor` for data that has numbers. The loader must yield only this rank's rows: use for example
+    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `own_rows`. At the beginning
+    of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
 
-    Before each batch the ranks agree that all of them have one, by a message of a few bytes: so a stream that ends
-    early on one rank, or raises there, is an error on all ranks at once and no rank waits. It is collective: all ranks
-    of the mesh iterate, and take the same number of batches.
+    Before each batch the ranks agree that all ranks have a batch, by a message of a few bytes. So a stream that ends
+    early or raises on a single rank is an error on all ranks, without a deadlock. Iteration is collective: all ranks of
+    the mesh must take the same number of batches.
 
     Args:
-        loader: an iterable of batches, which begins anew with each `iter`.
-        mesh: the step's, or None for one rank.
+        loader: iterable of batches that restarts with each `iter`.
+        mesh: mesh of the step, or None for a single rank.
         ends: "together": all ranks must have the same number of batches. "first": a pass ends on all ranks with the
-            shortest stream; batches of others that are left over are dropped.
-        resume: "state": a place is the state that the loader saves. "replay": it is a number, and resuming reads and
-            drops the batches before it, of earlier passes too unless the loader takes `set_epoch`: exact for any loader
-            of a fixed order, at the cost of reading.
+            shortest stream, and remaining batches of other ranks are dropped.
+        resume: "state": a position is the state that the loader saves. "replay": a position is a number, and resuming
+            reads and drops all earlier batches, also of earlier passes unless the loader has `set_epoch`. Replay is
+            exact for any loader with a fixed order, at the cost of reading.
 
     Attributes:
         passes: complete passes over the loader.
-        next: the number, in this pass, of the batch that comes next.
+        next: number of the next batch in this pass.
 
     Raises:
         ValueError: an option has another value, or workers that persist would not learn of the number of a pass.
@@ -63,26 +63,28 @@ class Stream:
         _check_workers(loader)
         self.passes = self.next = 0
         self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
-        self._batches: Iterator[PyTree] | None = None  # those of a pass that has begun
-        self._started = False  # whether the loader's own state is that of some batch
+        self._batches: Iterator[PyTree] | None = None  # batches of a pass that has begun
+        self._started = False  # whether the loader's state is the state of some batch
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> PyTree:
-        """This rank's rows of the next batch; at the end of a pass StopIteration, and then the next pass.
+        """Returns this rank's rows of the next batch.
+
+        At the end of a pass raises StopIteration. Then the next pass begins.
 
         Raises:
-            RankError: the stream has ended on some ranks alone, or has raised an error on another rank. The message
-                names them.
-            ValueError: a pass has no batch at all.
+            RankError: the stream has ended only on some ranks, or has raised an error on another rank. The message
+                names the ranks.
+            ValueError: a pass has no batches.
         """
-        batch, have = self._read()
-        if not self._all_have(have):
+        batch, have = self._read_batch()
+        if not self._agree_on_batch(have):
             if not self.next:
                 raise ValueError(
                     f"Stream: pass {self.passes} has no batch on any rank. A generator can be read only once: pass an"
-                    " object whose __iter__ begins anew; and see whether the dataset is empty on this rank."
+                    " object whose __iter__ begins anew, and see whether the dataset is empty on this rank."
                 )
             self.passes, self.next, self._batches = self.passes + 1, 0, None
             raise StopIteration
@@ -90,20 +92,20 @@ class Stream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position to save beside the state of the step, for `Manager.save(user=...)`. Collective.
+        """Returns the position, to save with the state of the step by `Manager.save(user=...)`. Collective.
 
-        It has the states of the loaders of all ranks, and is the same on all of them.
+        The position has the states of the loaders of all ranks, and is equal on all ranks.
 
         Raises:
-            TypeError: the loader keeps no place.
-            ValueError: the place that it keeps would not lead to the same batches. The message names the reason.
+            TypeError: the loader has no `state_dict`.
+            ValueError: the loader's state would not lead to the same batches. The message names the reason.
         """
-        place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._size}
+        place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._loader_size}
         if self._resume == "replay":
             return place
-        with self._told():
+        with self._send_errors():
             self._check_exact()
-            own = to_json(self._own_place()) if self._started else None
+            own = to_json(self._loader_place()) if self._started else None
         if self._mesh is None:
             return place | {"loaders": [own]}
         control = comms_of(self._mesh).control
@@ -111,23 +113,23 @@ class Stream:
         return place | {"loaders": control.gather(own)}
 
     def at(self, state: dict[str, Any]) -> "Stream":
-        """This stream, moved to the position where `state` was taken, on as many ranks.
+        """Moves this stream to the position of `state`, taken on the same number of ranks, and returns the stream.
 
         Raises:
-            ValueError: it was taken on another number of ranks, or with another `resume`.
+            ValueError: `state` was taken on another number of ranks, or with another `resume`.
         """
-        if state["ranks"] != self._size:
+        if state["ranks"] != self._loader_size:
             raise ValueError(
-                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._size}: each has a"
-                " place of its own in the stream. Go on with that number of ranks; or leave at() out, which begins"
-                " anew."
+                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._loader_size}: each"
+                " has a place of its own in the stream. Go on with that number of ranks, or leave at() out, which"
+                " begins anew."
             )
         if ("loaders" in state) != (self._resume == "state"):
             was = "state" if "loaders" in state else "replay"
-            raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}; pass that.")
+            raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}. Pass that.")
         self._batches = None
         if self._resume == "replay":
-            self._replay(state["pass"], state["next"])
+            self._replay_batches(state["pass"], state["next"])
             return self
         self.passes, self.next = state["pass"], state["next"]
         own = state["loaders"][0 if self._mesh is None else self._mesh.rank]
@@ -136,31 +138,34 @@ class Stream:
         return self
 
     @property
-    def _size(self) -> int:
+    def _loader_size(self) -> int:
         return 1 if self._mesh is None else self._mesh.size
 
-    def _own_place(self) -> dict[str, Any]:
+    def _loader_place(self) -> dict[str, Any]:
         generator = getattr(self._loader, "generator", None)
-        return {"loader": self._keeper().state_dict(), "order": None if generator is None else generator.get_state()}
+        return {
+            "loader": self._state_keeper().state_dict(),
+            "order": None if generator is None else generator.get_state(),
+        }
 
     def _go_to(self, loader: Any, order: Any) -> None:
-        """Moves the loader to a place.
+        """Moves the loader to a position.
 
         The generator that shuffles is set last: torchdata saves its state at the beginning of the pass, and draws less
-        from it while it loads a place than it had drawn before, so that the next pass would have another order.
+        from the generator while loading than before saving, so that the next pass would have another order.
         """
         self._set_epoch()
         self._started = True
         if self.next or order is None:
-            self._keeper().load_state_dict(loader)
+            self._state_keeper().load_state_dict(loader)
         if self.next:
             self._batches = iter(self._loader)
         if order is not None:
             vars(self._loader)["generator"].set_state(order)
 
-    def _read(self) -> tuple[PyTree, bool]:
-        """Returns the next batch, and whether there is one."""
-        with self._told():
+    def _read_batch(self) -> tuple[PyTree, bool]:
+        """Returns the next batch, and whether a batch was left."""
+        with self._send_errors():
             if self._batches is None:
                 self._set_epoch()
                 self._batches = iter(self._loader)
@@ -170,8 +175,8 @@ class Stream:
             except StopIteration:
                 return None, False
 
-    def _all_have(self, have: bool) -> bool:
-        """Returns whether all ranks have a batch; agreed by all."""
+    def _agree_on_batch(self, have: bool) -> bool:
+        """Returns whether all ranks have a batch. Collective."""
         if self._mesh is None or self._mesh.size == 1:
             return have
         call = f"sf.data.Stream, pass {self.passes}, batch {self.next}"
@@ -188,7 +193,7 @@ class Stream:
             )
         return False
 
-    def _replay(self, passes: int, batches: int) -> None:
+    def _replay_batches(self, passes: int, batches: int) -> None:
         takes_epoch = any(True for _ in self._epoch_takers())
         for self.passes in range(passes if takes_epoch else 0, passes + 1):
             self._set_epoch()
@@ -205,8 +210,8 @@ class Stream:
                 )
         self._started = True
 
-    def _told(self) -> Any:
-        """Returns a context that sends an error of this rank's to the others."""
+    def _send_errors(self) -> Any:
+        """Returns a context that sends an error of this rank to all other ranks."""
         return told_before(comms_of(self._mesh).control) if self._mesh is not None else contextlib.nullcontext()
 
     def _epoch_takers(self) -> Iterator[Any]:
@@ -221,8 +226,8 @@ class Stream:
         for x in self._epoch_takers():
             x.set_epoch(self.passes)
 
-    def _keeper(self) -> Any:
-        """Returns the object that knows the place: the loader, or its dataset where no worker reads ahead."""
+    def _state_keeper(self) -> Any:
+        """Returns the object that knows the position: the loader, or the dataset if no worker reads ahead."""
         loader: Any = self._loader
         if callable(getattr(loader, "load_state_dict", None)):
             return loader
@@ -232,7 +237,7 @@ class Stream:
         raise TypeError(
             f"Stream: a {type(loader).__name__} keeps no place to resume from. Use"
             " torchdata.stateful_dataloader.StatefulDataLoader (pip install torchdata), which takes the arguments of"
-            " DataLoader; or Stream(..., resume='replay'), which reads the stream again up to the place."
+            " DataLoader, or Stream(..., resume='replay'), which reads the stream again up to the place."
         )
 
     def _check_exact(self) -> None:
@@ -247,14 +252,14 @@ class Stream:
             raise ValueError(
                 "Stream: dataset.shuffle(buffer_size=) of Hugging Face does not save the examples in its buffer: after"
                 " resuming, some would never be seen. Pass Stream(..., resume='replay'), which reads the stream again"
-                " up to the place; or shuffle the shards alone, by buffer_size=1."
+                " up to the place, or shuffle the shards alone, by buffer_size=1."
             )
 
 
 def _check_workers(loader: Any) -> None:
-    """Refuses workers that keep copies of a dataset, which would go through each pass in the order of the first."""
+    """Refuses workers that keep copies of a dataset, because each pass would have the order of the first pass."""
     dataset = getattr(loader, "dataset", None)
-    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # its epoch is in memory that workers share
+    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # the epoch is in memory that workers share
     if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch") and not shared:
         raise ValueError(
             f"Stream: with persistent_workers=True the workers keep copies of the {type(dataset).__name__}, which its"
@@ -263,7 +268,10 @@ def _check_workers(loader: Any) -> None:
 
 
 def _has_buffer(x: Any) -> bool:
-    """Returns whether a streamed dataset of `datasets` shuffles by a buffer. Their state has no trace of it (5.2)."""
+    """Returns whether a streamed dataset of `datasets` shuffles by a buffer.
+
+    The state of `datasets` does not save the buffer (version 5.2).
+    """
     if type(x).__name__ == "BufferShuffledExamplesIterable" and getattr(x, "buffer_size", 2) > 1:
         return True
     inner = [getattr(x, name, None) for name in ("_ex_iterable", "ex_iterable", "_examples", "dataset")]

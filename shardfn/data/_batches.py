@@ -1,12 +1,12 @@
 """Batches as a function: row i of batch n is a window of the corpus determined by (seed, n, i).
 
-The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts
-them in an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order
-of its own:
+The corpus is cut into windows of T ids (each read with the next id, the last target). A fixed shuffle orders the
+windows, and training and validation take disjoint ranges of this order. Each epoch visits the range once, in a
+different order:
 
     g = n B + i,   epoch, k = divmod(g, W),   window = shuffle(first + permute(k, W, seed, epoch))
 
-There is no state between batches: resuming at batch n needs n, and any rank can compute any rows.
+There is no state between batches: resuming at batch n needs only n, and any rank can compute any rows.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from ._permute import permute, shuffled
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """The source that `Batches` reads: numbered token ids. `TokenFile` is one."""
+    """Source of `Batches`: numbered token ids, such as a `TokenFile`."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,14 +41,14 @@ class TokenSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The global batches of a corpus, and every rank's rows of them.
+    """Global batches of a corpus, and every rank's rows.
 
     Attributes:
         source: the token ids.
         batch_size: B, rows of a global batch, over all ranks.
         length: T, ids a row predicts. A row holds T + 1.
-        seed: determines the order of windows. The windows held out by `split` do not depend on it.
-        part: (first, stop) of the fixed shuffle of windows. None takes all. `split` sets it.
+        seed: determines the order of windows. The windows held out by `split` do not depend on the seed.
+        part: (first, stop) of the fixed shuffle of windows. None: all windows. Set by `split`.
 
     Raises:
         ValueError: the corpus is shorter than one window, or a size is not positive.
@@ -64,19 +64,19 @@ class Batches:
         for name in ("batch_size", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Batches({name}={getattr(self, name)}): must be at least 1.")
-        if self._total < 1:
+        if self._total_size < 1:
             raise ValueError(
                 f"{self.source!r} has {self.source.num_tokens} ids, but one window of length={self.length}"
-                f" needs {self.length + 1}; use a longer corpus or a smaller length."
+                f" needs {self.length + 1}. Use a longer corpus or a smaller length."
             )
-        first, stop = self._part
-        if not 0 <= first < stop <= self._total:
-            raise ValueError(f"Batches(part={self.part}): not a range of the {self._total} windows of the corpus.")
+        first, stop = self._rank_part
+        if not 0 <= first < stop <= self._total_size:
+            raise ValueError(f"Batches(part={self.part}): not a range of the {self._total_size} windows of the corpus.")
 
     @property
     def num_windows(self) -> int:
-        """W, the windows an epoch visits; W / batch_size batches make an epoch."""
-        first, stop = self._part
+        """Returns W, the number of windows in an epoch. An epoch has W / batch_size batches."""
+        first, stop = self._rank_part
         return stop - first
 
     @functools.cached_property
@@ -85,17 +85,19 @@ class Batches:
 
         Windows of an epoch, their length, and a digest.
 
-        The digest is of `part`, the number of ids, and at most 64 windows at equal distances.
+        The digest covers `part`, the number of ids, and at most 64 windows at equal distances.
         """
-        starts = np.array(sampled_rows(self._total), np.int64) * self.length
+        starts = np.array(sampled_rows(self._total_size), np.int64) * self.length
         ids = self.source.read(starts, self.length + 1)
-        digest = digest_bytes([repr((self._part, self.source.num_tokens)).encode(), ids.tobytes()])
+        digest = digest_bytes([repr((self._rank_part, self.source.num_tokens)).encode(), ids.tobytes()])
         return {"windows": self.num_windows, "length": self.length, "digest": digest}
 
     def split(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Two disjoint parts, training and validation. The latter takes `fraction` of the windows, drawn at random.
+        """Returns two disjoint parts, for training and for validation.
 
-        Which windows those are depends on source and length alone, so runs with other seeds validate on the same text.
+        Validation gets `fraction` of the windows, drawn at random.
+
+        The windows depend only on source and length, so runs with other seeds validate on the same text.
 
         Raises:
             ValueError: one of the parts would be empty.
@@ -109,25 +111,29 @@ class Batches:
             >>> train.num_windows, validation.num_windows, train(0)["tokens"].shape
             (9, 2, torch.Size([2, 10]))
         """
-        first, stop = self._part
+        first, stop = self._rank_part
         middle = stop - round(fraction * (stop - first))
         if not first < middle < stop:
             raise ValueError(
-                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle};"
-                " both parts need at least one: use a longer corpus, a smaller length or another fraction."
+                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle}."
+                " Both parts need at least one: use a longer corpus, a smaller length or another fraction."
             )
         return dataclasses.replace(self, part=(first, middle)), dataclasses.replace(self, part=(middle, stop))
 
     def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> dict[str, Int64[Tensor, "..."]]:
-        """Batch n, or the rows of it that rank `rank` of `world` holds; ranks in order concatenate to the global batch.
+        """Returns batch n, or the rows of batch n on rank `rank` of `world`.
+
+        The rows of all ranks, in order, concatenate to the global batch. For example, 2 ranks hold 3 rows each of a
+        batch of 6 rows.
 
         Args:
             n: number of the batch, from 0 on, through all epochs.
             rank: index of the rank along the batch axis.
-            world: ranks along the batch axis. Rows are cut as `core.chunk_bounds` cuts them.
+            world: ranks along the batch axis. Rows are divided by `core.chunk_bounds`, for example 7 rows on 3 ranks as
+                3, 3 and 1.
 
         Returns:
-            "tokens": int64 [rows, T + 1]; "index": int64 [rows], n B + i, which no other row of the run has.
+            "tokens": int64 [rows, T + 1], and "index": int64 [rows], the unique number n B + i of each row.
 
         Raises:
             ValueError: `n` is negative, or `rank` is not below `world`.
@@ -137,27 +143,27 @@ class Batches:
         return self.rows(n, *chunk_bounds(self.batch_size, world, rank))
 
     def rows(self, n: int, first: int, stop: int) -> dict[str, Int64[Tensor, "..."]]:
-        """Rows `first` to `stop` (exclusive) of batch n, as `__call__` returns them."""
+        """Returns rows `first` to `stop` (exclusive) of batch n, in the form of `__call__`."""
         if n < 0 or not 0 <= first <= stop <= self.batch_size:
-            raise ValueError(f"rows {first}:{stop} of batch {n} do not exist; a batch has {self.batch_size} rows.")
+            raise ValueError(f"rows must be in 0:{self.batch_size} of a batch n >= 0, got {first}:{stop} of batch {n}.")
         index = n * self.batch_size + np.arange(first, stop, dtype=np.int64)
         tokens = self.source.read(self.windows(index) * self.length, self.length + 1)
         return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Returns the window of each row number n B + i; window w starts at id w T."""
+        """Returns the window of each row number n B + i. Window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
-        # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
-        return permute(place + self._part[0], self._total)
+        # Shuffled without the seed, so that parts are disjoint even with different seeds.
+        return permute(place + self._rank_part[0], self._total_size)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Batches `first` to `stop` (exclusive) in order."""
+        """Yields batches `first` to `stop` (exclusive) in order."""
         return (self(n, rank=rank, world=world) for n in range(first, stop))
 
     @property
-    def _total(self) -> int:
+    def _total_size(self) -> int:
         return (self.source.num_tokens - 1) // self.length
 
     @property
-    def _part(self) -> tuple[int, int]:
-        return (0, self._total) if self.part is None else self.part
+    def _rank_part(self) -> tuple[int, int]:
+        return (0, self._total_size) if self.part is None else self.part

@@ -1,8 +1,8 @@
-"""Collators: examples of unequal length to a batch, by filling up rows or by laying several into one.
+"""Collators: combine examples of different lengths into a batch, by padding or by packing.
 
-An example is a sequence of token ids, or a mapping with "tokens" and, where some of them are not to be predicted,
-"labels" (-100 there, as in Hugging Face and torch). A label belongs to the token at the same place: the model, or the
-loss, shifts.
+An example is a sequence of token ids, or a mapping with "tokens" and optionally "labels", with -100 for tokens that are
+not predicted, as in Hugging Face and torch. A label belongs to the token at the same place: the model, or the loss,
+shifts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,20 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 def pad(length: int | None = None, *, token: int = 0) -> Collate:
-    """Returns a collator that fills up each example to one length.
+    """Returns a collator that pads examples to one length.
 
-    Its batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
+    Batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
     "attention_mask" [B, T], 1 at tokens, all int64, and "weight" [B] float32, the number of predicted tokens: the first
     token of a row is never predicted, and does not count.
 
     Args:
-        length: T. Default: the longest of the batch, for one rank: several must have one T, so name it there.
-        token: the id that rows are filled up with.
+        length: T. Default: length of the longest example in the batch, only for a single rank. Several ranks need the
+            same T, so pass `length`.
+        token: id for padding.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens. The
-            message lists all.
+        ValueError: (on use) an example is longer than `length`, or the numbers of labels and tokens differ. The message
+            lists all such examples.
 
     Example:
         >>> batch = pad(4)([[5, 6, 7], {"tokens": [8, 9], "labels": [-100, 9]}])
@@ -40,36 +41,37 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
         ([[5, 6, 7, 0], [8, 9, 0, 0]], [[5, 6, 7, -100], [-100, 9, -100, -100]], [2.0, 1.0])
     """
 
-    def collate(examples: list[Any]) -> dict[str, Tensor]:
-        pairs = _pairs(examples, length)
+    def collate_padded(examples: list[Any]) -> dict[str, Tensor]:
+        pairs = _token_pairs(examples, length)
         width = length or max((len(tokens) for tokens, _ in pairs), default=0)
-        out = _empty(len(pairs), width, token)
+        out = _empty_rows(len(pairs), width, token)
         mask = torch.zeros(len(pairs), width, dtype=torch.int64)
         for row, (tokens, labels) in enumerate(pairs):
             out["tokens"][row, : len(tokens)] = tokens
             out["labels"][row, : len(tokens)] = labels
             mask[row, : len(tokens)] = 1
-        return {**out, "attention_mask": mask, "weight": _weights(out["labels"])}
+        return {**out, "attention_mask": mask, "weight": _label_weights(out["labels"])}
 
-    return collate
+    return collate_padded
 
 
 def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
-    """Returns a collator that lays several examples into one row, each by first fit of decreasing length.
+    """Returns a collator that packs several examples into a row, by first fit of decreasing length.
 
-    Its batches have "tokens" and "labels" [R, T] as those of `pad`, the first label of each example -100, since it
-    would be predicted from another example; "position_ids" [R, T], which start at 0 in each; "segment_ids" [R, T], 1
-    for the first example of a row, 2 for the second, 0 for padding, for masks, and "weight" [R] float32, the number of
-    predicted tokens.
+    Batches have "tokens" and "labels" [R, T] as in `pad`. The first label of each example is -100, because the token
+    would be predicted from another example. For masks, "position_ids" [R, T] start at 0 in each example, and
+    "segment_ids" [R, T] are 1 for the first example of a row, 2 for the second, 0 for padding. Finally "weight" [R]
+    float32, the number of predicted tokens.
 
     Args:
         length: T.
-        token: the id that rows are filled up with.
+        token: id for padding.
         rows: R. Default: the number that the examples need. If given, rows that are not needed are padding, with weight
             0.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or they take more than `rows`. The message lists all.
+        ValueError: (on use) an example is longer than `length`, or the examples need more than `rows`. The message
+            lists all such examples.
 
     Example:
         >>> batch = pack(6)([[5, 6, 7], [1, 2, 3, 4], [8, 9]])
@@ -79,15 +81,15 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
         [[-100, 2, 3, 4, -100, 9], [-100, 6, 7, -100, -100, -100]]
     """
 
-    def collate(examples: list[Any]) -> dict[str, Tensor]:
-        pairs = _pairs(examples, length)
+    def collate_packed(examples: list[Any]) -> dict[str, Tensor]:
+        pairs = _token_pairs(examples, length)
         places, needed = first_fit([len(tokens) for tokens, _ in pairs], length)
         if rows is not None and needed > rows:
             raise ValueError(
-                f"pack(rows={rows}): these {len(pairs)} examples take {needed} rows of {length} tokens; pass fewer"
+                f"pack(rows={rows}): these {len(pairs)} examples take {needed} rows of {length} tokens. Pass fewer"
                 " examples, more rows, or rows=None."
             )
-        out = _empty(needed if rows is None else rows, length, token)
+        out = _empty_rows(needed if rows is None else rows, length, token)
         positions, segments = torch.zeros_like(out["tokens"]), torch.zeros_like(out["tokens"])
         for (row, start), (tokens, labels) in zip(places, pairs, strict=True):
             at = slice(start, start + len(tokens))
@@ -98,9 +100,9 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
             starts = sorted((start, len(pairs[i][0])) for i, (r, start) in enumerate(places) if r == row)
             for number, (start, count) in enumerate(starts, 1):
                 segments[row, start : start + count] = number
-        return {**out, "position_ids": positions, "segment_ids": segments, "weight": _weights(out["labels"])}
+        return {**out, "position_ids": positions, "segment_ids": segments, "weight": _label_weights(out["labels"])}
 
-    return collate
+    return collate_packed
 
 
 def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]], int]:
@@ -108,7 +110,7 @@ def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]
 
     The longest are placed first.
 
-    Takes at most 11/9 of the fewest rows possible, and one more.
+    The number of rows is at most 11/9 of the minimum, plus 1.
 
     Example:
         >>> first_fit([3, 4, 2], 6)
@@ -133,8 +135,8 @@ def first_rows(batch: PyTree, count: int) -> PyTree:
     return tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
 
 
-def _pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
-    """Tokens and labels of each example."""
+def _token_pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
+    """Returns tokens and labels of each example."""
     pairs = []
     _check_examples(examples)
     for example in examples:
@@ -157,10 +159,10 @@ def _pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, 
 
 
 def _check_examples(examples: list[Any]) -> None:
-    """Refuses examples that are not tokenized, or have their tokens under another name.
+    """Refuses examples that are not tokenized, or have tokens under another name.
 
     Raises:
-        TypeError: lists them, each with its remedy.
+        TypeError: there are such examples. The message lists all, each with a remedy.
     """
     problems = []
     for i, example in enumerate(examples):
@@ -174,13 +176,13 @@ def _check_examples(examples: list[Any]) -> None:
     )
 
 
-def _empty(rows: int, length: int, token: int) -> dict[str, Tensor]:
+def _empty_rows(rows: int, length: int, token: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.full((rows, length), token, dtype=torch.int64),
         "labels": torch.full((rows, length), IGNORED, dtype=torch.int64),
     }
 
 
-def _weights(labels: Int64[Tensor, "b t"]) -> Tensor:
-    # The first token of a row is predicted by no other.
+def _label_weights(labels: Int64[Tensor, "b t"]) -> Tensor:
+    # No token predicts the first token of a row.
     return (labels[:, 1:] != IGNORED).sum(1).to(torch.float32)

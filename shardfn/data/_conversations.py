@@ -1,11 +1,11 @@
 """Tokens and labels of conversations: by default only the turns of the assistant are learnt.
 
-The labels follow the masks of the chat template where it has them, the blocks `{% generation %}` of transformers.
-Elsewhere they follow from differences of prefixes, which need no mark in the template:
+The labels follow the masks of the chat template, if the template has `{% generation %}` blocks of transformers. Else
+labels follow from differences of prefixes, for any template:
 
     answer i = render(messages[: i + 1])  without its beginning  render(messages[:i], reply=True)
 
-So the learnt tokens are those that a model is to write after the prompt that it gets when it is used.
+So the learnt tokens are exactly the tokens that a model must generate after the prompt at inference.
 """
 
 import re
@@ -35,10 +35,11 @@ def encode_chat(
             transformers.
         tools: the tools that the template is given.
         start: the number of the first message that is learnt. Earlier answers of the assistant are part of the prompt.
-        learn: "answers" gives a label only to tokens of the assistant's messages, "everything" gives one to each token.
+        learn: "answers" gives a label only to tokens of the assistant's messages, "everything" gives a label to each
+            token.
 
     Returns:
-        "tokens", and "labels", -100 where nothing is learnt, as `pad` and `pack` take them.
+        "tokens", and "labels", -100 where nothing is learnt, for `pad` and `pack`.
 
     Raises:
         ValueError: the template refuses the messages. There is no answer, or the template does not show where an answer
@@ -58,15 +59,15 @@ def encode_chat(
     if learn not in LEARN:
         raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {learn!r}.")
 
-    def render(part: Messages, reply: bool) -> list[int]:
-        return list(_applied(tokenizer, part, tools, add_generation_prompt=reply, return_dict=False))
+    def render_part(part: Messages, reply: bool) -> list[int]:
+        return list(_apply_template(tokenizer, part, tools, add_generation_prompt=reply, return_dict=False))
 
     if learn == "everything":
-        tokens = render(messages, False)
+        tokens = render_part(messages, False)
         return {"tokens": tokens, "labels": [*tokens]}
     if _GENERATION.search(_template_of(tokenizer, tools)) and getattr(tokenizer, "is_fast", True):
-        return _encode_masked(tokenizer, messages, tools, render(messages[:start], False) if start else [])
-    return encode_answers(render, messages, start=start)
+        return _encode_masked(tokenizer, messages, tools, render_part(messages[:start], False) if start else [])
+    return encode_answers(render_part, messages, start=start)
 
 
 def encode_answers(
@@ -77,7 +78,7 @@ def encode_answers(
     The messages are found by differences of prefixes.
 
     Args:
-        render: function from messages to their tokens. If its second argument is true, the tokens that begin an answer
+        render: function from messages to tokens. If its second argument is true, the tokens that begin an answer
             follow.
         messages: the conversation, dicts with "role" and "content".
         start: the number of the first message that is learnt.
@@ -123,7 +124,7 @@ def encode_answers(
 def _encode_masked(tokenizer: Any, messages: Messages, tools: Any, prompt: list[int]) -> dict[str, list[int]]:
     """Returns tokens and labels by the masks of the template. Tokens of the prompt are not learnt."""
     _answers_of(messages, 0)
-    found = _applied(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+    found = _apply_template(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
     tokens, mask = list(found["input_ids"]), found["assistant_masks"]
     if tokens[: len(prompt)] != prompt:
         raise ValueError(
@@ -155,15 +156,14 @@ def _template_of(tokenizer: Any, tools: Any) -> str:
     except ValueError as error:
         raise ValueError(
             "the tokenizer has no chat template, which rows of messages need. Set tokenizer.chat_template and save the"
-            " tokenizer; or"
-            " write rows of {'prompt': text, 'completion': text}."
+            " tokenizer, or write rows of {'prompt': text, 'completion': text}."
         ) from error
 
 
-def _applied(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
-    """Applies the chat template; a message that it refuses is a ValueError."""
+def _apply_template(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
+    """Applies the chat template, and raises ValueError for refused messages."""
     _template_of(tokenizer, tools)
     try:
         return tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=True, **options)
-    except Exception as error:  # a template is a program: it may raise anything
+    except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error

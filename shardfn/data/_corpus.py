@@ -1,4 +1,4 @@
-"""A corpus that every machine with Python has: the sources of its standard library."""
+"""A corpus that every machine with Python has: the sources of the standard library."""
 
 import os
 import pathlib
@@ -9,10 +9,10 @@ _TESTS = {"test", "tests", "idle_test"}
 
 
 def default_corpus(*, tests: bool = False) -> list[pathlib.Path]:
-    """Returns the `.py` files of this Python's standard library, sorted by their path inside it.
+    """Returns the `.py` files of this Python's standard library, sorted by relative path.
 
     Args:
-        tests: also take the library's own tests, which are about as large as the library.
+        tests: whether to include the library's tests, about as large as the library.
 
     Returns:
         Paths of files; about 12 MB of text without tests.
@@ -31,5 +31,5 @@ def default_corpus(*, tests: bool = False) -> list[pathlib.Path]:
         folders[:] = set(folders) - skip
         paths += [pathlib.Path(folder, name) for name in files if name.endswith(".py")]
     if not paths:
-        raise FileNotFoundError(f"{root} holds no .py files; name text files of your own instead.")
+        raise FileNotFoundError(f"{root} holds no .py files. Name text files of your own instead.")
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())

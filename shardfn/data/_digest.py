@@ -1,4 +1,4 @@
-"""Digests of data sets: a position in the data is taken up only by the data set in which it was saved.
+"""Digests of data sets: a saved position can be resumed only with the same data set.
 
 Reading all rows of a large data set would take hours, so 64 rows at equal distances are digested, the first and the
 last among them.
@@ -57,7 +57,7 @@ def digest_examples(examples: Any) -> str | None:
 
 
 def _row_bytes(x: Any) -> Iterable[bytes]:
-    """Yields the bytes of a plain value, with the types and the lengths that tell values apart."""
+    """Yields the bytes of a plain value, with types and lengths that distinguish values."""
     if x is None or isinstance(x, bool | int | float | str):
         yield f"{type(x).__name__} {x!r}".encode("utf-8", "surrogatepass")
     elif isinstance(x, bytes):

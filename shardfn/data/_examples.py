@@ -2,7 +2,7 @@
 
     g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
 
-As for `Batches`, there is no state between batches, and they do not depend on the number of ranks.
+As for `Batches`, there is no state between batches, and batches do not depend on the number of ranks.
 """
 
 import dataclasses
@@ -30,18 +30,19 @@ class Examples(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Example `index`."""
+        """Returns example `index`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleBatches:
-    """The global batches of a map-style dataset, and every rank's rows of them.
+    """Global batches of a map-style dataset, and every rank's rows.
 
     Attributes:
         examples: the dataset, the same on all ranks.
         batch_size: B, examples of a global batch, over all ranks.
-        collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
+        collate: function from a list of examples to a batch, such as `pad(...)`, `pack(...)` or torch's
+            `default_collate`.
         seed: determines the order of each epoch. None: in the dataset's order.
 
     Raises:
@@ -69,16 +70,20 @@ class ExampleBatches:
 
     @property
     def batches_per_epoch(self) -> float:
-        """N / B, not whole where the last batch of an epoch reaches into the next one."""
+        """Returns N / B.
+
+        Not an integer if the last batch of an epoch reaches into the next epoch, for example 2.5 for 10 examples and
+        B = 4.
+        """
         return len(self.examples) / self.batch_size
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Returns the values by which a `Cursor` recognises the data set.
 
-        Its number of examples, and its digest if it has one.
+        The number of examples, and the digest if the data set has a digest.
 
-        The digest is of at most 64 rows at equal distances. Lists, tuples, arrays and tensors of plain values have a
+        The digest covers at most 64 rows at equal distances. Lists, tuples, arrays and tensors of plain values have a
         digest, and `JSONLines`, whose digest also covers the length of each line. So does each data set with a method
         `digest()` that returns a str. Other data sets are recognised by their number of examples only.
         """
@@ -86,7 +91,7 @@ class ExampleBatches:
         return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest})
 
     def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
-        """Batch n, or the rows of it that rank `rank` of `world` holds, collated on their own.
+        """Returns batch n, or the rows of batch n on rank `rank` of `world`, collated separately.
 
         Args:
             n: number of the batch, from 0 on, through all epochs.
@@ -100,7 +105,7 @@ class ExampleBatches:
             raise ValueError(
                 f"batch {n} of rank {rank} of {world}: batches count from 0, and so do ranks, below {world}."
             )
-        return self._rows(n * self.batch_size, self.batch_size, rank, world)
+        return self._read_rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the example of each row number n B + i."""
@@ -111,14 +116,14 @@ class ExampleBatches:
         return (self(n, rank=rank, world=world) for n in range(first, stop))
 
     def once(self, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
-        """Every example once, in the order of the first epoch, for evaluation: the last batch may be shorter."""
+        """Yields every example once, in the order of the first epoch, for evaluation. The last batch may be shorter."""
         size = len(self.examples)
         for first in range(0, size, self.batch_size):
-            yield self._rows(first, min(self.batch_size, size - first), rank, world)
+            yield self._read_rows(first, min(self.batch_size, size - first), rank, world)
 
-    def _rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
+    def _read_rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
         lo, hi = chunk_bounds(count, world, rank)
-        # A rank without rows collates one and keeps none: so it has the names and dtypes.
+        # A rank without rows collates one row and keeps none, to have the names and dtypes.
         rows = np.arange(first + lo, first + hi, dtype=np.int64) if hi > lo else np.array([first], np.int64)
         batch = self.collate([self.examples[int(i)] for i in self.index(rows)])
         return first_rows(batch, 0) if hi == lo else batch
@@ -126,14 +131,14 @@ class ExampleBatches:
 
 @dataclasses.dataclass
 class Cursor:
-    """A place in the batches of a run: an iterator over this rank's rows that can be saved and resumed.
+    """Position in the batches of a run: a resumable iterator over this rank's rows.
 
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
-        stop: the number of the batch before which it ends.
+        stop: number of the batch after the last.
         mesh: selects this rank's rows. None means all rows.
         axes: axes of the mesh that cut the batch.
-        next: the number of the batch that comes next.
+        next: number of the next batch.
 
     Example:
         >>> cursor = Cursor(lambda n, rank, world: 10 * n, stop=4)
@@ -162,19 +167,19 @@ class Cursor:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position to save beside the state of the step, plain values for `Manager.save(user=...)`.
+        """Returns the position, as plain values to save with the state of the step by `Manager.save(user=...)`.
 
-        It has the seed and the size of the batches, and their `fingerprint`, where they have them: under other values
-        batch n would have other rows.
+        The position includes seed, size and `fingerprint` of the batches, if available: under other values batch n
+        would have other rows.
         """
         settings = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
         known = {name: x for name, x in settings.items() if x is not None}
-        return {"next": self.next} | known | dict(self._fingerprint())
+        return {"next": self.next} | known | dict(self._source_fingerprint())
 
     def at(self, state: Mapping[str, Any]) -> "Cursor":
-        """Moves this cursor to the position where `state` was taken. The number of ranks may be another one.
+        """Moves this cursor to the position of `state`. The number of ranks may differ.
 
-        A position of an earlier version of shardfn has no fingerprint. It is taken up with a warning.
+        A position of an earlier version of shardfn has no fingerprint, and is accepted with a warning.
 
         Raises:
             ValueError: the batches have another seed or size, or are of another data set. The message names both
@@ -187,7 +192,7 @@ class Cursor:
             if name != "next" and mine.get(name) != x
         ]
         raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
-        missing = [name for name in self._fingerprint() if name not in state]
+        missing = [name for name in self._source_fingerprint() if name not in state]
         if missing:
             warnings.warn(
                 f"the saved position in the data does not name the data set ({', '.join(missing)}): an earlier version"
@@ -198,12 +203,12 @@ class Cursor:
         self.next = state["next"]
         return self
 
-    def _fingerprint(self) -> Mapping[str, Any]:
+    def _source_fingerprint(self) -> Mapping[str, Any]:
         found = getattr(self.batches, "fingerprint", {})
         return found if isinstance(found, Mapping) else {}
 
 
-# Rows that were seen already are not known for another order.
+# For another order, the rows that were seen already are unknown.
 _REMEDY = (
     "Pass the same data with the same seed and batch size. To go on with other data, leave out at(): its first epoch"
     " then starts from"

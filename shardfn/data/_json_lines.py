@@ -12,14 +12,14 @@ from ._digest import digest_bytes, sampled_rows
 
 
 class JSONLines:
-    """The lines of a file, each a JSON value, read on access; blank ones are left out.
+    """The lines of a file, each a JSON value, read on access. Blank lines are skipped.
 
-    The file is read once to find the lines, 8 bytes of memory each, and opened anew for each read: so it can be copied
-    to other processes.
+    The file is read once to find the lines, with 8 bytes of memory for each line, and opened again for each read. So a
+    `JSONLines` can be copied to other processes.
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids. Default: the identity.
+        encode: function for each value, for example from text to token ids. Default: the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -52,11 +52,11 @@ class JSONLines:
 
         Raises:
             IndexError: there are fewer lines.
-            ValueError: the line is not JSON, or `encode` refuses it. The message names the file and the line.
+            ValueError: the line is not JSON, or `encode` refuses the value. The message names the file and the line.
         """
         if not -len(self) <= index < len(self):
-            raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")
-        value = self._value(index)
+            raise IndexError(f"the index of {str(self.path)!r} must be below {len(self)}, got {index}.")
+        value = self._parse_line(index)
         if self._encode is None:
             return value
         try:
@@ -67,9 +67,9 @@ class JSONLines:
             error.add_note(f"The row is {self.place(index)}.")
             raise
 
-    def _value(self, index: int) -> Any:
+    def _parse_line(self, index: int) -> Any:
         try:
-            return json.loads(self._line(index).strip())
+            return json.loads(self._read_line(index).strip())
         except json.JSONDecodeError as error:
             problem = f"{error.msg} at column {error.colno}"
             raise ValueError(f"{self.place(index)}: expected one JSON value a line, got {problem}.") from error
@@ -87,10 +87,10 @@ class JSONLines:
 
     def digest(self) -> str:
         """Returns a digest of the lengths of all lines, and of the contents of at most 64 lines at equal distances."""
-        lines = (self._line(i) for i in sampled_rows(len(self)))
+        lines = (self._read_line(i) for i in sampled_rows(len(self)))
         return digest_bytes([self._starts.tobytes(), *lines])
 
-    def _line(self, index: int) -> bytes:
+    def _read_line(self, index: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(int(self._starts[index]))
             return file.readline()

@@ -1,4 +1,4 @@
-"""An iterable dataset as one of the examples of this rank, and of this worker of a loader."""
+"""Restricts an iterable dataset to the examples of this rank, and of this worker of a loader."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,22 +7,25 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class OwnExamples(IterableDataset[Any]):
-    """The examples of a stream that belong to this rank: i mod `world` == `rank`, for example i.
+    """The examples of a stream that belong to this rank.
 
-    Each worker of a `DataLoader` yields every n-th of them: without that, each would yield the whole stream. Other
-    examples are read and dropped. A stream that can skip them itself is faster.
+    Example i belongs to rank i mod `world`. For example, rank 1 of 4 gets examples 1, 5, 9, ...
 
-    Its place can be saved and loaded, as a `StatefulDataLoader` does: by the stream's own `state_dict` where it has
-    one, and else by reading the stream again from its start, which gives the same examples if its order is fixed.
+    Each of n workers of a `DataLoader` yields every n-th of the rank's examples. Else each worker would yield the whole
+    stream. Other examples are read and dropped. A stream that can skip examples is faster.
+
+    A `StatefulDataLoader` can save and load the position: by the stream's `state_dict` if present, and else by reading
+    the stream again from the start. The examples are the same if the order is fixed.
 
     Args:
-        examples: any iterable whose `iter` begins anew, such as a `torch.utils.data.IterableDataset`. Its order is the
-            same on all ranks.
+        examples: iterable that restarts with each `iter`, such as a `torch.utils.data.IterableDataset`. The order must
+            be the same on all ranks.
         rank: index of the rank along the batch axis.
         world: ranks along the batch axis.
 
     Raises:
-        TypeError: it is a dataset of Hugging Face, which cuts itself for workers: names its own function.
+        TypeError: the stream is a dataset of Hugging Face, which divides examples among workers. The message names the
+            function to use.
         ValueError: `rank` is not below `world`.
 
     Example:
@@ -34,14 +37,14 @@ class OwnExamples(IterableDataset[Any]):
         if type(examples).__module__.partition(".")[0] == "datasets":
             raise TypeError(
                 "OwnExamples: a dataset of Hugging Face divides itself among the workers of a loader, and would lose"
-                " examples here; use datasets.distributed.split_dataset_by_node(dataset, rank=, world_size=) instead."
+                " examples here. Use datasets.distributed.split_dataset_by_node(dataset, rank=, world_size=) instead."
             )
         if not 0 <= rank < world:
             raise ValueError(f"OwnExamples: rank={rank} is not one of the {world} ranks along the batch axis.")
         self._examples, self._rank, self._world = examples, rank, world
         # The number of examples that the stream has given, to all ranks, and the place from which the next pass starts.
         self._at, self._from = 0, dict[str, Any]()
-        # Only if the stream has it: without it, `Stream` must read earlier passes again to come to a place.
+        # Only if the stream has `set_epoch`. Without `set_epoch`, `Stream` must read earlier passes again.
         if callable(set_epoch := getattr(examples, "set_epoch", None)):
             self.set_epoch = set_epoch
 
@@ -63,10 +66,10 @@ class OwnExamples(IterableDataset[Any]):
                 yield example
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place after the last example that was yielded."""
+        """Returns the position after the last yielded example."""
         own = getattr(self._examples, "state_dict", None)
         return {"at": self._at, "inner": None if own is None else own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next pass begin at a place."""
+        """Moves the start of the next pass to a position."""
         self._from, self._at = dict(state), state["at"]

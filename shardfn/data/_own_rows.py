@@ -1,4 +1,4 @@
-"""A `torch.utils.data.DataLoader` of global batches as one of this rank's rows: only those are read."""
+"""Restricts a `torch.utils.data.DataLoader` of global batches to this rank's rows. Only these rows are read."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ from ._collate import first_rows
 
 
 def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataLoader[Any]:
-    """Returns a loader like `loader`, of the rows of its batches that rank `rank` of `world` holds.
+    """Returns a loader like `loader`, for the rows of each batch on rank `rank` of `world`.
 
-    `loader` is the one that a single device would use: its batches are the global ones, and those of the ranks in order
-    concatenate to them. If the last batch is too short for all ranks, a rank may get tensors without rows. Workers,
-    pinning, collation and samplers stay unchanged. A `torchdata.stateful_dataloader.StatefulDataLoader` gives another
-    one, which resumes with the same rows.
+    `loader` is the loader for a single device, with global batches. The batches of all ranks, in order, concatenate to
+    the global batches. For example, batches of 8 rows become 4 rows on each of 2 ranks. If the last batch is too short
+    for all ranks, a rank may get tensors without rows. Workers, pinning, collation and samplers stay unchanged. A
+    `torchdata.stateful_dataloader.StatefulDataLoader` gives a `StatefulDataLoader` that resumes with the same rows.
 
     Args:
-        loader: over a map-style dataset, with `batch_size` or a `batch_sampler`. It must have the same order on all
-            ranks: a random one takes a `generator` with a seed of its own.
+        loader: loader of a map-style dataset, with `batch_size` or a `batch_sampler`. The order must be the same on all
+            ranks: a random order needs a seeded `generator`.
         rank: index of the rank along the batch axis.
         world: ranks along the batch axis.
 
     Raises:
-        TypeError: the dataset is iterable only, so that its rows cannot be read by index, or there are no batches.
-        ValueError: the order is random and has no `generator`: each rank would shuffle on its own. Or a
+        TypeError: the dataset is only iterable, so that rows cannot be read by index, or there are no batches.
+        ValueError: the order is random and has no `generator`: each rank would shuffle differently. Or a
             `DistributedSampler` has cut the batches already: a part of the data would never be read.
 
     Example:
@@ -37,7 +37,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
     workers: dict[str, Any] = {}
     if loader.num_workers:
         workers = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    if hasattr(loader, "state_dict"):  # torchdata's, a subclass, whose every option is an attribute
+    if hasattr(loader, "state_dict"):  # torchdata's loader is a subclass with an attribute for each option
         workers["snapshot_every_n_steps"] = vars(loader)["snapshot_every_n_steps"]
     kind = type(loader) if hasattr(loader, "state_dict") else DataLoader
     return kind(
@@ -55,25 +55,25 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
 
 def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
-    """Returns the loader's batches of indices, if each rank can take its rows of them."""
+    """Returns the loader's batches of indices, if each rank can take rows of each batch."""
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut the"
-            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=); one of Hugging Face by"
+            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=). One of Hugging Face by"
             " datasets.distributed.split_dataset_by_node. Then sf.data.Stream(loader, mesh)."
         )
     batches = loader.batch_sampler
     if batches is None:
-        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut; give it a batch_size.")
+        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut. Give it a batch_size.")
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and world > 1:
         raise ValueError(
             f"own_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its own"
             f" examples already, and own_rows would keep 1/{world} of those: the others would never be read. Pass a"
             " loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
-            "seed)); or leave own_rows out and pass this loader's batches to the step."
+            "seed)), or leave own_rows out and pass this loader's batches to the step."
         )
-    # A StatefulDataLoader seeds a sampler of its own from the global seed.
+    # A StatefulDataLoader seeds an internal sampler from the global seed.
     random = isinstance(sampler, RandomSampler) and sampler.generator is None
     random |= type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "replacement")
     if world > 1 and random and loader.generator is None:
@@ -85,7 +85,7 @@ def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
 
 
 class _OwnRows:
-    """This rank's indices of each batch, marked True; without any, the batch's first one, marked False."""
+    """This rank's indices of each batch, marked True. A rank without rows has the first index, marked False."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         if not 0 <= rank < world:
@@ -105,7 +105,7 @@ class _OwnRows:
 
 
 class _OwnBatches:
-    """An iterator over this rank's marked indices of batches."""
+    """Iterator over this rank's marked indices of batches."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         self._batches, self._rank, self._world = batches, rank, world
@@ -120,7 +120,7 @@ class _OwnBatches:
 
 
 class _StatefulOwnBatches(_OwnBatches):
-    """One whose place is that of the global batches, as a StatefulDataLoader saves it."""
+    """Iterator with the position of the global batches, for a StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches.state_dict()
@@ -133,7 +133,7 @@ class _StatefulOwnBatches(_OwnBatches):
 
 
 class _Marked(Dataset[Any]):
-    """A dataset by marked indices."""
+    """Dataset by marked indices."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -149,7 +149,7 @@ class _Marked(Dataset[Any]):
 
 
 class _CollateMarked:
-    """A collator of marked examples, which drops the rows of an example that is not this rank's."""
+    """Collator of marked examples that drops the rows of examples of other ranks."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate

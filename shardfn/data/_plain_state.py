@@ -14,7 +14,7 @@ def to_json(x: Any) -> Any:
     """Returns a nested state as values of JSON.
 
     Raises:
-        TypeError: it has an object of another kind. The message names it.
+        TypeError: the state has an object of another type. The message names the type.
 
     Example:
         >>> state = {"order": torch.tensor([2, 0, 1]), "pair": (1, b"x")}
@@ -43,12 +43,12 @@ def to_json(x: Any) -> Any:
         return {_MARK: "dict", "items": [[to_json(k), to_json(v)] for k, v in x.items()]}
     raise TypeError(
         f"the loader's state has a {type(x).__module__}.{type(x).__qualname__}, which no JSON holds. Let its"
-        " state_dict() return numbers, texts, bytes, tensors, lists, tuples and dicts; or pass resume='replay'."
+        " state_dict() return numbers, texts, bytes, tensors, lists, tuples and dicts, or pass resume='replay'."
     )
 
 
 def of_json(x: Any) -> Any:
-    """Returns the state of which `to_json` made `x`."""
+    """Returns the state that `to_json` converted to `x`."""
     if isinstance(x, list):
         return [of_json(y) for y in x]
     if not isinstance(x, dict):

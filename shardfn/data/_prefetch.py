@@ -15,12 +15,12 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Yields the same items in the same order, computed up to `depth` ahead by a background thread.
 
     The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
-    loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the
-    order. Closing waits for an item that is being computed.
+    loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, at the same place in
+    the order. Closing waits for an item that is being computed.
 
     Args:
-        iterable: the source of items. It runs in the thread.
-        depth: items that may wait.
+        iterable: source of items, read in the thread.
+        depth: number of items that may wait.
 
     Raises:
         ValueError: `depth` is below 1.
@@ -31,15 +31,15 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """
     if depth < 1:
         raise ValueError(f"prefetch(depth={depth}): must be at least 1.")
-    return _run(iterable, depth)
+    return _yield_items(iterable, depth)
 
 
-def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
-    # One writer, the thread; one reader, the iterating one. Its last entry is "end" or "error".
+def _yield_items(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
+    # The thread writes, the iterating thread reads. The last entry is "end" or "error".
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(
-        target=adopting(_fill), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
+        target=adopting(_fill_queue), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
     )
     thread.start()
     try:
@@ -52,15 +52,15 @@ def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
                 raise item
             yield item  # pyright: ignore[reportReturnType] -- `kind` determines the member of the union
     finally:
-        # The reader has gone, at the end or before it: the thread must not wait for room for ever.
+        # The reader has stopped, possibly early: the thread must not wait for room forever.
         left.set()
         thread.join()
 
 
-def _fill(
+def _fill_queue(
     iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event
 ) -> None:
-    def put(kind: str, item: T | BaseException | None) -> bool:
+    def put_item(kind: str, item: T | BaseException | None) -> bool:
         while not left.is_set():
             try:
                 items.put((kind, item), timeout=_POLL)
@@ -71,8 +71,8 @@ def _fill(
 
     try:
         for item in iterable:
-            if not put("item", item):
+            if not put_item("item", item):
                 return
-        put("end", None)
+        put_item("end", None)
     except BaseException as error:  # the reader gets every exception
-        put("error", error)
+        put_item("error", error)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or byte pairs learnt from the text itself."""
+"""Text to token ids and back: bytes, or byte pairs learnt from the text."""
 
 import os
 import pathlib
@@ -17,15 +17,15 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Returns the largest id plus 1."""
         ...
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """Returns the ids of `text`; lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
+        """Returns the ids of `text`. Lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`; never fails, for any sampled ids."""
+        """Returns the text of `ids`. Never fails, for any sampled ids."""
         ...
 
 
@@ -46,7 +46,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", "replace")
 
     def __repr__(self) -> str:
@@ -54,7 +54,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte pair encoding, by the `tokenizers` library. Build one with `train` or `load`.
+    """Byte-level byte pair encoding, by the `tokenizers` library. Build a tokenizer with `train` or `load`.
 
     Sennrich, Haddow, Birch: Neural Machine Translation of Rare Words with Subword Units, 2016,
     https://arxiv.org/abs/1508.07909
@@ -70,28 +70,28 @@ class BPETokenizer:
         Raises:
             ImportError: the `tokenizers` library is missing.
             ValueError: `vocab_size` is below 256, the ids that the bytes take.
-            FileNotFoundError: lists every path that is missing.
+            FileNotFoundError: paths are missing. The message lists all missing paths.
         """
         if vocab_size < 256:
-            raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids; ask for more, or use bytes.")
-        paths, lib = checked(paths), _library()
+            raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids. Ask for more, or use bytes.")
+        paths, lib = checked(paths), _import_library()
         inner = lib.Tokenizer(lib.models.BPE())
         inner.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = lib.decoders.ByteLevel()
         alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
         trainer = lib.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-        inner.train_from_iterator((_clean(text) for path in paths for text in read_text(path)), trainer)
+        inner.train_from_iterator((_clean_spaces(text) for path in paths for text in read_text(path)), trainer)
         return cls(inner)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "BPETokenizer":
-        """Reads a file that `save` wrote (the `tokenizers` library's own json).
+        """Reads a file that `save` wrote (JSON of the `tokenizers` library).
 
         Raises:
             ImportError: the `tokenizers` library is missing.
             FileNotFoundError: there is no such file.
         """
-        return cls(_library().Tokenizer.from_file(os.fspath(checked([path])[0])))
+        return cls(_import_library().Tokenizer.from_file(os.fspath(checked([path])[0])))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes vocabulary and merges as json, by rename, so that no reader sees half a file."""
@@ -110,11 +110,11 @@ class BPETokenizer:
         return self._inner.get_vocab_size()
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """Returns the ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
-        return np.array(self._inner.encode(_clean(text), add_special_tokens=False).ids, np.int64)
+        """Returns the ids of `text`. Bytes that are not UTF-8 become U+FFFD first."""
+        return np.array(self._inner.encode(_clean_spaces(text), add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`; half characters become U+FFFD."""
+        """Returns the text of `ids`. Incomplete characters become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def __repr__(self) -> str:
@@ -122,18 +122,18 @@ class BPETokenizer:
 
 
 def read_text(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields the text of a file in pieces of about a million characters that end at a line's end where they can."""
+    """Yields the text of a file in pieces of about a million characters that end at a line's end if possible."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         while piece := file.read(_CHUNK) + file.readline(_CHUNK):
             yield piece
 
 
 def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Returns the paths, each of them an existing file.
+    """Returns the paths, after a check that each path is an existing file.
 
     Raises:
-        FileNotFoundError: lists every path that is missing.
-        ValueError: there is no path at all.
+        FileNotFoundError: paths are missing. The message lists all missing paths.
+        ValueError: `paths` is empty.
     """
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
@@ -142,15 +142,15 @@ def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     if missing:
         raise FileNotFoundError("\n".join(["these are no files; name text files:", *missing]))
     if not paths:
-        raise ValueError("there are no files to read; name at least one text file.")
+        raise ValueError("there are no files to read. Name at least one text file.")
     return paths
 
 
-def _clean(text: str) -> str:
+def _clean_spaces(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

@@ -1,4 +1,4 @@
-"""Token ids on disk: a header-less array that is mapped, never loaded, and a small json beside it that describes it."""
+"""Token ids on disk: an array without a header that is memory-mapped, and a small JSON file with a description."""
 
 import dataclasses
 import hashlib
@@ -18,15 +18,15 @@ _DTYPES = ("uint8", "uint16", "uint32")
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """Token ids in a file `x.bin`, described by `x.bin.json`. Write one with `encode_files`, open it with `open`.
+    """Token ids in a file `x.bin`, described by `x.bin.json`. Write a file with `encode_files`, and read with `open`.
 
-    The file is mapped anew for each read, so that its pages never count as this process's for long, and a `TokenFile`
-    can be copied, hashed and sent to another process.
+    The file is mapped again for each read, so that the pages do not count as this process's memory for long, and a
+    `TokenFile` can be copied, hashed and sent to another process.
 
     Attributes:
         path: the `.bin` file.
         dtype: "uint8", "uint16" or "uint32", the smallest that holds the vocabulary.
-        vocab_size: every id is below it.
+        vocab_size: upper bound of ids, exclusive.
         num_tokens: the number of ids.
     """
 
@@ -37,17 +37,17 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenFile":
-        """Reads the description beside `path` and checks the size of the file. No id is read.
+        """Reads the description of `path`, and checks the size of the file. No id is read.
 
         Raises:
-            FileNotFoundError: the file or its description is missing.
-            ValueError: the description is malformed, or the file has another size than follows from it.
+            FileNotFoundError: the file or the description is missing.
+            ValueError: the description is malformed, or the file has another size than described.
         """
         path = pathlib.Path(path)
-        for needed in (path, _sidecar(path)):
+        for needed in (path, _sidecar_path(path)):
             if not needed.is_file():
                 raise FileNotFoundError(
-                    f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...)."
+                    f"{str(needed)!r} does not exist. Write it with encode_files(paths, {str(path)!r}, ...)."
                 )
         sidecar = _read_sidecar(path)
         file = cls(path, sidecar["dtype"], sidecar["vocab_size"], sidecar["num_tokens"])
@@ -55,7 +55,7 @@ class TokenFile:
         if expected != found:
             raise ValueError(
                 f"{str(path)!r} has {found} bytes, but its description has {file.num_tokens} ids of {file.dtype} ="
-                f" {expected} bytes; write it again with encode_files."
+                f" {expected} bytes. Write it again with encode_files."
             )
         return file
 
@@ -73,7 +73,7 @@ class TokenFile:
             ValueError: an id is not below `vocab_size`, or a range leaves the file.
         """
         if starts.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - count:
-            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids; {count} from {starts.max()} on leave it.")
+            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids. {count} from {starts.max()} on leave it.")
         tokens = self.tokens
         out = np.empty((len(starts), count), np.int64)
         for row, start in zip(out, starts, strict=True):
@@ -83,7 +83,7 @@ class TokenFile:
             row, col = bad[0]
             where = f"{str(self.path)!r}: id {out[row, col]} at position {starts[row] + col}"
             raise ValueError(
-                f"{where} is not below vocab_size={self.vocab_size}; write the file again with encode_files."
+                f"{where} is not below vocab_size={self.vocab_size}. Write the file again with encode_files."
             )
         return out
 
@@ -91,22 +91,22 @@ class TokenFile:
 def encode_files(
     paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], tokenizer: Tokenizer
 ) -> TokenFile:
-    """Writes the ids of files, one after the other, to `out` and its description to `out` + ".json".
+    """Writes the ids of files, in order, to `out`, and a description to `out` + ".json".
 
     Files are streamed, a million characters at a time. Both files appear by rename: a reader sees an old pair, a new
     one, or (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
 
     Args:
         paths: text files, UTF-8. Other bytes are kept by ByteTokenizer.
-        out: the `.bin` file to write. Its folder is made.
-        tokenizer: text to ids.
+        out: the `.bin` file to write. The folder is made if missing.
+        tokenizer: tokenizer from text to ids.
 
     Returns:
         The file written.
 
     Raises:
-        FileNotFoundError: lists every path that is missing.
-        ValueError: the tokenizer made an id that is not below its `vocab_size`.
+        FileNotFoundError: paths are missing. The message lists all missing paths.
+        ValueError: the tokenizer made an id that is not below `vocab_size`.
 
     Example:
         >>> import tempfile; from shardfn.data import ByteTokenizer
@@ -143,7 +143,7 @@ def _checked_ids(ids: Any, vocab_size: int, path: pathlib.Path) -> Int64[np.ndar
     return ids
 
 
-def _sidecar(path: pathlib.Path) -> pathlib.Path:
+def _sidecar_path(path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(f"{path}.json")
 
 
@@ -151,15 +151,15 @@ def _write_sidecar(file: TokenFile, more: dict[str, Any]) -> None:
     sidecar = {"dtype": file.dtype, "vocab_size": file.vocab_size, "num_tokens": file.num_tokens, **more}
     partial = pathlib.Path(f"{file.path}.json.partial")
     partial.write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, _sidecar(file.path))
+    os.replace(partial, _sidecar_path(file.path))
 
 
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
-    text = _sidecar(path).read_text(encoding="utf-8")
+    text = _sidecar_path(path).read_text(encoding="utf-8")
     try:
         said = json.loads(text)
         if said["dtype"] in _DTYPES and int(said["vocab_size"]) > 0 and int(said["num_tokens"]) >= 0:
             return said
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{str(_sidecar(path))!r} does not describe a token file: {text[:200]!r}; write it again.")
+    raise ValueError(f"{str(_sidecar_path(path))!r} does not describe a token file: {text[:200]!r}. Write it again.")

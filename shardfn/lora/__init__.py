@@ -1,4 +1,4 @@
-"""Low-rank adapters: a few trainable leaves beside a frozen model."""
+"""Low-rank adapters: a few trainable leaves for a frozen model."""
 
 from ._kept import with_base as with_base, without_base as without_base
 from ._lora import LoRA as LoRA

@@ -1,17 +1,17 @@
-"""Checkpoints of adapters alone: a state without the frozen model, whose files have it already."""
+"""Checkpoints of only adapters: a state without the frozen model, which can be read from the model's files."""
 
 from shardfn.core import PyTree
 from shardfn.state import TrainState
 
 
 def without_base(state: TrainState) -> TrainState:
-    """Returns the part of a state to save: adapters, and the optimizer's state, which is theirs alone.
+    """Returns the part of a state to save: adapters, and the optimizer's state of the adapters.
 
     Args:
         state: state of a step over `{"base": ..., "lora": ...}`, with the model frozen.
 
     Raises:
-        ValueError: its parameters are another tree.
+        ValueError: the parameters are another tree.
 
     Example:
         >>> import tempfile
@@ -39,7 +39,7 @@ def with_base(state: TrainState, base: PyTree) -> TrainState:
     """Returns a state to train on, from a restored part and the model's leaves of a fresh state.
 
     Args:
-        state: restored.
+        state: restored part of a state.
         base: `params["base"]` of the state that `step.init` made from the model's files.
     """
     return state._replace(params={"base": base, **state.params})

@@ -2,9 +2,9 @@
 
     {"base": the model's parameters, "lora": {path: {"a": [..., r, in], "b": [..., out, r]}}}
 
-A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, a sum that products do not form: they use the thin factors.
-Leading dims stack layers. With DoRA an adapter also has "m" `[..., out]`, the norms of the sum's rows; and a leaf that
-is trained whole has {"full": its copy}.
+A leaf `[..., out, in]` becomes `w + scale * (b @ a)`. Products use the thin factors, and do not compute the sum. For
+example, with r = 8 a leaf [4096, 4096] gets factors [8, 4096] and [4096, 8]. Leading dims stack layers. With DoRA an
+adapter also has "m" `[..., out]`, the norms of the sum's rows. A leaf that is trained whole has {"full": its copy}.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from shardfn.state import encode
 from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
 
-# Keywords of peft, and their counterparts here.
+# Keywords of peft, and the names here.
 _MEANT = {
     "r": "rank={value!r}",
     "lora_rank": "rank={value!r}",
@@ -61,18 +61,18 @@ _MEANT = {
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Adapters of some leaves of a model; a value, made by `LoRA.of`.
+    """Adapters of some leaves of a model. An immutable value, made by `LoRA.of`.
 
     Attributes:
-        rank: r, where no pattern names another one.
-        alpha: the scale is alpha / r, or alpha / sqrt(r) with `rslora`.
+        rank: r, unless a pattern names another rank.
+        alpha: numerator of the scale: alpha / r, or alpha / sqrt(r) with `rslora`.
         rslora: see `alpha`.
-        fan_in_fan_out: whether weights are `[..., in, out]`, as GPT-2's of `transformers`.
-        sites: by path, the leaves.
+        fan_in_fan_out: whether weights are `[..., in, out]`, such as the weights of GPT-2 in `transformers`.
+        sites: leaves by path.
         base_specs: the specs of the model's parameters.
-        dora: whether the rows of the sum have norms of their own.
+        dora: whether the norms of the sum's rows are trained (DoRA).
         dropout: the probability with which an input of an adapter is dropped.
-        codes: those in which the weights that have an adapter are kept; None keeps their elements.
+        codes: quantization of the weights with an adapter, such as "int8". None: not quantized.
 
     Example:
         >>> import shardfn as sf
@@ -123,31 +123,32 @@ class LoRA:
         dropout: float = 0.0,
         codes: Codes | None = None,
     ) -> "LoRA":
-        """Adapters of the leaves whose path fits.
+        """Returns adapters for the leaves with a matching path.
 
         Args:
             params: the model's parameters, or anything of their shapes.
-            targets: regular expressions; a leaf has an adapter if one is found (`re.search`) in its path, keys joined
-                by dots.
+            targets: regular expressions, such as "attn" or "q_proj". A leaf has an adapter if an expression is found
+                (`re.search`) in the path, with keys joined by dots.
             rank: r.
             alpha: default r, so that the scale is 1.
             rslora: whether the scale is alpha / sqrt(r), so that it suits large ranks.
             fan_in_fan_out: whether weights are `[..., in, out]`.
             specs: the specs of the model's parameters, or a prefix of their tree.
-            rank_pattern: ranks of single leaves, by regular expressions for the end of a module's path, as in `peft`;
-                the first one that fits counts.
-            alpha_pattern: the same for alpha.
+            rank_pattern: ranks of single leaves, by regular expressions for the end of a module's path, as in `peft`.
+                The first matching pattern counts.
+            alpha_pattern: alphas of single leaves, in the form of `rank_pattern`.
             modules_to_save: regular expressions found in the paths of leaves that are trained whole: a copy of each is
                 among the adapters.
-            dora: whether each row of the sum `w + scale * (b @ a)` is scaled to a norm that is trained (DoRA). Its
-                products form that sum, as large as the weight.
-            dropout: probability in [0, 1); not with stacked layers, nor with `dora`.
-            codes: "int8" or "int4" keeps the weights that have an adapter in these codes, 34 or 20 bytes for 32
-                elements; a step decodes each one when it is used. They are rounded by `step.init`.
+            dora: whether each row of the sum `w + scale * (b @ a)` is scaled to a norm that is trained (DoRA). Products
+                then compute the sum, as large as the weight.
+            dropout: probability in [0, 1). Not possible with stacked layers or with `dora`.
+            codes: "int8" or "int4" quantizes the weights with an adapter, to 34 or 20 bytes for 32 elements.
+                `step.init` quantizes, and a step decodes each weight at each use.
 
         Raises:
-            ValueError: a target fits no leaf, or one that is not a floating weight of two dims or more, or whose
-                smaller side is under r; a pattern fits no target; or options exclude each other; lists all.
+            ValueError: a target matches no leaf, or a leaf that is not a floating weight of two dims or more, or a leaf
+                with a side below r. Or a pattern matches no target, or options exclude each other. The message lists
+                all problems.
         """
         cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P | Sharding), names=("specs", "params"))
         paths = [".".join(map(str, e)) for e in tree_entries(params)]
@@ -167,7 +168,7 @@ class LoRA:
             own = of_pattern(rank_pattern, path, rank), float(of_pattern(alpha_pattern, path, default))
             sites[path] = Site(entry, tuple(x.shape), cut.spec, cut.stacked, *((0, 0.0) if full else own), full)
             problems += [f"{path} is a target, and in modules_to_save; leave it out of one"] if low and full else []
-            problems += [] if full else _unsuited(path, x, own[0])
+            problems += [] if full else _find_unsuited(path, x, own[0])
         thin = [path for path, site in sites.items() if not site.full]
         for name, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
             problems += [f"{name}[{p!r}] fits no target" for p in unused(patterns, thin)]
@@ -205,11 +206,11 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of `b @ a`, where no pattern names another rank or alpha."""
+        """Returns the factor of `b @ a`, unless a pattern names another rank or alpha."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def scale_of(self, path: str) -> float:
-        """The factor of `b @ a` of a leaf."""
+        """Returns the factor of `b @ a` for a leaf."""
         site = self.sites[path]
         return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
@@ -220,12 +221,12 @@ class LoRA:
 
     @property
     def specs(self) -> PyTree:
-        """For `sharded_step`: adapters are cut where their leaves are; their rank never is."""
-        return {"base": self.base_specs, "lora": {path: self._cuts(site) for path, site in self.sites.items()}}
+        """Returns the specs for `sharded_step`: adapters are cut like the leaves, except along the rank."""
+        return {"base": self.base_specs, "lora": {path: self._cut_site(site) for path, site in self.sites.items()}}
 
     @property
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """By path, the shapes of a and b, and m with `dora`; or of the whole copy."""
+        """Returns by path the shapes of a and b (and m with `dora`), or the shape of a whole copy."""
         out: dict[str, dict[str, tuple[int, ...]]] = {}
         for path, site in self.sites.items():
             if site.full:
@@ -240,30 +241,30 @@ class LoRA:
     def init(
         self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32, params: PyTree = None
     ) -> dict[str, dict[str, Tensor]]:
-        """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
+        """Draws first values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
 
         Args:
-            key: adapter i, in order, is drawn with `fold_in(key, i)`.
-            dtype: of the adapters.
-            params: the model's parameters, the same on all ranks: for `dora`, whose `m` are the norms of their rows,
+            key: key of the draws. Adapter i, in order, uses `fold_in(key, i)`.
+            dtype: dtype of the adapters.
+            params: the model's parameters, the same on all ranks. Needed for `dora`, where `m` are the norms of rows,
                 and for leaves that are trained whole.
 
         Raises:
-            ValueError: they are needed and missing.
+            ValueError: `params` are needed and missing.
         """
         if params is None and (self.dora or any(site.full for site in self.sites.values())):
-            raise ValueError("lora.init(key): dora and modules_to_save start from the model's values; pass params=.")
+            raise ValueError("lora.init(key): dora and modules_to_save start from the model's values. Pass params=.")
         at = {} if params is None else dict(zip(tree_entries(params), tree_flatten(params)[0], strict=True))
         out: dict[str, dict[str, Tensor]] = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
             if self.sites[path].full:
-                out[path] = {"full": _value(at[self.sites[path].entries]).to(dtype).clone()}
+                out[path] = {"full": _initial_value(at[self.sites[path].entries]).to(dtype).clone()}
                 continue
             bound = 1 / math.sqrt(shapes["a"][-1])
             a = uniform(fold_in(key, i), shapes["a"], dtype=dtype, minval=-bound, maxval=bound)
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
-                w = _value(at[self.sites[path].entries]).to(dtype)
+                w = _initial_value(at[self.sites[path].entries]).to(dtype)
                 w = load(encode(w, Placement(dtype=w.dtype, code=self.codes)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
@@ -271,16 +272,16 @@ class LoRA:
     def apply(
         self, params: PyTree, adapters: PyTree, key: Tensor | None = None, index_B: Tensor | None = None
     ) -> PyTree:
-        """The parameters as a model takes them: leaves with an adapter are `LowRankWeight`s. For use inside a loss.
+        """Returns parameters for a model, with `LowRankWeight`s at leaves with an adapter. For use inside a loss.
 
         Args:
-            params: the model's.
-            adapters: as `init` makes them.
-            key: of this step, for dropout; None means no dropout.
+            params: parameters of the model.
+            adapters: adapters from `init`.
+            key: key of this step, for dropout. None: no dropout.
             index_B: the global number of each row, for dropout.
 
         Raises:
-            ValueError: they are not those of this value's leaves.
+            ValueError: the adapters belong to other leaves.
         """
         self._check_adapters(adapters)
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
@@ -291,38 +292,38 @@ class LoRA:
             if site.full:
                 leaves[i] = own["full"] if own["full"].dtype == w.dtype else own["full"].to(w.dtype)
                 continue
-            leaves[i] = self._weight(w, own, path)
+            leaves[i] = self._low_rank_weight(w, own, path)
             if self.dropout and key is not None:
-                leaves[i].drop = _dropping(self.dropout, fold_in(key, number), index_B)
+                leaves[i].drop = _make_dropout(self.dropout, fold_in(key, number), index_B)
         return tree_unflatten(treedef, leaves)
 
     def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
         """Turns `f(params, ...)` into a function of `{"base": params, "lora": adapters}`.
 
-        A step of this function trains only the adapters, unless `sharded_step(trainable=)` names other leaves.
-        With dropout it is a function of `(tree, batch, key, ...)`, which `sharded_step(key=)` calls; `f` does not get
-        the key. Masks are functions of the key and of the number of each row, the same on any number of ranks.
-        `step.evaluate` drops nothing; elsewhere use `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
+        A step of this function trains only the adapters, unless `sharded_step(trainable=)` names other leaves. With
+        dropout the result is a function of `(tree, batch, key, ...)`, for `sharded_step(key=)`. `f` does not get the
+        key. Masks depend only on the key and on the number of each row, so masks are equal on any number of ranks.
+        `step.evaluate` drops nothing. Elsewhere use `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
 
         Args:
             f: `f(params, batch, ...)`.
-            index: from a batch to the global number of each of its rows; default `batch["index"]`.
+            index: function from a batch to the global numbers of the rows. Default: `batch["index"]`.
 
         Raises:
-            ValueError: `f` is jitted, accumulated or another transform's; these go around.
+            ValueError: `f` is a result of `jit`, `accumulate` or another transform. Apply these after `adapt`.
         """
         if isinstance(f, Transform):
             raise ValueError(
-                f"adapt({f.transform}(f)): it adapts a function of parameters; write {f.transform}(adapt(f))."
+                f"adapt({f.transform}(f)): it adapts a function of parameters. Write {f.transform}(adapt(f))."
             )
 
-        def adapted(tree: PyTree, *rest: Any, **named: Any) -> Any:
+        def adapted_loss(tree: PyTree, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"]), *rest, **named)
 
-        def dropped(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
-            return f(self.apply(tree["base"], tree["lora"], key, _numbers(batch, index)), batch, *rest, **named)
+        def dropout_loss(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
+            return f(self.apply(tree["base"], tree["lora"], key, _example_numbers(batch, index)), batch, *rest, **named)
 
-        loss: Any = dropped if self.dropout else adapted
+        loss: Any = dropout_loss if self.dropout else adapted_loss
         loss.trains = self.trainable
         return loss
 
@@ -332,7 +333,7 @@ class LoRA:
         Sums are computed in float32 at least, and rounded once to the dtype of the leaf.
 
         Raises:
-            ValueError: the adapters are not those of this value's leaves.
+            ValueError: the adapters belong to other leaves.
         """
         self._check_adapters(adapters)
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
@@ -343,7 +344,7 @@ class LoRA:
 
     @torch.no_grad()
     def merge_leaf(self, path: str, leaf: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-        """Returns one leaf with its adapter added, as `merge` does for all leaves.
+        """Returns one leaf with the adapter added, as `merge` does for all leaves.
 
         Args:
             path: path of the leaf, a key of `sites`.
@@ -353,29 +354,29 @@ class LoRA:
         if self.sites[path].full:
             return adapter["full"].to(leaf.dtype)
         wide = leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-        return self._weight(wide, adapter, path).whole().to(leaf.dtype)
+        return self._low_rank_weight(wide, adapter, path).whole().to(leaf.dtype)
 
     def _check_adapters(self, adapters: PyTree) -> None:
         if adapters.keys() != self.sites.keys():
             raise ValueError(
-                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
-                " one LoRA."
+                f"adapters must be of {sorted(self.sites)}, got {sorted(adapters)}. Make LoRA and adapters by the same"
+                " LoRA.of."
             )
 
-    def _cuts(self, site: Site) -> dict[str, P | Sharding]:
-        *stack, out, into = self._axes(site) if len(site.shape) > 1 else (None, None)
+    def _cut_site(self, site: Site) -> dict[str, P | Sharding]:
+        *stack, out, into = self._dim_axes(site) if len(site.shape) > 1 else (None, None)
         cuts: dict[str, P] = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
         cuts = {"full": site.spec} if site.full else cuts | ({"m": P(*stack, out)} if self.dora else {})
         return {name: Sharding(cut, stacked=True) if site.stacked else cut for name, cut in cuts.items()}
 
-    def _axes(self, site: Site) -> list[Any]:
-        """The axes that cut each dim: stacked dims first, then out and in."""
+    def _dim_axes(self, site: Site) -> list[Any]:
+        """Returns the axes that cut each dim: stacked dims first, then out and in."""
         axes: list[Any] = [tuple(site.spec.dim_axes(d)) or None for d in range(len(site.shape))]
         return [*axes[:-2], axes[-1], axes[-2]] if self.fan_in_fan_out else axes
 
-    def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], path: str) -> LowRankWeight:
-        *_, out, into = self._axes(self.sites[path])
-        # Where the leaf is cut, ranks use the uncut part of its adapter differently, so it becomes varying.
+    def _low_rank_weight(self, w: Tensor, adapter: Mapping[str, Tensor], path: str) -> LowRankWeight:
+        *_, out, into = self._dim_axes(self.sites[path])
+        # Where the leaf is cut, ranks use the uncut part of the adapter differently, so the part becomes varying.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
         # Only if necessary: a cast would gather a lazy leaf here.
@@ -385,57 +386,60 @@ class LoRA:
         if not self.dora:
             return LowRankWeight.of(w, left, right, scale)
         m = pvary(adapter["m"], into) if into else adapter["m"]
-        factor = m.to(w.dtype) / self._norms(w, left, right, scale, into)
+        factor = m.to(w.dtype) / self._row_norms(w, left, right, scale, into)
         if self.fan_in_fan_out:
             return LowRankWeight.of(w * factor.unsqueeze(-2), left, right * factor.unsqueeze(-2), scale)
         return LowRankWeight.of(w * factor.unsqueeze(-1), left * factor.unsqueeze(-1), right, scale)
 
     @torch.no_grad()
-    def _norms(self, w: Tensor, left: Tensor, right: Tensor, scale: float, into: Any) -> Tensor:
-        """The norms of the sum's rows, as constants: so does DoRA's paper, section 4.3, and `peft`."""
+    def _row_norms(self, w: Tensor, left: Tensor, right: Tensor, scale: float, into: Any) -> Tensor:
+        """Returns the norms of the sum's rows as constants, as in DoRA's paper (section 4.3) and `peft`."""
         whole = w + scale * (left @ right)
         wide = whole if whole.dtype.itemsize >= 4 else whole.float()
         squares = wide.square().sum(-2 if self.fan_in_fan_out else -1)
         return (psum(squares, into) if into else squares).sqrt().to(w.dtype)
 
 
-def _unsuited(path: str, x: Any, rank: int) -> list[str]:
+def _find_unsuited(path: str, x: Any, rank: int) -> list[str]:
     shape = tuple(x.shape)
     if len(shape) < 2 or not x.dtype.is_floating_point:
         return [f"{path} {shape} of {x.dtype} is no weight of two dims or more"]
     return [f"{path} {shape} has a smaller side than rank={rank}"] if rank > min(shape[-2:]) else []
 
 
-def _value(x: Any) -> Tensor:
+def _initial_value(x: Any) -> Tensor:
     return x.full() if isinstance(x, Draw) else x.detach()
 
 
-def _numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
+def _example_numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
     if index is not None:
         return index(batch)
     if isinstance(batch, Mapping) and "index" in batch:
         return batch["index"]
     raise ValueError(
-        "adapt(f) with dropout needs the global number of each row: batch['index'], as sf.data.Batches has it; or"
+        "adapt(f) with dropout needs the global number of each row: batch['index'], as sf.data.Batches has it, or"
         " adapt(f, index=lambda batch: ...)."
     )
 
 
-def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Dropout of an adapter's input, whose rows may be merged with the dims after them."""
+def _make_dropout(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Returns the dropout of an adapter's input.
+
+    Rows may be merged with later dims, for example [B, T, n] as [B T, n].
+    """
     if index_B is None:
         raise ValueError("lora.apply(key=) needs index_B, the global number of each row.")
 
-    def drop(x: Tensor) -> Tensor:
+    def drop_rows(x: Tensor) -> Tensor:
         rows = index_B.shape[0]
         if x.shape[0] % max(rows, 1):
             raise ValueError(
-                f"dropout: an adapter's input is {tuple(x.shape)}, and the batch has {rows} rows, which have to be in"
-                " its dim 0; leave that leaf out of the targets, or dropout out."
+                f"dropout: an adapter's input is {tuple(x.shape)}, but the {rows} rows of the batch must be in its"
+                " dim 0. Leave that leaf out of the targets, or dropout out."
             )
         return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 
-    return drop
+    return drop_rows
 
 
 def _warn_of_trained(paths: Sequence[str]) -> None:

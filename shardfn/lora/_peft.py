@@ -49,19 +49,19 @@ def save_peft(
 ) -> None:
     """Writes adapters of a module's parameters so that `peft.PeftModel.from_pretrained(model, directory)` reads them.
 
-    Call it on one rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision
-    `state.params["lora"]` are roundings of these.
+    Call on a single rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision,
+    `state.params["lora"]` are rounded copies.
 
     Args:
-        directory: made if it is not there.
-        lora: the adapters' description. Its leaves are weights of a module, named as by `from_module`.
+        directory: path of the directory, made if missing.
+        lora: the adapters' description. Leaves are weights of a module, named as by `from_module`.
         adapters: values.
-        base_model: the name or directory of the model, which the configuration states.
-        task_type: task type of `peft`.
+        base_model: name or directory of the model, for the configuration.
+        task_type: task type of `peft`, such as "CAUSAL_LM".
 
     Raises:
         ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite. The message lists
-            all.
+            all problems.
     """
     tensors, problems, ranks, alphas = {}, [], {}, {}
     modules: dict[bool, list[str]] = {True: [], False: []}
@@ -107,20 +107,21 @@ def load_peft(
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
     """Reads adapters that `peft` or `save_peft` has written, with ranks by pattern, DoRA and `modules_to_save`.
 
-    Their dropout is ignored, as it acts in training alone; to train on with it, `dataclasses.replace(lora, dropout=)`.
+    The dropout of the file is ignored, because dropout is only for training. To train with dropout, use for example
+    `dataclasses.replace(lora, dropout=0.1)`.
 
     Args:
-        directory: with both files.
+        directory: directory with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
         specs: specs of the parameters.
 
     Returns:
-        The adapters' description, and their values.
+        The description and the values of the adapters.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes. The
-            message lists all.
+        ValueError: the adapters are not LoRA, or belong to leaves that are missing or have other shapes. The message
+            lists all such adapters.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -162,9 +163,9 @@ def load_peft(
 
 
 def _names_of(site: Site) -> list[str] | None:
-    """Returns the names of a module's parameters that a leaf is.
+    """Returns the names of the module's parameters in a leaf.
 
-    One, or one per layer of a stack. None if it has another.
+    A single name, or a name for each layer of a stack. None if the leaf is not a module's parameter.
     """
     *before, name = map(str, site.entries)
     if len(before) > 1 or "." not in name or (not site.full and len(site.shape) != 2 + len(before)):
@@ -173,7 +174,7 @@ def _names_of(site: Site) -> list[str] | None:
 
 
 class _Found:
-    """The tensors of a file, by the leaf to which they belong.
+    """Tensors of a file, by leaf.
 
     Attributes:
         values: the tensors of an adapter by path, with layers stacked as in the leaf.
@@ -189,32 +190,33 @@ class _Found:
         """Looks for the tensors of every leaf.
 
         Raises:
-            ValueError: lists tensors without a leaf, missing layers, and layers of one stack that differ.
+            ValueError: there are tensors without a leaf, missing layers, or different layers in a stack. The message
+                lists all.
         """
         problems, known = [], dict[str, Site]()
         for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True):
             site = Site(entry, tuple(x.shape), P(), full=True)
             names, path = _names_of(site) or [], ".".join(map(str, entry))
             known |= {name.rpartition(".")[0]: site for name in names}
-            problems += self._whole(path, names, len(entry) > 1)
+            problems += self._read_whole(path, names, len(entry) > 1)
             if names and names[0].endswith(".weight"):
-                problems += self._thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
+                problems += self._read_thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
         left = [name for name in self._tensors if name not in self._taken]
         modules = [re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$", "", name) for name in left]
         problems += [f"{m} is no weight of the parameters.{did_you_mean(m, known)}" for m in dict.fromkeys(modules)]
         raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
         return self
 
-    def _whole(self, path: str, names: list[str], stacked: bool) -> list[str]:
+    def _read_whole(self, path: str, names: list[str], stacked: bool) -> list[str]:
         if not any(name in self._tensors for name in names):
             return []
         self._taken |= {*names}
         missing = [f"{name} is missing" for name in names if name not in self._tensors]
         if not missing:
-            self.values[path] = {"full": self._stacked(names, stacked)}
+            self.values[path] = {"full": self._read_stacked(names, stacked)}
         return missing
 
-    def _thin(self, path: str, modules: list[str], stacked: bool) -> list[str]:
+    def _read_thin(self, path: str, modules: list[str], stacked: bool) -> list[str]:
         wanted = {letter: [f"{module}.{_SUFFIX[letter]}" for module in modules] for letter in self._letters}
         every = {name for own in wanted.values() for name in own}
         self._taken |= every
@@ -226,10 +228,10 @@ class _Found:
         ranks = {self._tensors[name].shape[0] for name in wanted["a"]}
         if len(ranks) > 1 or len(alphas) > 1:
             return [f"{path} stacks layers of ranks {sorted(ranks)}, alphas {sorted(alphas)}; leave out layers="]
-        self.values[path] = {letter: self._stacked(own, stacked) for letter, own in wanted.items()}
+        self.values[path] = {letter: self._read_stacked(own, stacked) for letter, own in wanted.items()}
         self.alphas[path] = alphas.pop()
         return []
 
-    def _stacked(self, names: list[str], stacked: bool) -> Tensor:
+    def _read_stacked(self, names: list[str], stacked: bool) -> Tensor:
         parts = [self._tensors[name] for name in names]
         return torch.stack(parts) if stacked else parts[0]

@@ -1,4 +1,4 @@
-"""A leaf that has an adapter, and the choice of its rank and scale by patterns."""
+"""Leaves with an adapter, and the choice of rank and scale by patterns."""
 
 import dataclasses
 import re
@@ -12,13 +12,13 @@ V = TypeVar("V")
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A leaf that has an adapter, or a trained copy.
+    """Leaf with an adapter, or with a trained copy.
 
     Attributes:
-        entries: the keys of its path.
+        entries: keys of the path.
         shape: global shape.
-        spec: how it is cut.
-        stacked: whether its layers are gathered one at a time (`Sharding`).
+        spec: spec of the leaf.
+        stacked: whether layers are gathered one at a time (`Sharding`).
         rank: r.
         alpha: the numerator of the scale.
         full: whether a copy of the whole leaf is trained, in place of an adapter.
@@ -34,7 +34,7 @@ class Site:
 
 
 def of_pattern(patterns: Mapping[str, V], path: str, default: V) -> V:
-    """Returns the value of the first pattern that fits the end of a module's path, from a dot on; as `peft` reads them.
+    """Returns the value of the first pattern that matches the end of a module's path after a dot, as in `peft`.
 
     Example:
         >>> of_pattern({"v_proj": 4}, "layers.0.v_proj.weight", 8), of_pattern({"proj": 4}, "layers.0.v_proj.weight", 8)
@@ -46,6 +46,6 @@ def of_pattern(patterns: Mapping[str, V], path: str, default: V) -> V:
 
 
 def unused(patterns: Mapping[str, Any], paths: list[str]) -> list[str]:
-    """Returns the patterns that fit no path."""
+    """Returns the patterns that match no path."""
     missing = object()
     return [p for p in patterns if all(of_pattern({p: 0}, path, missing) is missing for path in paths)]

@@ -1,10 +1,10 @@
-"""A weight with a low-rank part that is never added to it: `w + scale * (left @ right)`, as two thin products.
+"""A weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
 
     x @ w                                   written in the model
     x @ w + scale * (x @ left) @ right      computed
 
-It is a tensor under `isinstance`, and a pytree node with its three parts as children for `scan`, `remat` and their
-kind. Operations other than products, transposes and taking layers from a stack see the sum.
+A `LowRankWeight` is a tensor under `isinstance`, and a pytree node with three parts as children for transforms such as
+`scan` and `remat`. Operations other than products, transposes and taking layers from a stack see the sum.
 """
 
 import string
@@ -35,14 +35,14 @@ class _WithoutValues(torch.autograd.Function):
 
 
 class LowRankWeight(MetadataTensor):
-    """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as that sum.
+    """Weight `[..., m, n]` that behaves as the sum `weight + scale * (left @ right)`.
 
     Attributes:
         weight: `[..., m, n]`.
         left: `[..., m, r]`.
         right: `[..., r, n]`.
         scale: a number.
-        drop: applied to the operand of the thin products. None means nothing.
+        drop: function of the operand of the thin products, such as dropout. None: the identity.
     """
 
     weight: Tensor
@@ -56,7 +56,7 @@ class LowRankWeight(MetadataTensor):
         """Returns the weight of these parts.
 
         Raises:
-            ValueError: their shapes do not fit.
+            ValueError: the shapes do not fit.
         """
         *batch, m, n = weight.shape
         r = left.shape[-1]
@@ -77,21 +77,21 @@ class LowRankWeight(MetadataTensor):
         return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale, self.drop)
 
     def transposed(self) -> "LowRankWeight":
-        """With the last two dims exchanged."""
+        """Returns the weight with the last two dims exchanged."""
         return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale, self.drop)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a product, by the parts; of other functions, the result for the sum."""
+        """Returns a product computed by the parts, or the result of another function for the sum."""
         if type(args[0] if args else None) is LowRankWeight:
-            view = _view(func, args[0], args[1:], kwargs)
+            view = _view_parts(func, args[0], args[1:], kwargs)
             if view is not None:
                 return view
         product, operands = product_of(func, args, kwargs)
         known = product is not None and not isinstance(func, Product)
         if known and sum(type(x) is LowRankWeight for x in operands[:2]) == 1:
-            return _multiplied(func, args, operands)
-        return func(*(_summed(x) for x in args), **{k: _summed(x) for k, x in kwargs.items()})
+            return _multiply_parts(func, args, operands)
+        return func(*(_merge_operands(x) for x in args), **{k: _merge_operands(x) for k, x in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,10 +106,10 @@ _TRANSPOSES: set[Any] = {_TENSOR.t, torch.t, _TENSOR.T.__get__, _TENSOR.mT.__get
 _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSOR.swapdims}
 
 
-def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of an operation that keeps the parts apart.
+def _view_parts(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of an operation that keeps the parts separate.
 
-    A transpose, or layers of a stack. None for others.
+    A transpose, or layers of a stack. None for other operations.
     """
     if kwargs and func is not _TENSOR.unbind:
         return None
@@ -129,18 +129,18 @@ def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, 
     return None
 
 
-def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
-    """Returns a product with the weight: that of the weight alone, and the two thin ones."""
+def _multiply_parts(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
+    """Returns a product with the weight: the product with the base weight, plus the two thin products."""
     a, b, *bias = operands
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
     if func is torch.nn.functional.linear and not on_right:  # the weight is the mapped operand
         return torch.nn.functional.linear(w.whole(), x, *bias)
     thin = x if w.drop is None else w.drop(x)
     if func is torch.einsum:
-        return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(
+        return torch.einsum(args[0], *(_base_of(y) for y in operands)) + w.scale * _thin_einsum(
             args[0], thin, w, on_right
         )
-    base = func(*(_alone(y) for y in args))
+    base = func(*(_base_of(y) for y in args))
     if func is torch.nn.functional.linear:
         return base + w.scale * ((thin @ w.right.mT) @ w.left.mT)
     return base + w.scale * ((thin @ w.left) @ w.right if on_right else w.left @ (w.right @ thin))
@@ -157,27 +157,27 @@ def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> 
     return torch.einsum(f"{of_x},{first},{second}->{out}", x, a, b)
 
 
-def _alone(x: Any) -> Any:
+def _base_of(x: Any) -> Any:
     return x.weight if type(x) is LowRankWeight else x
 
 
-def _summed(x: Any) -> Any:
+def _merge_operands(x: Any) -> Any:
     if type(x) is LowRankWeight:
         return x.whole()
     if type(x) in (list, tuple):
-        return type(x)(_summed(y) for y in x)
+        return type(x)(_merge_operands(y) for y in x)
     return x
 
 
-def _parts(x: LowRankWeight) -> tuple[tuple[Any, ...], tuple[float, Any], tuple[str, ...]]:
+def _parts_of(x: LowRankWeight) -> tuple[tuple[Any, ...], tuple[float, Any], tuple[str, ...]]:
     return (x.weight, x.left, x.right), (x.scale, x.drop), ("weight", "left", "right")
 
 
-def _of_parts(kept: tuple[float, Any], parts: Any) -> Any:
+def _join_parts(kept: tuple[float, Any], parts: Any) -> Any:
     weight, left, right = parts
     if all(isinstance(x, Tensor) for x in (weight, left, right)):
         return LowRankWeight.of(weight, left, right, *kept)
     return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
-register_pytree_node(LowRankWeight, _parts, _of_parts)
+register_pytree_node(LowRankWeight, _parts_of, _join_parts)

@@ -1,4 +1,7 @@
-"""How values cross device, host and disk: transfers with a wait, identities, and a ledger that counts them."""
+"""How values cross device, host and disk.
+
+Transfers with a wait, identities, and a ledger that counts bytes and transfers.
+"""
 
 from ._transfer import to_device as to_device, to_host as to_host
 from ._rows import rows_to_device as rows_to_device, rows_to_host as rows_to_host

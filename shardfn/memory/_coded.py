@@ -11,7 +11,8 @@ from shardfn.kernels import block_bytes, code_blocks, decode_blocks
 class Coded:
     """A block whose rows, along its last dim, are kept as blocks of codes: `Stored`. Immutable.
 
-    Rows do not share groups, so that a block of a leaf that is cut between rows has the codes of the whole leaf.
+    Rows do not share groups. So a leaf that is cut between rows has the same codes as the whole leaf, for example 8
+    rows on 2 ranks.
 
     Args:
         blocks: the codes, as from `kernels.code_blocks`.
@@ -40,7 +41,7 @@ class Coded:
 
     @staticmethod
     def of(x: Shaped[Tensor, "..."], code: Codes) -> "Coded":
-        """Rounds a tensor of one dim or more."""
+        """Rounds a tensor of at least one dim."""
         rows = torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, -x.shape[-1] % 32))
         blocks = code_blocks(rows, code).view(*x.shape[:-1], block_bytes(x.shape[-1], code))
         return Coded(blocks, x.shape, x.dtype, code)
@@ -51,15 +52,15 @@ class Coded:
         return self.blocks.nbytes
 
     def with_blocks(self, blocks: UInt8[Tensor, "*rows bytes"], kind: MemoryKind) -> "Coded":
-        """The same block with these codes, in a memory."""
+        """Returns the same block with these codes, in another memory."""
         return Coded(blocks, self.shape, self.dtype, self.code, kind)
 
     def layers(self) -> list["Coded"]:
-        """Returns the parts along dim 0, whose codes are views."""
+        """Returns the parts along dim 0, with views of the codes."""
         return [Coded(x, self.shape[1:], self.dtype, self.code, self.kind) for x in self.blocks.unbind(0)]
 
     def flat(self) -> "Coded":
-        """Not there: rows are coded apart."""
+        """Raises, because rows are quantized separately."""
         raise NotImplementedError
 
     def load(self) -> Shaped[Tensor, "..."]:
@@ -67,7 +68,7 @@ class Coded:
         return decode_blocks(self.blocks, self.shape[-1], self.dtype)
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
-        """Rows `lo:hi` of dim 0, decoded."""
+        """Returns rows `lo:hi` of dim 0, decoded."""
         if self.blocks.ndim == 1:
             value = self.load()[lo:hi]
         else:

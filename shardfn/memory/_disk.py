@@ -1,7 +1,7 @@
 """Values on disk: immutable tensors in files, read by rows, and written once in any chunks.
 
-A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows end where they end. The
-grains that they share are put together in memory and written when the last byte of them arrives.
+A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows may end inside a grain.
+A grain that several chunks share is assembled in memory, and written when the last byte arrives.
 """
 
 import bisect
@@ -24,13 +24,13 @@ from ._transfer import of_futures
 
 
 class DiskTensor:
-    """An immutable tensor on disk. It owns its file; when it is garbage the file is used again.
+    """An immutable tensor on disk. The tensor owns a file, which is used again after the tensor's end.
 
     Attributes:
-        shape: the value's shape.
-        dtype: dtype.
+        shape: shape of the value.
+        dtype: dtype of the elements.
         kind: "disk".
-        grain: bytes of the unit that is read.
+        grain: bytes of the unit of reads, such as 4096.
         sums: crc32 of each grain, where checksums are kept.
         slot: the file, or None for a value without elements.
 
@@ -59,21 +59,21 @@ class DiskTensor:
 
     @property
     def pool(self) -> Any:
-        """Returns the pool that holds it."""
+        """Returns the pool of the value."""
         return self._pool
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the value. Its file is rounded up to grains."""
+        """Returns the bytes of the value. The size of the file is rounded up to grains."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
-        """Returns the leaf that this is, once a commit has named it."""
+        """Returns the path of the leaf, or "" before a commit has named the value."""
         return self.slot.name if self.slot else ""
 
     def flat(self) -> "DiskTensor":
-        """The same value, in the same file, as one dim."""
+        """Returns the same value, in the same file, with a single dim."""
         return DiskTensor(torch.Size([math.prod(self.shape)]), self.dtype, self.grain, self.sums, self.slot, self._pool)
 
     def load(self) -> Shaped[Tensor, "..."]:
@@ -87,19 +87,19 @@ class DiskTensor:
     def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
         """Starts to read rows `lo:hi` of dim 0. A value without dims has one row.
 
-        With direct I/O, reading into `out` needs no copy where `out` begins on a page as the rows do in the file:
-        tensors from `host_empty` of 64 KiB or more begin on one, and so do rows at multiples of `grain` bytes.
+        With direct I/O, reading into `out` needs no copy where `out` and the rows in the file both begin on a page.
+        Tensors of 64 KiB or more from `host_empty` begin on a page, and so do rows at multiples of `grain` bytes.
 
         Args:
             lo: first row.
             hi: row after the last, or None for all.
-            out: contiguous host tensor to fill. Default: a fresh one.
+            out: contiguous host tensor to fill. Default: a new tensor.
 
         Returns:
-            The rows, under way. Its `result` raises DamagedError as `load` does.
+            The rows, in flight. `result` raises DamagedError as `load` does.
 
         Raises:
-            ValueError: there are no such rows, or `out` does not have their shape and dtype.
+            ValueError: there are no such rows, or `out` has another shape or dtype.
         """
         rows = self.shape[0] if self.shape else 1
         hi = rows if hi is None else hi
@@ -128,7 +128,9 @@ class DiskTensor:
 
 
 class DiskWriter:
-    """Writes one value in chunks of rows, in any order and from any thread. Dropped unfinished, it leaves nothing.
+    """Writes one value in chunks of rows, in any order and from any thread.
+
+    An unfinished writer leaves nothing on disk.
 
     Example:
         >>> import tempfile
@@ -148,9 +150,9 @@ class DiskWriter:
         self._io, self._slot, self._sums, self._pool = io, slot, sums, pool
         self._rows = shape[0] if shape else 1
         self._row = math.prod(shape[1:]) * dtype.itemsize
-        # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte,
-        # and requests under way, with those that failed, so that `finish` raises their errors. `finish` is for when all
-        # calls of `write` have returned: rows are claimed before their requests are made.
+        # Under the lock: claimed rows (sorted and joined), incomplete grains by first byte, and requests in flight or
+        # failed. `finish` raises the errors of failed requests. `finish` must be called after all calls of `write` have
+        # returned, because rows are claimed before the requests are made.
         self._written: list[tuple[int, int]] = []
         self._edges: dict[int, _Edge] = {}
         self._futures: list[concurrent.futures.Future[Any]] = []
@@ -160,24 +162,24 @@ class DiskWriter:
         """Starts to write rows from `lo` on.
 
         Args:
-            lo: where the first of them goes.
+            lo: index of the first row to write.
             rows: host tensor `[n, *shape[1:]]` of the value's dtype; of shape `[]` for a value without dims.
 
         Returns:
-            Done when `rows` may be overwritten. Its `result` raises DiskFullError.
+            A pending write, done when `rows` may be overwritten. `result` raises DiskFullError.
 
         Raises:
             ValueError: rows that the value does not have, of another shape or dtype, or written before.
         """
         count = rows.shape[0] if self.shape else 1
         _check_source(rows, torch.Size([count, *self.shape[1:]]) if self.shape else self.shape, self.dtype, "rows")
-        self._claim(lo, lo + count)
+        self._claim_rows(lo, lo + count)
         self._pool.check_open()
         source = as_bytes(rows.detach().resolve_conj().resolve_neg().contiguous())
         if not len(source) or self._slot is None:
             return Pending.of(None)
         record_move("host", "disk", len(source))
-        futures = self._submit(self._slot, lo * self._row, source)
+        futures = self._submit_grains(self._slot, lo * self._row, source)
         return of_futures(None, futures)
 
     def finish(self) -> DiskTensor:
@@ -190,13 +192,13 @@ class DiskWriter:
         return self.finishing().result()
 
     def finishing(self) -> Pending[DiskTensor]:
-        """As `finish`, without the wait.
+        """Finishes the value as `finish` does, without the wait.
 
         Raises:
             ValueError: rows are missing.
         """
         with self._lock:
-            holes = _holes(self._written, self._rows)
+            holes = _find_holes(self._written, self._rows)
             if holes:
                 text = ", ".join(f"{lo}:{hi}" for lo, hi in holes)
                 raise ValueError(f"rows {text} of a value of shape {tuple(self.shape)} were not written.")
@@ -204,8 +206,8 @@ class DiskWriter:
         value = DiskTensor(self.shape, self.dtype, self._io.grain, self._sums, self._slot, self._pool)
         return of_futures(value, futures)
 
-    def _claim(self, lo: int, hi: int) -> None:
-        """Notes that rows `lo:hi` are written, once."""
+    def _claim_rows(self, lo: int, hi: int) -> None:
+        """Marks rows `lo:hi` as written. Each row can be written once."""
         if not 0 <= lo <= hi <= self._rows:
             raise ValueError(f"rows {lo}:{hi} of a value of shape {tuple(self.shape)}: there are rows 0:{self._rows}.")
         if lo == hi:
@@ -215,13 +217,13 @@ class DiskWriter:
             for a, b in self._written[max(at - 1, 0) : at + 1]:
                 if max(a, lo) < min(b, hi):
                     raise ValueError(
-                        f"rows {max(a, lo)}:{min(b, hi)} were written before; values on disk do not change."
+                        f"rows {max(a, lo)}:{min(b, hi)} were written before. Values on disk do not change."
                     )
             self._written.insert(at, (lo, hi))
-            self._written[max(at - 1, 0) : at + 2] = _joined(self._written[max(at - 1, 0) : at + 2])
+            self._written[max(at - 1, 0) : at + 2] = _join_runs(self._written[max(at - 1, 0) : at + 2])
 
-    def _submit(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
-        """Writes whole grains at once. The parts at both ends wait for the rest of their grains."""
+    def _submit_grains(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
+        """Writes whole grains immediately. Partial grains at both ends wait for the missing bytes."""
         grain, stop = self._io.grain, start + len(source)
         first, last = -(-start // grain) * grain, stop // grain * grain
         futures = []
@@ -240,22 +242,22 @@ class DiskWriter:
         grain = self._io.grain
         at = start // grain * grain
         with self._lock:
-            edge = self._edges.get(at) or self._edges.setdefault(at, _Edge(grain, min(grain, self._end - at)))
+            edge = self._edges.get(at) or self._edges.setdefault(at, _Edge(grain, min(grain, self._close_slot - at)))
             edge.data[start - at : start - at + len(data)] = data
             edge.missing -= len(data)
             if edge.missing:
                 return []
-            # The thread that brings the last byte has it alone from here on, and writes it without the lock.
+            # Only the thread that brings the last byte uses the grain from here on, and writes without the lock.
             del self._edges[at]
         return self._io.write(slot, at, edge.data, self._sums)
 
     @property
-    def _end(self) -> int:
+    def _close_slot(self) -> int:
         return self._rows * self._row
 
 
 class _Edge:
-    """A grain that several chunks share, as far as it has come."""
+    """Grain that several chunks share, with the bytes received so far."""
 
     def __init__(self, grain: int, missing: int) -> None:
         self.data = aligned_window((grain,), torch.uint8)[1]
@@ -264,16 +266,16 @@ class _Edge:
 
 def _check_source(x: Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
     if x.device.type != "cpu":
-        raise ValueError(f"{what} is on {x.device}; the disk is reached from the host: `to_host(x).result()` first.")
+        raise ValueError(f"{what} must be on the host, got {x.device}. Call `to_host(x).result()` first.")
     if x.shape != shape or x.dtype != dtype:
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)} and dtype {x.dtype}; shape {tuple(shape)} and dtype {dtype} are needed."
+            f"{what} must have shape {tuple(shape)} and dtype {dtype}, got shape {tuple(x.shape)} and dtype {x.dtype}."
         )
     if what == "out" and not x.is_contiguous():
-        raise ValueError(f"out has strides {x.stride()}; a read fills contiguous memory: `host_empty(shape, dtype)`.")
+        raise ValueError(f"out must be contiguous, got strides {x.stride()}. Make out by `host_empty(shape, dtype)`.")
 
 
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     out = runs[:1]
     for lo, hi in runs[1:]:
         if lo == out[-1][1]:
@@ -283,8 +285,8 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def _holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """Returns the ranges of `0:rows` that the sorted `runs` leave out."""
+def _find_holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+    """Returns the gaps of sorted `runs` in `0:rows`, for example [(2, 5)] for [(0, 2), (5, 8)] and 8 rows."""
     ends = [0, *(hi for _, hi in runs)]
     starts = [*(lo for lo, _ in runs), rows]
     return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]

@@ -1,4 +1,4 @@
-"""Errors of a disk. All are `OSError`s; messages give the loss, the values that are safe, and the remedy."""
+"""Errors of a disk. All are `OSError`s. Messages give the loss, the values that are safe, and the remedy."""
 
 
 class DiskFullError(OSError):
@@ -6,7 +6,7 @@ class DiskFullError(OSError):
 
 
 class DamagedError(OSError):
-    """A file differs from the one that was written: truncated, changed, or gone."""
+    """A file differs from the written file: truncated, changed, or gone."""
 
 
 class InUseError(OSError):

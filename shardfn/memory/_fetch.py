@@ -1,4 +1,4 @@
-"""Other memories -> device: this rank's piece of a leaf, on its way from where it is kept."""
+"""Other memories -> device: this rank's piece of a leaf, in flight."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from ._transfer import to_device
 
 
 class Fetch(Pending[Tensor]):
-    """A piece that comes to the device in one or two steps: from the disk to the host, from the host to the device.
+    """Transfer of a piece to the device in one or two steps: disk to host, host to device.
 
     Args:
-        source: the piece: a tensor of the host, or one on its way there.
-        device: where it is wanted.
+        source: piece: a tensor on the host, or a pending transfer to the host.
+        device: device of the result.
     """
 
     def __init__(self, source: Tensor | Pending[Tensor], device: torch.device) -> None:
@@ -29,16 +29,16 @@ class Fetch(Pending[Tensor]):
             self._moving, self._source = to_device(host, self._device), None
 
     def move_if_ready(self) -> None:
-        """Begins the step to the device if that waits for nothing."""
+        """Begins the step to the device, unless this would wait."""
         if isinstance(self._source, Tensor) or (self._source is not None and self._source.done()):
             self.move()
 
     def done(self) -> bool:
-        """Returns whether `result()` would return at once."""
+        """Returns whether `result()` would return immediately."""
         return self._moving is not None and self._moving.done()
 
     def result(self) -> Tensor:
-        """Returns the piece, on the device, and waits for it."""
+        """Waits for the piece, and returns a tensor on the device."""
         self.move()
         assert self._moving is not None
         return self._moving.result()

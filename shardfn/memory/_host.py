@@ -14,7 +14,7 @@ from ._mappings import Mappings
 from ._traced import capturing, traced_host_empty
 
 PAGE = 4096
-# From here on a mapping of its own is worth a system call: it is page-aligned, as direct I/O needs it.
+# From this size on, a separate mapping is worth a system call: mappings are page-aligned, as direct I/O needs.
 _SMALL = 64 << 10
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MAPPINGS = Mappings(keep=256 << 20)  # about the use of a step with large chunks
@@ -29,8 +29,8 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.f
     """Returns an uninitialised host tensor: pinned where CUDA is, page-aligned when large, counted as host.
 
     Args:
-        shape: shape.
-        dtype: dtype.
+        shape: shape of the tensor.
+        dtype: dtype of the elements.
 
     Returns:
         The tensor.
@@ -50,13 +50,13 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.f
 def aligned_window(
     shape: tuple[int, ...], dtype: torch.dtype, before: int = 0, after: int = 0
 ) -> tuple[Shaped[Tensor, "..."], Bytes]:
-    """Returns a host tensor in the middle of page-aligned memory, and that memory as bytes.
+    """Returns a host tensor in the middle of page-aligned memory, and the memory as bytes.
 
     Args:
         shape: the tensor's shape.
-        dtype: dtype.
+        dtype: dtype of the elements.
         before: bytes of the memory in front of the tensor.
-        after: bytes behind it.
+        after: bytes of the memory behind the tensor.
 
     Returns:
         The tensor, and the bytes of the memory; `[before : -after]` are the tensor's.
@@ -84,14 +84,14 @@ def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
 
 
 def return_freed_pages(threshold: int = 1 << 17) -> None:
-    """Makes glibc return freed blocks of `threshold` bytes or more to the system at once, for this process.
+    """Makes glibc return freed blocks of `threshold` bytes or more to the system immediately, for this process.
 
-    It keeps up to 32 MiB of each freed block otherwise, in heaps that large tensors of changing sizes leave full of
-    holes: a process may be half again as large as its live tensors. Fresh blocks then cost page faults. Without glibc
-    the call has no effect.
+    Otherwise glibc keeps up to 32 MiB of each freed block, in heaps that large tensors of changing sizes fragment: for
+    example, a process may use 150 GB for 100 GB of live tensors. With this call, new blocks cost page faults. Without
+    glibc the call has no effect.
 
     Args:
-        threshold: bytes.
+        threshold: smallest block to return, in bytes.
 
     Example:
         >>> return_freed_pages()
@@ -104,8 +104,8 @@ def return_freed_pages(threshold: int = 1 << 17) -> None:
 def trim_heap() -> None:
     """Makes glibc return the pages of freed blocks to the system, once.
 
-    A loop that makes large blocks which stay, each from one that is dropped, leaves holes between them; called in each
-    round, this keeps the resident memory at the live blocks. Without glibc the call has no effect.
+    A loop that replaces large blocks by other large blocks (for example in a conversion of weights) leaves holes in the
+    heap. A call in each round limits the resident memory to the live blocks. Without glibc the call has no effect.
 
     Example:
         >>> trim_heap()

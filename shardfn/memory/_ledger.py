@@ -1,8 +1,8 @@
-"""The ledger: which bytes are alive in which kind of memory, and which crossed from one to another.
+"""The ledger: live bytes by kind of memory, and bytes that were moved between kinds.
 
-On a machine without an accelerator `device` and `host` are both RAM, and the ledger keeps them apart: torch's
+On a machine without an accelerator `device` and `host` are both RAM, and the ledger separates the two: torch's
 allocations are the device's, unless they are made inside `on_host()`. So budgets can be tested anywhere. With an
-accelerator, device bytes are its allocator's own, and torch's allocations on the CPU are the host's.
+accelerator, device bytes are the bytes of the allocator, and torch's allocations on the CPU are the host's.
 """
 
 import collections
@@ -38,48 +38,48 @@ KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
 
 class Ledger:
-    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. It can still be read afterwards."""
+    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. Readable also after the context's end."""
 
     def __init__(self, device: torch.device, recorder: TimelineRecorder | None = None) -> None:
         self._device, self.recorder = device, recorder
         self._live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._moved: dict[tuple[str, str], list[int]] = {}
-        # A key is an address, which a new owner may get when the old one is gone: the dead are buried before a key is
-        # looked up, and a weak reference leaves its note before its address is free.
+        # A key is an address, and a new owner may get the address of a freed owner. So freed owners are removed before
+        # a key is looked up, and a weak reference leaves a note before the address is free.
         self._held: dict[int, tuple[weakref.ref[Any], str, int, str]] = {}
-        # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
+        # Weak references call back at any point, perhaps while the lock is held. So the callbacks only leave a note.
         self._dead: collections.deque[int] = collections.deque()
         self._lock = threading.RLock()
 
     def live(self, kind: str) -> int:
-        """Bytes alive now in memory of `kind`, among those that the ledger has seen."""
+        """Returns the live bytes in memory of `kind`, among the bytes that the ledger has seen."""
         _check_kind(kind)
         if is_device(kind) and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         with self._lock:
-            self._bury()
+            self._count_freed()
             return self._live[kind]
 
     def peak(self, kind: str) -> int:
-        """The most bytes that were alive at once in memory of `kind`."""
+        """Returns the peak of live bytes in memory of `kind`."""
         _check_kind(kind)
         if is_device(kind) and self._device.type == "cuda":
             return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
         return self._peak[kind]
 
     def moved(self, src: str, dst: str) -> int:
-        """Bytes that went from `src` to `dst`."""
-        return self._traffic(src, dst)[1]
+        """Returns the bytes that were moved from `src` to `dst`."""
+        return self._traffic_between(src, dst)[1]
 
     def transfers(self, src: str, dst: str) -> int:
-        """How many transfers went from `src` to `dst`."""
-        return self._traffic(src, dst)[0]
+        """Returns the number of transfers from `src` to `dst`."""
+        return self._traffic_between(src, dst)[0]
 
     def count(self, tree: PyTree, kind: str) -> None:
         """Counts values older than the ledger as `kind`: tensors, blocks of a state's leaves, values on disk.
 
-        In a timeline they have the paths of their leaves as names.
+        In a timeline the values are named by the paths of leaves.
         """
         _check_kind(kind)
         for path, leaf in named_leaves(tree):
@@ -92,7 +92,7 @@ class Ledger:
                 self.hold(slot, id(slot), kind, held.nbytes, name)
 
     def timeline(self) -> MemoryTimeline:
-        """The events so far, by name and with the parts of steps.
+        """Returns the events so far, by name and with the parts of steps.
 
         Raises:
             ValueError: the ledger was opened without `timeline=True`.
@@ -100,24 +100,24 @@ class Ledger:
         if self.recorder is None:
             raise ValueError("this ledger keeps no timeline: open it by memory.ledger(timeline=True).")
         with self._lock:
-            self._bury()
+            self._count_freed()
             return self.recorder.timeline()
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Writes the timeline as a picture: phases, messages of leaves, and names of the memory at the peak.
 
         Args:
-            path: a file that ends in ".svg", which browsers show.
+            path: file with the ending ".svg", for a browser.
 
         Raises:
-            ValueError: the file has another ending; or the ledger was opened without `timeline=True`.
+            ValueError: the file has another ending, or the ledger was opened without `timeline=True`.
         """
         if pathlib.Path(path).suffix != ".svg":
-            raise ValueError(f"plot({os.fspath(path)!r}): the picture is SVG; pass a name that ends in .svg.")
+            raise ValueError(f"plot({os.fspath(path)!r}): the name must end in .svg, because the picture is SVG.")
         pathlib.Path(path).write_text(as_svg(self.timeline()), encoding="utf-8")
 
     def table(self) -> str:
-        """Both accounts as text.
+        """Returns live bytes and traffic as a table.
 
         Example:
             >>> with ledger() as book:
@@ -150,16 +150,16 @@ class Ledger:
         """Notes a part of a step in the timeline while the context is open."""
         assert self.recorder is not None
         with self._lock:
-            self._bury()
+            self._count_freed()
         with self.recorder.section(what, leaves):
             yield
             with self._lock:
-                self._bury()
+                self._count_freed()
 
     def hold(self, owner: Any, key: int, kind: str, nbytes: int, name: str = "") -> None:
-        """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
+        """Counts `nbytes` as alive until `owner` is garbage. An owner counts once."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             if key in self._held:
                 return
             if self.recorder is not None:
@@ -170,15 +170,15 @@ class Ledger:
             self._peak[kind] = max(self._peak[kind], self._live[kind])
 
     def pass_through(self, kind: str, nbytes: int) -> None:
-        """Counts bytes that were alive beside the present ones, and are gone."""
+        """Counts bytes that were alive in addition to the present bytes, and are freed."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             self._peak[kind] = max(self._peak[kind], self._live[kind] + nbytes)
 
     def knows(self, key: int) -> bool:
-        """Whether the owner of this key is counted."""
+        """Returns whether the owner of this key is counted."""
         with self._lock:
-            self._bury()
+            self._count_freed()
             return key in self._held
 
     def move(self, src: str, dst: str, nbytes: int) -> None:
@@ -189,16 +189,16 @@ class Ledger:
             entry[1] += nbytes
 
     def keep_device_peak(self) -> None:
-        """Remembers the allocator's peak before it is reset."""
+        """Saves the allocator's peak before a reset."""
         if self._device.type == "cuda":
             self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
 
-    def _traffic(self, src: str, dst: str) -> list[int]:
+    def _traffic_between(self, src: str, dst: str) -> list[int]:
         _check_kind(src)
         _check_kind(dst)
         return self._moved.get((src, dst), [0, 0])
 
-    def _bury(self) -> None:
+    def _count_freed(self) -> None:
         while self._dead:
             _, kind, nbytes, name = self._held.pop(self._dead.popleft())
             self._live[kind] -= nbytes
@@ -212,22 +212,24 @@ _ON_HOST = Ambient[None]("allocations are host memory", by_thread=True)
 
 @contextlib.contextmanager
 def ledger(device: torch.device | str | None = None, *, timeline: bool = False) -> Iterator[Ledger]:
-    """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
+    """Counts live bytes and traffic by memory kind while the context is open.
 
-    Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
-    a CPU runs there too), allocations of `host_empty` and of the pools, and the arguments of `Ledger.count`. At the
-    peak the workspace of our own kernels counts, too, by `kernels.scratch_bytes`. Not seen are that of torch's
-    operations, and buffers that compiled code allocates for itself.
+    Ledgers nest. An outer ledger also counts for the inner contexts.
+
+    Live are the storages that torch's operations return on the calling thread while the ledger is open (on a CPU also
+    the backward), allocations of `host_empty` and of the pools, and the arguments of `Ledger.count`. The peak includes
+    the workspace of shardfn's kernels, by `kernels.scratch_bytes`. Not counted are the workspace of torch's operations,
+    and the internal buffers of compiled code.
 
     Args:
-        device: the device of the kind "device"; by default the accelerator, and without one the CPU.
+        device: device of the kind "device". Default: the accelerator if available, else the CPU.
         timeline: whether every allocation and release is kept, for `Ledger.timeline` and `Ledger.plot`.
 
     Returns:
         A context manager that yields a `Ledger`.
 
     Raises:
-        ValueError: `timeline` with an accelerator, whose allocations the ledger does not see one by one.
+        ValueError: `timeline` is set with an accelerator, where the ledger does not see single allocations.
 
     Example:
         >>> with ledger() as book:
@@ -241,7 +243,7 @@ def ledger(device: torch.device | str | None = None, *, timeline: bool = False) 
     place = torch.device(device) if device is not None else default_device()
     if timeline and place.type != "cpu":
         raise ValueError(
-            f"ledger(timeline=True) on {place}: its allocator reports sums alone; use ledger('cpu', timeline=True) on a"
+            f"ledger(timeline=True) on {place}: its allocator reports sums alone. Use ledger('cpu', timeline=True) on a"
             " CPU, or step.lower(state, batch).plot() for the memory of a captured step."
         )
     book = Ledger(place, TimelineRecorder() if timeline else None)
@@ -270,7 +272,7 @@ def on_host() -> AbstractContextManager[None]:
 
 
 def in_host_region() -> bool:
-    """Whether `on_host()` is open on this thread.
+    """Returns whether `on_host()` is open on this thread.
 
     Example:
         >>> with on_host():
@@ -281,12 +283,12 @@ def in_host_region() -> bool:
 
 
 def default_device() -> torch.device:
-    """The accelerator, and without one the CPU."""
+    """Returns the accelerator if available, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
-    """Reports one transfer to every open ledger; costs one list test without an open ledger."""
+    """Reports a transfer to every open ledger. Without an open ledger, the cost is one test of a list."""
     if _BOOKS:
         for book in _BOOKS.all:
             book.move(src, dst, nbytes)
@@ -301,12 +303,12 @@ def record_tensor(x: Tensor, kind: MemoryKind) -> None:
 
 
 def is_recorded() -> bool:
-    """Whether an open ledger keeps a timeline."""
+    """Returns whether an open ledger keeps a timeline."""
     return bool(_BOOKS) and any(book.recorder is not None for book in _BOOKS.all)
 
 
 def recorded_section(what: str, leaves: Sequence[str]) -> AbstractContextManager[Any]:
-    """A context that notes a part of a step in the timelines of open ledgers."""
+    """Returns a context that records a part of a step in the timelines of open ledgers."""
     stack = contextlib.ExitStack()
     for book in _BOOKS.all:
         if book.recorder is not None:
@@ -336,19 +338,19 @@ class _StorageWatch(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if _has_bytes(x):
-                self._see(x, func, args, kwargs)
+                self._record_op(x, func, args, kwargs)
         if self._cpu_is_device and (extra := scratch_bytes(func, args)):
             self._book.pass_through("host" if in_host_region() else "device", extra)
         return out
 
-    def _see(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+    def _record_op(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
         if self._book.knows(key):
             return
-        # `torch.tensor` allocates out of sight and then lifts its tensor; every other result that shares an operand's
-        # storage is a view of something older than the ledger.
-        if func is not torch.ops.aten.lift_fresh.default and key in _storages((args, kwargs)):
+        # `torch.tensor` allocates out of sight and then lifts the tensor. Every other result that shares an operand's
+        # storage is a view of a value older than the ledger.
+        if func is not torch.ops.aten.lift_fresh.default and key in _find_storages((args, kwargs)):
             return
         host = in_host_region() or not self._cpu_is_device
         name = "" if self._book.recorder is None else str(func).removesuffix(".default")
@@ -359,7 +361,7 @@ def _has_bytes(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
 
 
-def _storages(tree: PyTree) -> set[int]:
+def _find_storages(tree: PyTree) -> set[int]:
     return {x.untyped_storage()._cdata for x in tree_leaves(tree) if _has_bytes(x)}
 
 

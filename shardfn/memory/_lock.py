@@ -1,4 +1,4 @@
-"""Directories that one process owns at a time. The kernel gives one back when the process ends, however it ends."""
+"""Directories that one process owns at a time. The kernel releases a directory at any end of the process."""
 
 import contextlib
 import os
@@ -14,17 +14,17 @@ _LOCKS: set[int] = set()
 
 @contextlib.contextmanager
 def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseError] = InUseError) -> Iterator[int]:
-    """Takes a directory, and gives it back if the body raises, else it is kept until `unlock`.
+    """Locks a directory until `unlock`, or until the body raises.
 
     Args:
-        directory: an existing one.
+        directory: existing directory.
         what: the name of the owner, for the error.
-        remedy: the remedy where another process or owner has it, for the error.
+        remedy: remedy for the error, if another process or owner has the directory.
         kind: the type of the error.
 
     Raises:
-        InUseError: another process has it, or another owner of this process.
-        NotImplementedError: the system has no `flock`, as Windows.
+        InUseError: another process, or another owner of this process, has the directory.
+        NotImplementedError: the system has no `flock`, for example Windows.
     """
     try:
         import fcntl
@@ -51,16 +51,16 @@ def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseErro
 
 
 def unlock(fd: int) -> None:
-    """Gives a directory back: once, as the number may be another file's afterwards."""
+    """Releases a directory. Call once, because the descriptor may belong to another file afterwards."""
     import fcntl
 
     _LOCKS.discard(fd)
-    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, and has not closed its copy yet
+    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, with the copy still open
     os.close(fd)
 
 
 def _forget_locks() -> None:
-    """A forked child does not own the directory, and must not keep it when its parent has gone."""
+    """Closes the locks in a forked child, so that the child does not keep a directory after the parent's end."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 

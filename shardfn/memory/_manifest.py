@@ -1,4 +1,4 @@
-"""The manifest: one JSON file that lists the values of a directory, replaced as a whole or not at all."""
+"""The manifest: a JSON file that lists the values of a directory, replaced atomically."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from ._host import as_bytes, host_empty
 from ._slots import FULL, no_room
 
 NAME = "manifest.json"
-# The commit before, where it was to be kept.
+# The previous commit, if kept.
 BEFORE = "manifest.before.json"
 _FORMAT = 1
 
@@ -27,7 +27,7 @@ _FORMAT = 1
 def prepare(
     directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool, about: dict[str, Any] | None = None
 ) -> pathlib.Path:
-    """Writes a manifest beside the one that counts, which stays. `publish` takes it."""
+    """Writes a manifest next to the current manifest, for `publish`."""
     body = json.dumps({"format": _FORMAT, "step": step, "values": entries, "about": about or {}})
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
     new = directory / f"{NAME}.new"
@@ -44,12 +44,12 @@ def prepare(
 
 
 def publish(directory: pathlib.Path, new: pathlib.Path, *, durable: bool, keep_before: bool = False) -> None:
-    """Renames a prepared manifest over the one that counts, which is first renamed itself if it is to be kept.
+    """Renames a prepared manifest over the current manifest, which can be kept under another name.
 
-    After an error either may be the one that counts.
+    After an error either manifest may be current.
     """
     path = directory / NAME
-    # Between the two renames only the commit before is there, and `commits` finds it.
+    # Between the two renames only the previous commit exists, and `commits` finds the file.
     if keep_before and path.exists():
         os.replace(path, directory / BEFORE)
     os.replace(new, path)
@@ -70,7 +70,7 @@ def commits(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def settle(directory: pathlib.Path, path: pathlib.Path) -> None:
-    """Makes one of the manifests the only one."""
+    """Removes all manifests but one."""
     os.replace(path, directory / NAME)
     forget_before(directory)
 
@@ -80,7 +80,7 @@ def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: nothing was committed.
-        DamagedError: the file differs from the one that was written.
+        DamagedError: the file differs from the written file.
     """
     found = commits(directory)
     if not found:
@@ -94,19 +94,19 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
     """Returns the step and the entries of one manifest.
 
     Raises:
-        DamagedError: the file differs from the one that was written.
+        DamagedError: the file differs from the written file.
     """
-    content = _content(path)
+    content = _read_content(path)
     return content["step"], content["values"]
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the `about` of the last commit, empty without a commit or without `about`."""
     found = commits(directory)
-    return _content(found[0]).get("about", {}) if found else {}
+    return _read_content(found[0]).get("about", {}) if found else {}
 
 
-def _content(path: pathlib.Path) -> dict[str, Any]:
+def _read_content(path: pathlib.Path) -> dict[str, Any]:
     try:
         outer = json.loads(path.read_text())
         body = outer["body"]
@@ -117,7 +117,7 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
     if content is None:
         raise DamagedError(f"{path} has changed since it was written. Start from a checkpoint in an empty directory.")
     if content["format"] != _FORMAT:
-        raise DamagedError(f"{path} has format {content['format']}; this version reads {_FORMAT}.")
+        raise DamagedError(f"{path} has format {content['format']}. This version reads {_FORMAT}.")
     return content
 
 
@@ -125,12 +125,12 @@ def stored_entry(x: DiskTensor) -> dict[str, Any]:
     """Returns the entry of a value that has a file, or no elements."""
     sums = base64.b64encode(x.sums.crcs.tobytes()).decode() if x.sums is not None else None
     file = {"file": x.slot.path.name, "capacity": x.slot.capacity} if x.slot else {"file": None}
-    return {**_meta(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
+    return {**_meta_tensor(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
 
 
 def inline_entry(x: Tensor) -> dict[str, Any]:
     """Returns the entry of a small tensor, with its bytes."""
-    return {**_meta(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
+    return {**_meta_tensor(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
 
 
 def inline_value(entry: dict[str, Any]) -> Tensor:
@@ -141,7 +141,7 @@ def inline_value(entry: dict[str, Any]) -> Tensor:
 
 
 def crcs_of(entry: dict[str, Any]) -> np.ndarray | None:
-    """Returns the checksums of a `stored_entry`, if it has some."""
+    """Returns the checksums of a `stored_entry`, or None."""
     text = entry["crc32"]
     return None if text is None else np.frombuffer(base64.b64decode(text), np.uint32)
 
@@ -160,5 +160,5 @@ def sync(path: pathlib.Path) -> None:
         os.close(fd)
 
 
-def _meta(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+def _meta_tensor(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype_name(dtype)}

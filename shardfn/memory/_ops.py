@@ -1,4 +1,4 @@
-"""Transfers between memories as torch ops, so that a captured graph holds each one as a node.
+"""Transfers between memories as torch ops, so that a captured graph holds each transfer as a node.
 
     to_host_start(x) -> handle                     to_host_into_start(into, x) -> handle
     to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
@@ -6,16 +6,16 @@
     rows_to_host_start(into, x, places) -> handle          into[places] = x
     read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of a value on disk
     read_into_start(into, value, lo, hi) -> handle
-    flat(value) -> value                           as one dim
+    flat(value) -> value                           as a single dim
     writer(shape, dtype) -> writer                 room for a value on disk
     write_start(writer, lo, rows) -> handle        rows from lo on
-    finish(writer) -> value                        waits for all of them
+    finish(writer) -> value                        waits for all writes
     wait(handle) -> the value
     host_empty(shape, dtype) -> tensor             uninitialised host memory
 
-A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number identifies
-the value. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the disk,
-has a value of no use. Its source must not be written before its `wait`. As in `shardfn.collectives`, handles are
+A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element that identify the value
+by number. A value lives as long as the memory of a token does. The value of a transfer that fills existing memory, or
+the disk, is unused. The source must not be written before the `wait`. As in `shardfn.collectives`, handles are
 placeholders for values, and only the value may be looked at.
 """
 
@@ -53,7 +53,7 @@ _LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
-# By storage of the handle: transfers under way. By number: the values of tokens.
+# By storage of the handle: transfers in flight. By number: the values of tokens.
 _IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Any]]]]("transfers between memories under way", dict)
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
@@ -62,7 +62,7 @@ _POOL = Ambient[Any]("pool that a captured program writes to")
 
 @contextlib.contextmanager
 def bind_pool(pool: Any = None) -> Iterator[None]:
-    """Binds the pool that captured programs write to. When it ends no transfer is pending, after an error either.
+    """Binds the pool that captured programs write to. At the end no transfer is pending, even after an error.
 
     Args:
         pool: a `Pool`, or None for programs that write nothing to disk.
@@ -75,22 +75,22 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
     try:
         with _POOL.bound(pool):
             yield
-            _settle()
+            _wait_in_flight()
     finally:
         while _IN_FLIGHT.here():
             with contextlib.suppress(Exception):  # the error that ended the program is the one to raise
-                _settle()
+                _wait_in_flight()
 
 
-def _settle() -> None:
-    """Waits for transfers without a `wait`: their memory may be the caller's."""
+def _wait_in_flight() -> None:
+    """Waits for transfers without a `wait`, because the memory may be the caller's."""
     pending = _IN_FLIGHT.here()
     while pending:
         pending.popitem()[1][1].result()
 
 
 def token_of(value: Any) -> Int64[Tensor, "1"]:
-    """Returns a tensor that takes the place of a value on disk, or of a writer of one, in a captured program.
+    """Returns a tensor that represents a value on disk, or a writer, in a captured program.
 
     Example:
         >>> stored_of(token_of("anything"))
@@ -109,70 +109,70 @@ def stored_of(token: Int64[Tensor, "1"]) -> Any:
     return _NAMED[int(token)]
 
 
-def _under_way(pending: Pending[Any]) -> Tensor:
+def _start_transfer(pending: Pending[Any]) -> Tensor:
     with on_host():
         handle = torch.empty(0)
     _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = handle, pending
     return handle
 
 
-def _wait(handle: Tensor) -> Tensor:
+def _wait_transfer(handle: Tensor) -> Tensor:
     kept, pending = _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)
     value = pending.result()
     return value if isinstance(value, Tensor) else kept
 
 
 def _to_host_start(x: Tensor) -> Tensor:
-    return _under_way(to_host(x))
+    return _start_transfer(to_host(x))
 
 
 def _to_host_into_start(into: Tensor, x: Tensor) -> Tensor:
-    return _under_way(to_host(x, into))
+    return _start_transfer(to_host(x, into))
 
 
 def _to_device_start(x: Tensor, device: torch.device) -> Tensor:
-    return _under_way(to_device(x, device))
+    return _start_transfer(to_device(x, device))
 
 
 def _to_device_into_start(into: Tensor, x: Tensor) -> Tensor:
-    return _under_way(to_device(x, into.device, into))
+    return _start_transfer(to_device(x, into.device, into))
 
 
 def _rows_to_device_start(x: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    return _under_way(rows_to_device(x, rows, device))
+    return _start_transfer(rows_to_device(x, rows, device))
 
 
 def _rows_to_host_start(into: Tensor, x: Tensor, places: Sequence[Tensor]) -> Tensor:
-    # Its wait returns no memory that is there already: a ledger would count it anew.
-    return _under_way(rows_to_host(x, into, places).then(lambda _: None))
+    # The wait must not return existing memory: a ledger would count the bytes again.
+    return _start_transfer(rows_to_host(x, into, places).then(lambda _: None))
 
 
 def _read_start(value: Tensor, lo: int, hi: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     del shape, dtype
     stored: Stored = stored_of(value)
-    return _under_way(stored.read(lo, hi))
+    return _start_transfer(stored.read(lo, hi))
 
 
 def _read_into_start(into: Tensor, value: Tensor, lo: int, hi: int) -> Tensor:
     stored: Stored = stored_of(value)
-    return _under_way(stored.read(lo, hi, into))
+    return _start_transfer(stored.read(lo, hi, into))
 
 
-def _flat(value: Tensor) -> Tensor:
+def _flat_value(value: Tensor) -> Tensor:
     stored: Stored = stored_of(value)
     return token_of(stored.flat())
 
 
-def _writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _open_writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return token_of(cast(Any, _POOL.innermost()).writer(torch.Size(shape), dtype))
 
 
 def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
-    return _under_way(stored_of(writer).write(lo, rows))
+    return _start_transfer(stored_of(writer).write(lo, rows))
 
 
-def _finish(writer: Tensor) -> Tensor:
-    # Under the number of the writer: from here on its token is the value's.
+def _finish_writer(writer: Tensor) -> Tensor:
+    # Under the number of the writer: from here on the writer's token represents the value.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
     return writer
@@ -191,53 +191,53 @@ for _name, _impl in (
     ("rows_to_host_start", _rows_to_host_start),
     ("read_start", _read_start),
     ("read_into_start", _read_into_start),
-    ("flat", _flat),
-    ("writer", _writer),
+    ("flat", _flat_value),
+    ("writer", _open_writer),
     ("write_start", _write_start),
-    ("finish", _finish),
-    ("wait", _wait),
+    ("finish", _finish_writer),
+    ("wait", _wait_transfer),
     ("host_empty", _host_empty),
 ):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
 
 
-def _like(x: Tensor, device: torch.device | str) -> Tensor:
+def _empty_like(x: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def _nothing(*args: Any) -> Tensor:
+def _empty_handle(*args: Any) -> Tensor:
     del args
     return torch.empty(0)
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _token(*args: Any) -> Tensor:
+def _empty_token(*args: Any) -> Tensor:
     del args
     return torch.empty(1, dtype=torch.int64)
 
 
 for _name, _fake in (
-    ("to_host_start", lambda x: _like(x, "cpu")),
-    ("to_host_into_start", _nothing),
-    ("to_device_start", _like),
-    ("to_device_into_start", _nothing),
-    ("rows_to_device_start", lambda x, rows, device: _like(x, device)),
-    ("rows_to_host_start", _nothing),
-    ("read_start", lambda value, lo, hi, shape, dtype: _empty(shape, dtype)),
-    ("read_into_start", _nothing),
-    ("flat", _token),
-    ("writer", _token),
-    ("write_start", _nothing),
+    ("to_host_start", lambda x: _empty_like(x, "cpu")),
+    ("to_host_into_start", _empty_handle),
+    ("to_device_start", _empty_like),
+    ("to_device_into_start", _empty_handle),
+    ("rows_to_device_start", lambda x, rows, device: _empty_like(x, device)),
+    ("rows_to_host_start", _empty_handle),
+    ("read_start", lambda value, lo, hi, shape, dtype: _empty_tensor(shape, dtype)),
+    ("read_into_start", _empty_handle),
+    ("flat", _empty_token),
+    ("writer", _empty_token),
+    ("write_start", _empty_handle),
     ("finish", lambda writer: writer),
     ("wait", lambda handle: handle),
-    ("host_empty", _empty),
+    ("host_empty", _empty_tensor),
 ):
     torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
 
-# Ops that are not to be removed though their values are unused.
+# Ops with side effects, kept in the graph although the values are unused.
 for _name in (
     *("to_host_into_start", "to_device_into_start", "rows_to_host_start", "read_into_start", "write_start"),
     *("wait", "finish"),

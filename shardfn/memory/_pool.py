@@ -1,4 +1,4 @@
-"""Pools: directories that keep values on disk, commit sets of them, and give the last commit back after any end.
+"""Pools: directories that keep values on disk, commit sets of values, and restore the last commit after any end.
 
 Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
 """
@@ -38,17 +38,17 @@ Value = DiskTensor | Tensor | int | float | str | bool | None
 
 
 class PoolInfo(NamedTuple):
-    """The findings and choices of a pool.
+    """Properties of a pool's file system, and choices of the pool.
 
     Attributes:
-        directory: where the files are.
-        direct: whether the page cache is passed by.
-        why_not_direct: why not, else empty.
-        threads: how many move bytes.
+        directory: path of the files.
+        direct: whether the page cache is bypassed.
+        why_not_direct: reason without direct I/O, else empty.
+        threads: number of threads that move bytes.
         piece: bytes of a request.
-        max_staging: the most bytes of staging buffers.
-        free_files: files that wait to be written again.
-        free_file_bytes: bytes.
+        max_staging: limit on the bytes of staging buffers.
+        free_files: number of files that wait for reuse.
+        free_file_bytes: bytes of the files that wait for reuse.
         disk_free: bytes that the file system has left.
     """
 
@@ -80,7 +80,7 @@ class _Options(NamedTuple):
     max_staging: int = 16 << 20
 
     def staging(self) -> tuple[int, int]:
-        """Bytes of a request, which is also a buffer's size, and how many buffers."""
+        """Returns the bytes of a request (and of a buffer), and the number of buffers."""
         if self.threads < 1 or self.max_staging < _SUMMED_GRAIN:
             raise ValueError(
                 f"threads={self.threads}, max_staging={self.max_staging}: at least 1 and {_SUMMED_GRAIN} are needed."
@@ -91,19 +91,19 @@ class _Options(NamedTuple):
 
 
 class Pool:
-    """Values on disk in one directory, which belongs to one process (one directory a rank).
+    """Values on disk in a directory that belongs to a single process (one directory a rank).
 
-    Values are immutable: a step writes new values beside the old ones, and the files of the old ones are used again
-    when those are garbage. So a failure does not change the previous values. `commit` names a set of values that
-    `Pool.open` finds again, even if the process dies right after it.
+    Values are immutable: a step writes new values in other files, and the files of the old values are used again when
+    the old values are garbage. So a failure does not change the previous values. `commit` names a set of values that
+    `Pool.open` finds again, even if the process dies right after the commit.
 
     Args:
-        directory: made if missing. It must hold no commit: that is for `Pool.open`.
-        threads: how many requests are under way at once.
-        direct: bypass the page cache (O_DIRECT) where the file system can. `info()` has whether it does, and the log
-            why not.
-        checksum: keep a crc32 of every 64 KiB, and compare it at each read.
-        max_staging: bytes of buffers for data that is not aligned in memory; requests wait for a free one.
+        directory: path of the directory, made if missing. A directory with a commit must be opened by `Pool.open`.
+        threads: number of requests in flight.
+        direct: whether to bypass the page cache (O_DIRECT), if the file system supports direct I/O. `info()` and the
+            log tell the reason if not.
+        checksum: whether to keep a crc32 of every 64 KiB, compared at each read.
+        max_staging: bytes of buffers for data that is not aligned in memory. Requests wait for a free buffer.
 
     Raises:
         ValueError: the directory holds a commit, or an argument is out of range.
@@ -136,21 +136,21 @@ class Pool:
         with locked(place, *_USE, PoolInUseError) as lock:
             if manifest.commits(place):
                 raise ValueError(
-                    f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
+                    f"{place} holds a commit. `Pool.open(directory)` continues from it. To start anew, remove the"
                     " directory."
                 )
             _remove_strangers(place, set())
-            self._start(place, lock, options)
+            self._start_pool(place, lock, options)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], step: int | None = None, **options: Any) -> Opened:
-        """Opens a directory with a commit, however the process that made it ended.
+        """Opens a directory with a commit, after any end of the previous process.
 
         Files that the commit does not name are removed and logged.
 
         Args:
             directory: see `Pool`.
-            step: which commit, of those that are kept. The others are given up. None = the last.
+            step: step of a kept commit. The other commits are removed. None: the last commit.
             options: see `Pool`.
 
         Returns:
@@ -158,7 +158,7 @@ class Pool:
 
         Raises:
             FileNotFoundError: nothing was committed there, or not of this step.
-            DamagedError: the manifest has changed, or files that it names are missing or too short.
+            DamagedError: the manifest has changed, or named files are missing or too short.
             PoolInUseError: another pool owns the directory.
         """
         place = pathlib.Path(directory)
@@ -166,12 +166,12 @@ class Pool:
             raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
         with locked(place, *_USE, PoolInUseError) as lock:
-            path, step, entries = _chosen(place, step)
-            pool._start(place, lock, chosen)
-        # The lock is the pool's from here on: a failure closes the pool, and releases the lock that way alone.
+            path, step, entries = _choose_manifest(place, step)
+            pool._start_pool(place, lock, chosen)
+        # The lock is the pool's from here on: a failure closes the pool, and only closing releases the lock.
         try:
             manifest.settle(place, path)
-            return Opened(pool, pool._restore(entries), step)
+            return Opened(pool, pool._restore_entries(entries), step)
         except BaseException:
             pool.close()
             raise
@@ -187,7 +187,7 @@ class Pool:
 
     @staticmethod
     def about(directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Returns the `about=` of the last commit, read without opening the pool, empty without one.
+        """Returns the `about=` of the last commit without opening the pool. Empty without a commit.
 
         Raises:
             DamagedError: the manifest differs from the one that was written.
@@ -198,13 +198,13 @@ class Pool:
         """Starts to write a host tensor, which must not change until the transfer is done.
 
         Args:
-            x: host tensor, any shape and dtype. A strided one is copied first.
+            x: host tensor, any shape and dtype. A strided tensor is copied first.
 
         Returns:
-            The value on disk, under way.
+            The value on disk, in flight.
 
         Raises:
-            DiskFullError: there is no room; at once, or from `result`.
+            DiskFullError: there is no room. Raised immediately, or by `result`.
             ValueError: `x` is on an accelerator.
         """
         writer = self.writer(tuple(x.shape), x.dtype)
@@ -216,7 +216,7 @@ class Pool:
 
         Args:
             shape: the value's shape.
-            dtype: dtype.
+            dtype: dtype of the elements.
 
         Returns:
             The writer.
@@ -240,55 +240,58 @@ class Pool:
         keep_before: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes `values` the result of `Pool.open`, atomically. Files of the commit before are free from then on.
+        """Makes `values` the result of `Pool.open`, atomically. Then the files of the previous commit are free.
 
-        Several processes that commit together may end between the first one's commit and the last one's. With
-        `keep_before` each keeps its last two commits, so that they have one in common. `forget_before` gives up the
-        older one, once all have the newer.
+        Several processes that commit together may end after only some have committed. With `keep_before` each process
+        keeps the last two commits, so that all processes have a commit in common. For example, after a crash at step 20
+        rank 0 may have steps 10 and 20, and rank 1 only step 10. `forget_before` drops the older commit, once all
+        processes have the newer.
 
-        Tensors below a page go into the manifest, larger ones into files. After it returns, the end of the process, by
-        a signal too, loses nothing. `durable` waits for the device as well, so that a loss of power does not either.
+        Tensors below a page are stored in the manifest, larger tensors in files. After the return, the end of the
+        process, for example by a signal, loses nothing. `durable` also waits for the device, so that a loss of power
+        loses nothing.
 
         Args:
-            values: by name, values of this pool, host tensors, numbers, strings.
-            step: a number, which `Pool.open` returns.
-            durable: fsync files, manifest and directory.
-            keep_before: whether the commit before stays as well.
+            values: values by name: values of this pool, host tensors, numbers, strings.
+            step: number that `Pool.open` returns.
+            durable: whether to fsync files, manifest and directory.
+            keep_before: whether the previous commit is kept as well.
             about: any JSON values, for `Pool.about`, such as the owner of the values.
 
         Raises:
             ValueError: a value is another pool's.
             TypeError: a value is of another type.
-            DiskFullError: there is no room. The commit before stays.
+            DiskFullError: there is no room. The previous commit stays.
         """
         self.check_open()
         self._check_values(values)
-        kept = {name: self._kept(x) for name, x in values.items()}
-        entries = {name: _entry(x) for name, x in kept.items()}
+        kept = {name: self._store_value(x) for name, x in values.items()}
+        entries = {name: _value_entry(x) for name, x in kept.items()}
         slots = [x.slot for x in kept.values() if isinstance(x, DiskTensor) and x.slot is not None]
         for name, x in kept.items():
             if isinstance(x, DiskTensor) and x.slot is not None:
                 x.slot.name = name
-        # The values reach the device before the manifest that names them does.
+        # The values reach the device before the manifest.
         if durable:
             for slot in slots:
                 manifest.sync(slot.path)
         with self._commit_lock:
             new = manifest.prepare(self._directory, step, entries, durable=durable, about=dict(about or {}))
-            # From the first rename to the end the disk may name either. An error leaves both unknown, and both held.
+            # From the first rename to the end the disk may name either. An error leaves the state unknown, so both are
+            # held.
             before, self._committed = self._committed, [*self._committed, *slots]
             manifest.publish(self._directory, new, durable=durable, keep_before=keep_before)
             self._before, self._committed = before if keep_before else [], slots
 
     def forget_before(self) -> None:
-        """Drops the commit before the last, if there is one."""
+        """Drops the commit before the last, if kept."""
         with self._commit_lock:
             if self._before:
                 manifest.forget_before(self._directory)
                 self._before = []
 
     def info(self) -> PoolInfo:
-        """Returns the findings and choices of the pool."""
+        """Returns the properties and choices of the pool."""
         files, size = self._slots.usage()
         free = shutil.disk_usage(self._directory).free
         return self._info._replace(free_files=files, free_file_bytes=size, disk_free=free)
@@ -300,7 +303,7 @@ class Pool:
     def close(self) -> None:
         """Waits for transfers in progress, removes files that no commit names, and releases the directory.
 
-        Values of the pool cannot be read any more.
+        Values of the pool can no longer be read.
         """
         self._closed = True
         self._finalizer()
@@ -316,7 +319,7 @@ class Pool:
     def __repr__(self) -> str:
         return f"Pool({str(self._directory)!r})"
 
-    def _start(self, place: pathlib.Path, lock: int, options: "_Options") -> None:
+    def _start_pool(self, place: pathlib.Path, lock: int, options: "_Options") -> None:
         grain = _SUMMED_GRAIN if options.checksum else PAGE
         reason = why_not_direct(place) if options.direct else "not asked for"
         if options.direct and reason:
@@ -325,26 +328,26 @@ class Pool:
         self._directory, self._checksum, self._closed = place, options.checksum, False
         self.io = Io(options.threads, piece, buffers, grain, direct)
         self._slots = Slots(place)
-        # The files that the manifests name, held so that no new value is written into them. From the opening on they
+        # The files that the manifests name, held so that no new value is written into them. After the opening the lists
         # change under `_commit_lock`, and only when `manifest` has returned.
         self._committed: list[Slot] = []
         self._before: list[Slot] = []
         self._commit_lock = threading.Lock()
         self._info = PoolInfo(str(place), direct, reason, options.threads, piece, piece * buffers, 0, 0, 0)
-        self._finalizer = weakref.finalize(self, _shut, self.io, place, lock, os.getpid())
+        self._finalizer = weakref.finalize(self, _close_files, self.io, place, lock, os.getpid())
 
-    def _restore(self, entries: dict[str, Any]) -> dict[str, Any]:
+    def _restore_entries(self, entries: dict[str, Any]) -> dict[str, Any]:
         owners: dict[str, Slot] = {}
-        values = {name: self._value(name, entry, owners) for name, entry in entries.items()}
+        values = {name: self._entry_value(name, entry, owners) for name, entry in entries.items()}
         self._committed = [x.slot for x in values.values() if isinstance(x, DiskTensor) and x.slot is not None]
         check_sizes(self._committed)
         _remove_strangers(self._directory, {slot.path.name for slot in self._committed})
         return values
 
-    def _value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
+    def _entry_value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
         """Returns the value of an entry.
 
-        Values that share a file share its slot, so that it is free when all of them are.
+        Values that share a file share a slot, so that the file is free when all values are garbage.
         """
         if "value" in entry:
             return entry["value"]
@@ -360,7 +363,7 @@ class Pool:
             slot.name = name
         return DiskTensor(shape, dtype, entry["grain"], Checksums(crcs) if crcs is not None else None, slot, self)
 
-    def _kept(self, x: Value) -> Value:
+    def _store_value(self, x: Value) -> Value:
         return self.write(x).result() if isinstance(x, Tensor) and x.nbytes >= PAGE else x
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
@@ -385,26 +388,26 @@ AnyPool = Pool | TracedPool
 POOLS: PerMesh[dict[str | None, Pool]] = PerMesh()
 
 
-def _entry(x: Value) -> dict[str, Any]:
+def _value_entry(x: Value) -> dict[str, Any]:
     if isinstance(x, DiskTensor):
         return manifest.stored_entry(x)
     return manifest.inline_entry(x) if isinstance(x, Tensor) else {"value": x}
 
 
-def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
+def _close_files(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child has neither the threads nor a claim to the files
     io.close()
     try:
-        named = _named(directory)
+        named = _named_files(directory)
         if named is not None:
             _remove_strangers(directory, named, quiet=True)
     finally:
         unlock(lock)
 
 
-def _named(directory: pathlib.Path) -> set[str] | None:
-    """Returns the files that manifests name, or None if it cannot be read, and nothing should be removed."""
+def _named_files(directory: pathlib.Path) -> set[str] | None:
+    """Returns the files that manifests name. None if unreadable: then no file should be removed."""
     try:
         kept = [manifest.read(path)[1] for path in manifest.commits(directory)]
         return {e["file"] for entries in kept for e in entries.values() if e.get("file")}
@@ -412,7 +415,7 @@ def _named(directory: pathlib.Path) -> set[str] | None:
         return None
 
 
-def _chosen(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
+def _choose_manifest(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
     """Returns the manifest of a step, or the last one."""
     manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]

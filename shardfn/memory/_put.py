@@ -1,4 +1,4 @@
-"""`put`: the identity between memory kinds, whose transpose carries the cotangent back."""
+"""`put`: the identity between memory kinds. The transpose moves the cotangent back."""
 
 from typing import Any
 
@@ -13,21 +13,22 @@ from ._transfer import to_device, to_host
 
 
 def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
-    """Copies a tensor to another memory kind: the identity, whose transpose is the way back.
+    """Copies a tensor to another memory kind: an identity whose transpose copies back.
 
-    The copy is waited for. Under `torch.func` it composes: grad, vjp, jvp, vmap, and their nestings.
+    The call waits for the copy. `put` composes with `torch.func`: grad, vjp, jvp, vmap, and nestings such as jvp of
+    grad.
 
     Args:
-        x: device tensor for `kind="host"`, host tensor for `kind="device"`; any shape.
+        x: device tensor for `kind="host"`, host tensor for `kind="device"`. Any shape.
         kind: "host" or "device". Values on disk are not tensors: write them with `Pool.write`.
-        device: for `kind="device"`, which; by default the accelerator, and without one the CPU. For `kind="host"`, the
-            device that cotangents return to; by default `x`'s.
+        device: target device for `kind="device"`. Default: the accelerator if available, else the CPU. For
+            `kind="host"`, the device of the cotangents. Default: the device of `x`.
 
     Returns:
         The copy.
 
     Raises:
-        ValueError: another kind.
+        ValueError: `kind` is neither "host" nor "device".
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -37,15 +38,15 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
     """
     if not (is_host(kind) or is_device(kind)):
         raise ValueError(
-            f"put(x, {kind!r}): a tensor is put on 'host' or 'device'. For the disk, `pool.write(x)` gives a"
-            " DiskTensor and its `.read()` the way back; neither is differentiable."
+            f"put(x, {kind!r}): the kind must be 'host' or 'device'. For the disk, `pool.write(x)` gives a"
+            " DiskTensor, and `.read()` reads it back. Neither is differentiable."
         )
     place = torch.device(device) if device is not None else x.device if is_host(kind) else default_device()
     return _MemoryPut.apply(x, kind, place)
 
 
 class _MemoryPut(torch.autograd.Function):
-    """The one function behind both directions."""
+    """Autograd function of both directions."""
 
     @staticmethod
     def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:

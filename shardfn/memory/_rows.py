@@ -1,7 +1,7 @@
-"""Transfers of a part of a tensor between device and host: of some rows one way, of some elements the other way.
+"""Transfers of parts of a tensor between device and host: rows to the device, elements to the host.
 
-They serve values that are too large to be moved whole for each use, such as the keys and values of earlier tokens.
-Their bytes, also in the ledger, are those of the part.
+For values that are too large to be moved whole for each use, such as a KV cache on the host. Only the bytes of the part
+are moved and counted in the ledger.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ def rows_to_device(
     """Starts the copy of some rows of a host tensor to a device. Not differentiable.
 
     Args:
-        x: host tensor, contiguous; from `host_empty`, so that on CUDA the copy is asynchronous.
-        rows: indices of dim 0 in any order, each any number of times; on the CPU.
-        device: where to. Default: the accelerator, and without one the CPU.
+        x: host tensor, contiguous. On CUDA, only tensors from `host_empty` are copied asynchronously.
+        rows: indices of dim 0 on the CPU, in any order and with repetitions, for example [3, 0, 3].
+        device: target device. Default: the accelerator if available, else the CPU.
 
     Returns:
-        A tensor of `x`'s shape there, under way. Its other rows are not initialised. `x` must be left alone until it is
-        done. While a program is captured, an op of its graph.
+        A tensor of `x`'s shape on the device, in flight. Other rows are not initialised. `x` must not be used until the
+        copy is done. In a capture, the transfer is an op of the graph.
 
     Raises:
         ValueError: `rows` are not on the CPU, or (in a graph, when it runs) are out of range.
@@ -44,10 +44,10 @@ def rows_to_device(
     x = x.detach()
     place = torch.device(device) if device is not None else default_device()
     if rows.device.type != "cpu":
-        raise ValueError(f"rows are on {rows.device}, and the copies are made from the CPU; pass rows.cpu().")
+        raise ValueError(f"rows must be on the CPU, got {rows.device}. Pass rows.cpu().")
     if capturing():
         return traced_rows_to_device(x, rows, place)
-    runs = _runs(rows.numpy().reshape(-1), len(x))
+    runs = _row_runs(rows.numpy().reshape(-1), len(x))
     out = torch.empty(x.shape, dtype=x.dtype, device=place)
     record_move("host", "device", sum(hi - lo for lo, hi in runs) * x[:1].nbytes)
     return copies_to_device(out, [(out[lo:hi], x[lo:hi]) for lo, hi in runs])
@@ -66,8 +66,8 @@ def rows_to_host(
         places: indices of the first dims of `out`, on the CPU. Rows of the same place must be equal.
 
     Returns:
-        `out`, under way. It and `x` must be left alone until it is done. While a program is captured, an op of its
-        graph.
+        `out`, in flight. `out` and `x` must not be used until the copy is done. In a capture, the transfer is an op of
+        the graph.
 
     Raises:
         ValueError: `places` are not on the CPU.
@@ -80,20 +80,20 @@ def rows_to_host(
     """
     x = x.detach()
     if any(at.device.type != "cpu" for at in places):
-        raise ValueError("places are on the device, and the rows are written from the CPU; pass each place's .cpu().")
+        raise ValueError("places must be on the CPU. Pass .cpu() of each place.")
     if capturing():
         return traced_rows_to_host(x, out, places)
     at = tuple(p.long() for p in places)
-    if x.is_cuda:  # by way of memory of its own: the host writes it to its places when it is there
+    if x.is_cuda:  # through a separate buffer: the host writes the rows to `out` when the buffer is filled
         return to_host(x).then(lambda rows: out.index_put_(at, rows))
     record_move("device", "host", x.nbytes)
     return on_thread("down", out, out.index_put_, at, x)
 
 
-def _runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
+def _row_runs(rows: np.ndarray, num: int) -> list[tuple[int, int]]:
     """Returns the rows in order as ranges, `(lo, hi)`, that do not touch."""
     if len(rows) and not (0 <= rows.min() and rows.max() < num):
-        raise ValueError(f"rows are from {rows.min()} to {rows.max()}, and the tensor has {num}; pass 0 to {num - 1}.")
+        raise ValueError(f"rows must be in 0 to {num - 1}, got {rows.min()} to {rows.max()}.")
     wanted = np.zeros(num + 2, np.int8)
     wanted[rows + 1] = 1
     edges = np.flatnonzero(np.diff(wanted)).tolist()

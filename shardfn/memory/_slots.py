@@ -1,7 +1,7 @@
 """Slots: the files of a pool, each owned by one value and used again when that value is garbage.
 
-A slot is held by the users of its bytes - the value, transfers under way, the last commit - and by nothing else. When
-Python's reference count falls to zero, the file is free for the next value of its size.
+Only users of the bytes hold a slot: the value, transfers in flight, and the last commit. When Python's reference count
+falls to zero, the file is free for the next value of the same size.
 """
 
 import collections
@@ -25,8 +25,8 @@ class Slot:
 
     Attributes:
         path: the file.
-        capacity: bytes.
-        name: the leaf that lives there, for messages, empty until a commit names it.
+        capacity: bytes of the file.
+        name: path of the stored leaf, for messages. Empty until a commit names the leaf.
     """
 
     __slots__ = ("__weakref__", "capacity", "name", "path")
@@ -41,73 +41,72 @@ class Slots:
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
         self._next = 0
-        # Under the lock: free files by capacity, and the next number, which is never given twice while the pool is
-        # open.
+        # Under the lock: free files by capacity, and the next number. No number is used twice while the pool is open.
         self._free: dict[int, list[pathlib.Path]] = {}
-        # Finalizers run at any point of any thread, so they only leave a note.
+        # Finalizers run at any point of any thread, so finalizers only leave a note.
         self._dead: collections.deque[tuple[pathlib.Path, int]] = collections.deque()
         self._lock = threading.Lock()
 
     def take(self, capacity: int, nbytes: int) -> Slot:
-        """Returns a slot of that capacity for a value of `nbytes`; a file that is free, or a new one.
+        """Returns a slot of that capacity for a value of `nbytes`: a free file, or a new file.
 
         Raises:
             DiskFullError: there is no room, not even after every free file was removed.
         """
         with self._lock:
-            self._collect()
-            path = self._reuse(capacity) or self._create(capacity)
-        return self._own(Slot(path, capacity), nbytes)
+            self._collect_free()
+            path = self._reuse_file(capacity) or self._create_file(capacity)
+        return self._own_slot(Slot(path, capacity), nbytes)
 
     def adopt(self, name: str, capacity: int, nbytes: int) -> Slot:
         """Returns the slot of a file that a manifest names."""
         path = self._directory / name
         with self._lock:
             self._next = max(self._next, int(path.stem.removeprefix("slot-")) + 1)
-        return self._own(Slot(path, capacity), nbytes)
+        return self._own_slot(Slot(path, capacity), nbytes)
 
     def trim(self) -> int:
-        """Removes every free file; the bytes that were in them."""
+        """Removes every free file, and returns the bytes of the removed files."""
         with self._lock:
-            self._collect()
+            self._collect_free()
             return self._remove_free()
 
     def usage(self) -> tuple[int, int]:
-        """Returns how many files wait to be used again, and their bytes."""
+        """Returns the number of files that wait for reuse, and the bytes of these files."""
         with self._lock:
-            self._collect()
+            self._collect_free()
             return sum(map(len, self._free.values())), sum(c * len(paths) for c, paths in self._free.items())
 
-    def _own(self, slot: Slot, nbytes: int) -> Slot:
+    def _own_slot(self, slot: Slot, nbytes: int) -> Slot:
         weakref.finalize(slot, self._dead.append, (slot.path, slot.capacity)).atexit = False
         record_owner(slot, "disk", nbytes)
         return slot
 
-    def _collect(self) -> None:
+    def _collect_free(self) -> None:
         while self._dead:
             path, capacity = self._dead.popleft()
             self._free.setdefault(capacity, []).append(path)
 
-    def _reuse(self, capacity: int) -> pathlib.Path | None:
+    def _reuse_file(self, capacity: int) -> pathlib.Path | None:
         paths = self._free.get(capacity)
         return paths.pop() if paths else None
 
-    def _create(self, capacity: int) -> pathlib.Path:
+    def _create_file(self, capacity: int) -> pathlib.Path:
         path = self._directory / f"slot-{self._next:06d}.bin"
         self._next += 1
         try:
-            _reserve(path, capacity)
+            _reserve_file(path, capacity)
         except OSError as problem:
             if problem.errno not in FULL:
                 raise
             # With the lock held: the finalizers of slots take none.
             gc.collect()  # values in reference cycles hold their slots
-            self._collect()
-            if again := self._reuse(capacity):
+            self._collect_free()
+            if again := self._reuse_file(capacity):
                 return again
             self._remove_free()
             try:
-                _reserve(path, capacity)
+                _reserve_file(path, capacity)
             except OSError as still:
                 if still.errno not in FULL:
                     raise
@@ -135,11 +134,11 @@ def no_room(directory: pathlib.Path, needed: int, problem: OSError) -> DiskFullE
     )
 
 
-def _reserve(path: pathlib.Path, capacity: int) -> None:
-    """Makes a file of that size, with its blocks, so that a full disk is found before a byte is written."""
+def _reserve_file(path: pathlib.Path, capacity: int) -> None:
+    """Makes a file of that size with allocated blocks, so that a full disk is found before a byte is written."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        _allocate(fd, capacity)
+        _allocate_blocks(fd, capacity)
     except OSError:
         path.unlink()
         raise
@@ -147,7 +146,7 @@ def _reserve(path: pathlib.Path, capacity: int) -> None:
         os.close(fd)
 
 
-def _allocate(fd: int, capacity: int) -> None:
+def _allocate_blocks(fd: int, capacity: int) -> None:
     if not hasattr(os, "posix_fallocate"):
         return os.ftruncate(fd, capacity)
     try:

@@ -1,6 +1,6 @@
-"""Work for other threads, which drop a job's arguments before its future is done.
+"""Threads that drop a job's arguments before the job's future is done.
 
-They do a job for the program of the thread that submits it.
+A job runs for the program of the submitting thread.
 """
 
 import collections
@@ -34,14 +34,14 @@ def in_background() -> bool:
 
 
 class Threads:
-    """A few threads that run jobs in order; jobs submitted with `later` run when no others wait.
+    """A few threads that run jobs in order. Jobs submitted with `later` run when no other jobs wait.
 
-    An executor alone drops the arguments some time after the future is done. Then memory and files would seem to be in
-    use a little longer than they are, and a file that is free would not be found.
+    A `ThreadPoolExecutor` drops the arguments some time after the future is done. Then memory and files would seem to
+    be in use for too long. For example, a pool would make a new file although a file is free.
 
     Args:
-        count: how many.
-        name: the prefix of their names.
+        count: number of threads.
+        name: prefix of the threads' names.
 
     Example:
         >>> threads = Threads(1, "example")
@@ -56,12 +56,12 @@ class Threads:
         self._later: collections.deque[_Job[Any]] = collections.deque()
 
     def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
-        """Runs `work(*args)` on one of the threads; if `later`, behind all other jobs."""
+        """Runs `work(*args)` on one of the threads. With `later`, all other jobs run first."""
         lane = self._later if later else self._first
         job = _Job(concurrent.futures.Future(), work, [args], this_program())
         lane.append(job)
         try:
-            self._executor.submit(self._next)
+            self._executor.submit(self._run_next)
         except BaseException:  # closed, or interrupted: then no thread may run the job
             with contextlib.suppress(ValueError):
                 lane.remove(job)
@@ -69,15 +69,16 @@ class Threads:
         return job.future
 
     def close(self, *, wait: bool) -> None:
-        """Ends the threads when all jobs are done. With `wait`, returns after that.
+        """Ends the threads when all jobs are done. With `wait`, returns after the end.
 
-        On one of these threads, where the garbage collector may call it, it does not wait: no thread waits for itself.
+        On one of these threads, for example in the garbage collector, the call does not wait: a thread that waits for
+        itself would deadlock.
         """
         here = threading.current_thread().name.startswith(self._name)
         self._executor.shutdown(wait=wait and not here)
 
-    def _next(self) -> None:
-        """Does one job, if there is one. It is called at least as often as there are jobs."""
+    def _run_next(self) -> None:
+        """Runs the next job, if any. Called at least once for each job."""
         for lane in (self._first, self._later):
             with contextlib.suppress(IndexError):
                 return lane.popleft().run()

@@ -1,4 +1,4 @@
-"""The timeline of a ledger: bytes alive after each allocation and release, by name, with parts of a step; as SVG."""
+"""The timeline of a ledger: live bytes after each allocation and release, by name, with parts of a step. As SVG."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ _LEFT, _TOP, _HIGH, _LANE, _ROW = 84, 44, 220, 16, 16
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a step in a timeline: a phase, or the messages of leaves within one.
+    """A part of a step in a timeline: a phase, or the messages of leaves within a phase.
 
     Attributes:
         what: "forward", "backward", "update", "gather", "reduce", "refresh" or "waits".
         leaves: the paths of the leaves that are sent.
-        first: the event at which it begins.
-        end: the event before which it ends.
+        first: number of the first event.
+        end: number of the event after the last.
     """
 
     what: str
@@ -40,10 +40,10 @@ class MemoryTimeline:
     """The events of a ledger: an event is an allocation, or a release of memory.
 
     Attributes:
-        live: kind of memory -> its bytes alive before the first event, and after each.
+        live: kind of memory -> live bytes before the first event, and after each event.
         sections: the parts of steps, in the order in which they ended.
-        largest: the pieces that are alive at the peak of the device: (name, bytes), the largest first. The memory of
-            equal names is added up.
+        largest: pieces that are alive at the peak of the device, as (name, bytes), for example ("params['w']", 4096).
+            The largest comes first. The bytes of equal names are summed.
     """
 
     live: Mapping[str, tuple[int, ...]]
@@ -52,12 +52,12 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """The event after which most bytes of the device are alive."""
+        """Returns the event after which most bytes of the device are alive."""
         return max(range(len(self.live["device"])), key=self.live["device"].__getitem__)
 
 
 class TimelineRecorder:
-    """Collects the events of a ledger, in the order in which it sees them."""
+    """Collects the events of a ledger, in order."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, int, str]] = []
@@ -65,14 +65,14 @@ class TimelineRecorder:
         self._open: list[Section] = []
 
     def named(self, name: str) -> str:
-        """A piece's name: its leaf, if a message of leaves is being made; else the phase and the operation."""
+        """Returns the name of a piece: the leaf if a message of leaves is being made, else phase and operation."""
         inner = self._open[-1] if self._open else None
         if inner is None:
             return name or "other"
         return str(inner) if inner.leaves else f"{inner.what}: {name or 'other'}"
 
     def changed(self, kind: str, nbytes: int, name: str) -> None:
-        """Adds an event; `nbytes` is negative for a release."""
+        """Adds an event. `nbytes` is negative for a release."""
         self._events.append((kind, nbytes, name))
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class TimelineRecorder:
             self._sections.append(dataclasses.replace(self._open.pop(), end=len(self._events)))
 
     def timeline(self) -> MemoryTimeline:
-        """The events so far."""
+        """Returns the events so far."""
         live = {
             kind: tuple(itertools.accumulate((n if k == kind else 0 for k, n, _ in self._events), initial=0))
             for kind in _COLORS
@@ -100,14 +100,14 @@ class TimelineRecorder:
 
 
 def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
-    """A picture of a timeline: bytes alive over allocations and releases, with phases, messages, and names at the peak.
+    """Returns an SVG of a timeline: live bytes, phases, messages, and names at the peak.
 
-    A mark below the curve is a message; its leaves are shown where the pointer rests on it.
+    A mark below the curve is a message. The message's leaves are shown under the pointer.
 
     Args:
         found: the timeline.
-        width: of the picture, in pixels.
-        names: how many of the largest pieces at the peak are listed.
+        width: width of the picture, in pixels.
+        names: number of the largest pieces at the peak that are listed.
 
     Example:
         >>> import torch
@@ -121,7 +121,7 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
     below = _TOP + _HIGH + _LANE * len(_MESSAGES) + 28
     height = below + _ROW * (len(listed) + 1) + 12
     top = max(1, *(max(values) for values in found.live.values()))
-    places = _places(found, top, width)
+    places = _event_places(found, top, width)
     most = found.live["device"][found.peak]
     at = next((str(x) for x in found.sections if x.what in _PHASES and x.first < found.peak <= x.end), "")
     return "\n".join(
@@ -129,13 +129,13 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
             ' font-family="sans-serif" font-size="12">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
-            _text(8, 18, f"peak {_mib(most)} of the device" + (f", in {at}" if at else ""), 14),
-            *_phases(found, places),
-            *_curves(found, places, top, width),
-            *_messages(found, places),
-            _text(8, below + 12, f"alive at the peak, the largest {len(listed)}:"),
+            _draw_text(8, 18, f"peak {_show_mib(most)} of the device" + (f", in {at}" if at else ""), 14),
+            *_draw_phases(found, places),
+            *_draw_curves(found, places, top, width),
+            *_draw_messages(found, places),
+            _draw_text(8, below + 12, f"alive at the peak, the largest {len(listed)}:"),
             *(
-                _text(24, below + 12 + _ROW * i, f"{_mib(nbytes)}   {name}")
+                _draw_text(24, below + 12 + _ROW * i, f"{_show_mib(nbytes)}   {name}")
                 for i, (name, nbytes) in enumerate(listed, 1)
             ),
             "</svg>",
@@ -144,8 +144,8 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
     )
 
 
-def _places(found: MemoryTimeline, top: int, width: int) -> list[float]:
-    """Where events are drawn, from left to right; those of less than a thousandth of the peak take little room."""
+def _event_places(found: MemoryTimeline, top: int, width: int) -> list[float]:
+    """Returns the horizontal positions of events. Events below a thousandth of the peak take little room."""
     changes = [
         sum(abs(b - a) for a, b in pairs) for pairs in zip(*map(itertools.pairwise, found.live.values()), strict=True)
     ]
@@ -153,51 +153,51 @@ def _places(found: MemoryTimeline, top: int, width: int) -> list[float]:
     return [_LEFT + x / max(1.0, room[-1]) * (width - _LEFT - 12) for x in room]
 
 
-def _phases(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
-    """A band for each phase, with its name above."""
+def _draw_phases(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
+    """Draws a band for each phase, with the name above."""
     for x in found.sections:
         if x.what in _PHASES:
             left, wide = places[x.first], max(1.0, places[x.end] - places[x.first])
-            yield _box(left, _TOP, wide, _HIGH, _PHASES[x.what], x.what)
-            yield _text(left + wide / 2, _TOP - 6, x.what, anchor="middle")
+            yield _draw_box(left, _TOP, wide, _HIGH, _PHASES[x.what], x.what)
+            yield _draw_text(left + wide / 2, _TOP - 6, x.what, anchor="middle")
 
 
-def _curves(found: MemoryTimeline, places: Sequence[float], top: int, width: int) -> Iterator[str]:
-    """A line for each kind of memory that is used, and the axis of bytes."""
+def _draw_curves(found: MemoryTimeline, places: Sequence[float], top: int, width: int) -> Iterator[str]:
+    """Draws a line for each kind of memory in use, and the axis of bytes."""
     for part in range(5):
         y = _TOP + _HIGH * (1 - part / 4)
         yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{width - 12}" y2="{y:.1f}" stroke="#ddd"/>'
-        yield _text(_LEFT - 6, y + 4, _mib(top * part / 4), anchor="end")
+        yield _draw_text(_LEFT - 6, y + 4, _show_mib(top * part / 4), anchor="end")
     used = [kind for kind, values in found.live.items() if any(values)]
     for row, kind in enumerate(used):
         points = [(x, _TOP + _HIGH * (1 - n / top)) for x, n in zip(places, found.live[kind], strict=True)]
         steps = [points[0], *(p for a, b in itertools.pairwise(points) for p in ((b[0], a[1]), b))]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
         yield f'<polyline points="{path}" fill="none" stroke="{_COLORS[kind]}" stroke-width="1.5"/>'
-        yield _box(width - 90, _TOP + 6 + 16 * row, 10, 10, _COLORS[kind], kind)
-        yield _text(width - 74, _TOP + 15 + 16 * row, kind)
+        yield _draw_box(width - 90, _TOP + 6 + 16 * row, 10, 10, _COLORS[kind], kind)
+        yield _draw_text(width - 74, _TOP + 15 + 16 * row, kind)
 
 
-def _messages(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
-    """A lane for each kind of message, with a mark for each message."""
+def _draw_messages(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
+    """Draws a lane for each kind of message, with a mark for each message."""
     for row, (what, color) in enumerate(_MESSAGES.items()):
         y = _TOP + _HIGH + 12 + _LANE * row
-        yield _text(_LEFT - 6, y + 10, what, anchor="end")
+        yield _draw_text(_LEFT - 6, y + 10, what, anchor="end")
         for x in found.sections:
             if x.what == what and x.leaves:
                 wide = max(1.5, places[x.end] - places[x.first])
-                yield _box(places[x.first], y, wide, _LANE - 4, color, f"{what} {', '.join(x.leaves)}")
+                yield _draw_box(places[x.first], y, wide, _LANE - 4, color, f"{what} {', '.join(x.leaves)}")
 
 
-def _box(x: float, y: float, wide: float, high: float, color: str, title: str) -> str:
+def _draw_box(x: float, y: float, wide: float, high: float, color: str, title: str) -> str:
     shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" fill="{color}">'
     return f"{shape}<title>{html.escape(title)}</title></rect>"
 
 
-def _text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") -> str:
+def _draw_text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") -> str:
     where = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
     return f"<text {where}>{html.escape(words)}</text>"
 
 
-def _mib(nbytes: float) -> str:
+def _show_mib(nbytes: float) -> str:
     return f"{nbytes / (1 << 20):,.3g} MiB"

@@ -1,8 +1,8 @@
 """Transfers between device and host: asynchronous values with an explicit wait.
 
-On CUDA a transfer is a copy on a stream of its own, one for each direction, between pinned and device memory. On a
-machine without an accelerator it is a real copy too, by one thread for each direction: traffic, residency and overlap
-are the same, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
+On CUDA a transfer is a copy between pinned and device memory on a separate stream for each direction. Without an
+accelerator a transfer is a copy too, by a thread for each direction. Traffic, residency and overlap are the same, with
+RAM as the link. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
 """
 
 import concurrent.futures
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Pending[T]:
-    """Returns a transfer that is done when all of `futures` are. Its error is the first one's."""
+    """Returns a transfer that is done when all of `futures` are. The error is the first future's error."""
     futures = tuple(futures)
 
-    def wait() -> None:
-        # For all, before the first error is raised: no thread may still write into memory that the caller then reuses.
+    def wait_for_event() -> None:
+        # Waits for all before raising the first error: no thread may still write into memory that the caller reuses.
         for error in [future.exception() for future in futures]:
             if error is not None:
                 raise error
 
-    def result() -> T:
-        wait()
+    def wait_for_all() -> T:
+        wait_for_event()
         return value
 
-    return Pending(result, lambda: all(f.done() for f in futures), wait)
+    return Pending(wait_for_all, lambda: all(f.done() for f in futures), wait_for_event)
 
 
 def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
@@ -47,11 +47,11 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 
     Args:
         x: device tensor, any shape and dtype.
-        out: host tensor of that shape and dtype to fill, or None for a fresh one.
+        out: host tensor of that shape and dtype to fill, or None for a new tensor.
 
     Returns:
-        The host tensor, under way. `x` and `out` must be left alone until it is done. While a program is captured, an
-        op of its graph.
+        The host tensor, in flight. `x` and `out` must not be used until the copy is done. In a capture, the transfer is
+        an op of the graph.
 
     Raises:
         ValueError: `out` differs in shape or dtype, or is not a CPU tensor.
@@ -69,7 +69,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
     record_move("device", "host", x.nbytes)
     if x.is_cuda:
         return _copy_cuda(out, [(out, x)], x.device, "down")
-    return on_thread("down", out, _copy, [(out, x)])
+    return on_thread("down", out, _copy_parts, [(out, x)])
 
 
 def to_device(
@@ -78,13 +78,13 @@ def to_device(
     """Starts the copy of a host tensor to a device. Not differentiable. `put` is.
 
     Args:
-        x: host tensor, any shape and dtype; from `host_empty`, so that on CUDA the copy is asynchronous.
-        device: where to. Default: `out`'s device, else the accelerator, and without one the CPU.
-        out: tensor of that shape and dtype there to fill, or None for a fresh one.
+        x: host tensor, any shape and dtype. On CUDA, only tensors from `host_empty` are copied asynchronously.
+        device: target device. Default: the device of `out`, else the accelerator if available, else the CPU.
+        out: tensor of that shape and dtype to fill, on the device, or None for a new tensor.
 
     Returns:
-        The device tensor, under way. `x` and `out` must be left alone until `done()` or after `wait()`. While a program
-        is captured, an op of its graph.
+        The device tensor, in flight. `x` and `out` must not be used until `done()` or after `wait()`. In a capture, the
+        transfer is an op of the graph.
 
     Raises:
         ValueError: `out` differs in shape, dtype or device.
@@ -105,14 +105,14 @@ def to_device(
 
 
 def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:
-    """Returns a device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
+    """Returns a device tensor, in flight, with parts copied from the host: `(part, source)` for each part."""
     if out.is_cuda:
         return _copy_cuda(out, parts, out.device, "up")
-    return on_thread("up", out, _copy, parts)
+    return on_thread("up", out, _copy_parts, parts)
 
 
 def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
-    """Returns a tensor, under way, that a call by the thread of one direction fills."""
+    """Returns a tensor, in flight, that a call by the thread of one direction fills."""
     return of_futures(out, [_thread(way).submit(run, *args)])
 
 
@@ -130,13 +130,13 @@ def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
         raise ValueError(f"out has {'; '.join(wrong)}. A transfer copies bytes: cast or reshape before or after it.")
 
 
-def _copy(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     for out, x in parts:
         out.copy_(x)
 
 
 def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device, way: str) -> Pending[Tensor]:
-    stream, event = _stream(device.index, way), torch.cuda.Event()
+    stream, event = _copy_stream(device.index, way), torch.cuda.Event()
     # After the computation of the source, and after earlier uses of the memory of a fresh `out`.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -147,26 +147,27 @@ def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torc
         if side.is_cuda:
             side.record_stream(stream)
 
-    def ready() -> Tensor:
+    def is_ready() -> Tensor:
         if way == "up":
             torch.cuda.current_stream(device).wait_event(event)
         else:
             event.synchronize()
         return out
 
-    # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable one is copied at once.
-    return Pending(ready, event.query, event.synchronize)
+    # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable source is copied
+    # immediately.
+    return Pending(is_ready, event.query, event.synchronize)
 
 
 @functools.cache
-def _stream(index: int, way: str) -> "torch.cuda.Stream":
+def _copy_stream(index: int, way: str) -> "torch.cuda.Stream":
     del way
     return torch.cuda.Stream(index)
 
 
 @functools.cache
 def _thread(way: str) -> Threads:
-    """One thread a direction: copies of one direction keep their order, as on a stream."""
+    """Returns the thread of a direction. Copies of a direction stay in order, as on a stream."""
     return Threads(1, f"shardfn-{way}")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: pure `(init, update)` pairs, with an in-place reading. No gradient is computed here."""
+"""Optimizers: pure `(init, update)` pairs, with in-place forms. No gradient is computed here."""
 
 from ._adafactor import adafactor as adafactor
 from ._adam import ScaleByAdamState as ScaleByAdamState

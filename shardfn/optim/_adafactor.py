@@ -1,4 +1,4 @@
-"""Adafactor, of rules that know the root mean square of a leaf."""
+"""Adafactor, built of rules that use the root mean square of a leaf."""
 
 from collections.abc import Callable
 
@@ -32,27 +32,27 @@ def adafactor(
     weight_decay_rate: float | None = None,
     weight_decay_mask: Mask = None,
 ) -> GradientTransformation:
-    """Adafactor: Adam without a mean of gradients, whose second moments of a matrix are two vectors.
+    """Adafactor: Adam without a mean of gradients. Second moments of a matrix are two vectors.
 
     Names and defaults are optax's: `u = scale_by_factored_rms(g)`, then `u / max(1, rms(u) / clipping_threshold)`,
-    times the learning rate, times `max(rms(p), 0.001)`, averaged by `momentum`, plus `weight_decay_rate * p`, which is
-    not multiplied by the learning rate; `p = p - u`. Root mean squares are those of whole leaves.
+    times the learning rate, times `max(rms(p), 0.001)`, averaged by `momentum`, plus `weight_decay_rate * p` (not
+    multiplied by the learning rate). Then `p = p - u`. Root mean squares are of whole leaves.
 
     Args:
         learning_rate: a number >= 0, or a schedule. None: 1.
-        min_dim_size_to_factor: see `scale_by_factored_rms`, whose other options a `chain` of your own has.
-        decay_rate: see there.
+        min_dim_size_to_factor: see `scale_by_factored_rms`. For the other options, write a `chain`.
+        decay_rate: see `scale_by_factored_rms`.
         multiply_by_parameter_scale: whether steps are relative to the root mean square of the leaf.
         clipping_threshold: > 0. None: no clipping.
         momentum: momentum in [0, 1). None keeps no average.
         weight_decay_rate: >= 0. None: no decay.
-        weight_decay_mask: which leaves decay, as for `add_decayed_weights`.
+        weight_decay_mask: leaves that decay, as for `add_decayed_weights`.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+        ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
 
     Example:
         >>> tx, w = adafactor(0.1), [torch.ones(2)]
@@ -67,25 +67,25 @@ def adafactor(
     if clipping_threshold is not None:
         positive("adafactor", clipping_threshold=clipping_threshold)
         rules.append(_scale_by_rms(lambda rms: 1 / (rms / clipping_threshold).clamp(min=1.0)))
-    rules.append(_negate() if learning_rate is None else scale_by_learning_rate(learning_rate))
+    rules.append(_negate_updates() if learning_rate is None else scale_by_learning_rate(learning_rate))
     if multiply_by_parameter_scale:
         rules.append(_scale_by_rms(lambda rms: rms.clamp(min=1e-3), of_params=True))
     if momentum is not None:
         rules.append(ema(momentum, debias=False))
     if weight_decay_rate is not None:
-        rules += [_negate(), add_decayed_weights(weight_decay_rate, weight_decay_mask), _negate()]
+        rules += [_negate_updates(), add_decayed_weights(weight_decay_rate, weight_decay_mask), _negate_updates()]
     return chain(*rules)
 
 
-def _negate() -> GradientTransformation:
+def _negate_updates() -> GradientTransformation:
     rule = stateless(lambda updates, params, specs: tree_map(torch.neg, updates))
     return rule._replace(needs=Needs("element"))
 
 
 def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -> GradientTransformation:
-    """Multiplies each leaf by a function of the root mean square of its update, or of its parameter."""
+    """Multiplies each leaf by a function of the root mean square of the update, or of the parameter."""
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         us, treedef = tree_flatten(updates)
         if not us:
             return updates
@@ -98,4 +98,4 @@ def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -
         by = factor((total[:, 0] / total[:, 1].clamp(min=1)).sqrt()).unbind()
         return tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in zip(us, by, strict=True)])
 
-    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))

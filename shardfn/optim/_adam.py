@@ -37,7 +37,7 @@ class ScaleByAdamState(NamedTuple):
     Attributes:
         count: int32, 0-d: steps taken.
         mu: tree like params: mean of the gradients.
-        nu: tree like params: mean of their squares.
+        nu: tree like params: mean of the squared gradients.
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
@@ -56,16 +56,16 @@ def scale_by_adam(
 ) -> GradientTransformation:
     """Divides the mean gradient by its root mean square: `u = mu_hat / (sqrt(nu / (1 - b2^t) + eps_root) + eps)`.
 
-    The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. They have the dtype of the parameters;
-    arithmetic is in float32 at least. The mean is `mu_hat = mu / (1 - b1^t)`; with Nesterov's momentum it is `b1 mu /
-    (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)`.
+    The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. The moments have the dtype of the
+    parameters. Arithmetic is in float32 at least. The mean is `mu_hat = mu / (1 - b1^t)`, or with Nesterov's momentum
+    `b1 mu / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)`.
 
     Args:
-        b1: rate of the mean, in [0, 1); like all of them, a number or a 0-d tensor.
+        b1: rate of the mean, in [0, 1). Like all rates, a number or a 0-d tensor.
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0; needed to differentiate through an update whose gradient was always 0.
-        mu_dtype: the dtype in which `mu` is kept between steps. None: the parameters'.
+        eps_root: inside the root, >= 0. Needed to differentiate through an update whose gradient was always 0.
+        mu_dtype: dtype of `mu` between steps. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
@@ -87,13 +87,13 @@ def scale_by_adam(
     not_negative("scale_by_adam", eps=eps, eps_root=eps_root)
     float_dtype("scale_by_adam", mu_dtype=mu_dtype)
 
-    def numbers(count: Tensor) -> dict[str, Any]:
+    def bias_corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
         ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "c1": c1, "c2": c2, "ahead": ahead}
 
     start = {"mu": lambda zeros: zeros.to(mu_dtype or zeros.dtype), "nu": same}
-    return elementwise("scale_by_adam", ScaleByAdamState, _direction, start, numbers)
+    return elementwise("scale_by_adam", ScaleByAdamState, _leaf_direction, start, bias_corrections_at)
 
 
 @explains_keywords(**MEANT)
@@ -115,7 +115,7 @@ def adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
+        mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead (NAdam).
 
     Returns:
@@ -137,7 +137,7 @@ def adam(
     pure = chain(moments, scale_by_learning_rate(learning_rate))
     if not _is_plain(eps_root, mu_dtype, nesterov):
         return pure
-    return _fused(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
+    return _fused_rule(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
 
 
 @explains_keywords(**MEANT)
@@ -155,9 +155,9 @@ def adamw(
 ) -> GradientTransformation:
     """Adam with decoupled decay: `p = p - lr * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)`.
 
-    The names are optax's. One default is not: `weight_decay` is torch's 0.01 (optax has 0.0001), so that a script that
-    comes from `torch.optim.AdamW` trains as it did. The last three arguments are keywords only; optax also takes
-    `eps_root` and `mu_dtype` by position, before `weight_decay`.
+    The names are optax's. The default of `weight_decay` is torch's 0.01 (optax has 0.0001), so that a script for
+    `torch.optim.AdamW` trains as before. The last three arguments are keywords only. Optax also takes `eps_root` and
+    `mu_dtype` by position, before `weight_decay`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -165,17 +165,17 @@ def adamw(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
+        mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead. See `nadamw`.
 
     Returns:
         A rule. `apply` is one fused kernel per dtype and mask value, unless one of the last three arguments is given.
 
     Raises:
-        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point; (on use) the mask or the
-            state does not match the params.
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point, or (on use) the mask or
+            the state does not match the params.
 
     Example:
         >>> tx = adamw(0.1, mask=lambda params: {"w": True, "b": False})
@@ -193,12 +193,12 @@ def adamw(
     pure = chain(moments, decay, scale_by_learning_rate(learning_rate))
     if not _is_plain(eps_root, mu_dtype, nesterov):
         return pure
-    tx = _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
+    tx = _fused_rule(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return tx._replace(needs=Needs("element", decide=decide))
+    return tx._replace(needs=Needs("element", decide=decide_decay))
 
 
 @explains_keywords(**MEANT)
@@ -212,9 +212,9 @@ def nadamw(
     weight_decay: Number = 1e-4,
     mask: Mask = None,
 ) -> GradientTransformation:
-    """AdamW with Nesterov's momentum: `adamw(..., nesterov=True)`, with optax's order of arguments and its decay.
+    """AdamW with Nesterov's momentum: `adamw(..., nesterov=True)`, with optax's order of arguments and default decay.
 
-    `torch.optim.NAdam` differs: its `b1` changes from step to step, and it does not decay weights by default.
+    `torch.optim.NAdam` differs: there `b1` changes from step to step, and weights do not decay by default.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -222,16 +222,16 @@ def nadamw(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         eps_root: inside the root, >= 0.
-        mu_dtype: the dtype in which the mean is kept. None: the parameters'.
+        mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point; (on use) the mask or the
-            state does not match the params.
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point, or (on use) the mask or
+            the state does not match the params.
 
     Example:
         >>> tx = nadamw(0.1, weight_decay=0.0)
@@ -250,11 +250,11 @@ def _is_plain(eps_root: Number, mu_dtype: torch.dtype | None, nesterov: bool) ->
     return is_zero(eps_root) and mu_dtype is None and not nesterov
 
 
-def _direction(
+def _leaf_direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the update of one leaf, and its next moments, in the dtypes that they are kept in."""
+    """Returns the update of a leaf, and the next moments in the stored dtypes."""
     kept, dtype = mu.dtype, nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     u = corrected_mean(g, mu, b1, c1, ahead) / (corrected_root(nu, c2, eps_root) + eps)
@@ -269,19 +269,19 @@ def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[
 
 
 def corrected_mean(g: Tensor, mu: Tensor, b1: Number, c1: Tensor, ahead: Tensor | None) -> Tensor:
-    """`mu` without its bias, or Nesterov's mean, where `ahead` is the correction of the next step."""
+    """Returns `mu` without bias, or Nesterov's mean if `ahead`, the correction of the next step, is given."""
     if ahead is None:
         return mu / c1
     return b1 * (mu / ahead) + (1 - b1) * (g.to(mu.dtype) / c1)
 
 
 def corrected_root(nu: Tensor, c2: Tensor, eps_root: Number) -> Tensor:
-    """Returns the root of `nu` without its bias."""
+    """Returns the root of `nu` without bias."""
     return root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
 
 
 def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """`1 - b1^t` and `1 - b2^t` in float64: in float32 the second loses four digits at t = 1."""
+    """Returns `1 - b1^t` and `1 - b2^t` in float64. In float32, `1 - b2^t` loses four digits at t = 1."""
     t = count.double()
     wide = [b.double().to(t.device) if isinstance(b, Tensor) else float(b) for b in (b1, b2)]
     return 1 - torch.pow(wide[0], t), 1 - torch.pow(wide[1], t)
@@ -295,7 +295,7 @@ def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str)
     return mus, nus
 
 
-def _fused(
+def _fused_rule(
     pure: GradientTransformation,
     num: int,
     learning_rate: LearningRate,
@@ -308,16 +308,16 @@ def _fused(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_chain("adam", state, num)
         check_state("adam", state[0], ScaleByAdamState)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
-        # The kernel wants rows of one dtype. `unstage` writes staged copies back.
+        # The kernel expects rows of a single dtype. `unstage` writes staged copies back.
         columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
         on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
-        # The rule's counter and the rate's: each rule of the chain has its own, advanced once a step.
+        # The rule's counter and the rate's counter: each rule of the chain has a counter, advanced once a step.
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
             decay = number(weight_decay) if decays else 0.0
@@ -329,4 +329,4 @@ def _fused(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))

@@ -1,4 +1,4 @@
-"""A step's leaves, where some are averaged through a compressor and some as by any optimizer."""
+"""Leaves of a step, divided into leaves that are averaged by a compressor and leaves that are averaged exactly."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from ._decide import per_leaf
 from ._leaves import leaves_like, spec_leaves, wide
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
-_PIECE = 1 << 16  # elements: a few tensors of them stay in a core's cache
+_PIECE = 1 << 16  # elements: a few tensors of this size stay in a core's cache
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A step's leaves, in flattening order.
+    """Leaves of a step, in flattening order.
 
     Attributes:
-        averaging: how the compressed ones are averaged.
+        averaging: method of averaging the compressed leaves.
         treedef: the structure of the params.
         ps: the parameters: this rank's rows.
         gs: the gradients: whole.
-        specs: how the rows are cut.
-        shares: the averaged part of each.
-        exact: which are not compressed.
+        specs: specs of the rows.
+        shares: averaged part of each leaf.
+        exact: for each leaf, whether it is not compressed.
     """
 
     averaging: Averaging
@@ -52,7 +52,7 @@ class Apart:
         return tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
 
     def alone(self, column: Sequence[Any]) -> PyTree:
-        """Returns the tree of the exact leaves, or None in place of the others."""
+        """Returns the tree of the exact leaves, or None in place of compressed leaves."""
         return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
 
     def exactly(
@@ -64,7 +64,7 @@ class Apart:
         *,
         averaged: bool = False,
     ) -> tuple[list[Tensor], OptState]:
-        """Returns the step of the exact leaves by a chain that begins with moments. Its counters serve all leaves."""
+        """Returns the step of the exact leaves by a chain that begins with moments. All leaves share the counters."""
         gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
         if not averaged:
             cuts = [x for x, on in zip(zip(self.specs, self.shares, strict=True), self.exact, strict=True) if on]
@@ -76,12 +76,12 @@ class Apart:
         return tree_leaves(out), own
 
     def joined(self, own: OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> OptState:
-        """Returns the state of a chain for exact leaves, with the moments of the others put in."""
+        """Returns the state of a chain for exact leaves, with the moments of the compressed leaves put in."""
         mu, nu = self.merged(tree_leaves(own[0].mu), mus), self.merged(tree_leaves(own[0].nu), nus)
         return (own[0]._replace(mu=mu, nu=nu), *own[1:])
 
     def init(self) -> tuple[PyTree, PyTree]:
-        """First errors and codes, each a tree like params."""
+        """Returns the first errors and codes, each a tree like params."""
         pairs = [
             self.averaging.init(share, p.device)
             for share, p in zip(*map(self.pick, (self.shares, self.ps)), strict=True)
@@ -90,11 +90,11 @@ class Apart:
         return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
 
     def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
-        """Returns the wholes of the compressed leaves that are kept as rows.
+        """Returns the whole compressed leaves that are kept as rows.
 
-        Gathered, or decoded from the last codes.
+        The leaves are gathered, or decoded from the last codes.
         """
-        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._columns())), strict=True)
+        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._leaf_columns())), strict=True)
         return [
             x
             if not share.cut
@@ -105,18 +105,18 @@ class Apart:
         ]
 
     def mean(self, xs: list[Tensor], residual: PyTree, *, donate: bool) -> tuple[list[Tensor], PyTree, PyTree]:
-        """Returns the means of whole compressed leaves; the new errors and codes as trees."""
+        """Returns the means of whole compressed leaves, and the new errors and codes as trees."""
         residuals = self.pick(self.treedef.flatten_up_to(residual))
         means, new, codes = self.averaging.mean(xs, residuals, self.pick(self.shares), donate=donate)
         none = [None] * (len(self.ps) - len(xs))
         return means, self.merged(none, new), self.merged(none, codes)
 
     def rows(self, xs: list[Tensor]) -> list[Tensor]:
-        """This rank's rows of whole compressed leaves."""
+        """Returns this rank's rows of whole compressed leaves."""
         table = zip(xs, *map(self.pick, (self.specs, self.shares)), strict=True)
         return [self.averaging.rows(x, spec, share) for x, spec, share in table]
 
-    def _columns(self) -> tuple[list[Any], ...]:
+    def _leaf_columns(self) -> tuple[list[Any], ...]:
         return self.gs, self.specs, self.shares
 
 
@@ -124,12 +124,12 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
     """Returns a step's leaves.
 
     Args:
-        averaging: how the compressed ones are averaged.
+        averaging: method of averaging the compressed leaves.
         grads: whole gradients.
         params: this rank's rows.
-        specs: how they are cut. None: they are whole.
+        specs: specs of the parameters. None: parameters are whole.
         whole: the whole blocks, by shapes. None: the shapes of `grads`.
-        exact: which leaves are not compressed. Leaves without elements are not, either.
+        exact: leaves that are not compressed. Leaves without elements are never compressed.
     """
     ps, treedef = tree_flatten(params)
     gs = leaves_like(grads, treedef, "grads", "params")
@@ -141,7 +141,7 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
 
 
 def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
-    """`b1 mu + (1 - b1) g` in float32. With `donate` in the memory of `mu`, where it can be."""
+    """Returns `b1 mu + (1 - b1) g` in float32. With `donate`, in the memory of `mu` if possible."""
     if not donate or mu.dtype != torch.float32:
         return b1 * mu.float() + (1 - b1) * g.float()
     if g.dtype == torch.float32 and mu.is_contiguous():
@@ -167,15 +167,15 @@ def purely(
     params: Params,
     specs: Specs,
 ) -> tuple[Updates, OptState]:
-    """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact.
+    """Computes `update` by `apply`, on copies. The updates are `p' - p`, exact in float64.
 
     Raises:
         NotImplementedError: under a derivative, or another transform of torch.func.
     """
-    # Not of parameters: those of a module ask for one always.
+    # Parameters are not tested: a module's parameters always require a gradient.
     if is_differentiated((grads, state, rate)):
         raise NotImplementedError(
-            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it; detach"
+            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it. Detach"
             " its arguments, or differentiate the rule that it is made from."
         )
     copies = tree_map(torch.clone, (grads, state, params))
@@ -184,7 +184,7 @@ def purely(
 
 
 def add_(p: Tensor, u: Tensor) -> None:
-    """`p = p + u` in place, rounded once."""
+    """Computes `p = p + u` in place, rounded once."""
     if p.dtype == u.dtype:
         p.add_(u)
     else:
@@ -192,9 +192,9 @@ def add_(p: Tensor, u: Tensor) -> None:
 
 
 def pieces(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Rows of tensors of one shape, cut in flat pieces that a core works through in its cache.
+    """Yields rows of tensors of equal shape, cut in flat pieces that fit a core's cache.
 
-    Columns of anything else come last, and each piece has its row's. Where cutting has no use, rows are whole.
+    Columns of other values come last, and each piece has the row's value. Rows are not cut without need.
     """
     for row in zip(*columns, strict=True):
         tensors = [x for x in row if isinstance(x, Tensor)]
@@ -206,5 +206,5 @@ def pieces(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    # A tracer would write down every piece.
+    # A tracer would record every piece.
     return x.is_contiguous() and x.device.type == "cpu" and not isinstance(x, FakeTensor)

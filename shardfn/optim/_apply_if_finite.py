@@ -1,4 +1,4 @@
-"""`apply_if_finite`: steps are left out where a gradient is not finite."""
+"""`apply_if_finite`: steps are skipped where a gradient is not finite."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ class ApplyIfFiniteState(NamedTuple):
     """Counts of gradients that were not finite.
 
     Attributes:
-        notfinite_count: int32, 0-d: those in a row until now.
+        notfinite_count: int32, 0-d: consecutive gradients until now that were not finite.
         last_finite: bool, 0-d: whether the last gradient was finite.
-        total_notfinite: int32, 0-d: all of them.
+        total_notfinite: int32, 0-d: all gradients that were not finite.
         inner_state: the state of the rule.
     """
 
@@ -38,17 +38,18 @@ class ApplyIfFiniteState(NamedTuple):
 
 
 def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors: int) -> GradientTransformation:
-    """Leaves out a step, the state of `inner` included, if an element of the gradient is infinite or NaN.
+    """Skips a step, including the state of `inner`, if an element of the gradient is infinite or NaN.
 
-    After `max_consecutive_errors` steps in a row that were left out, the next is made all the same, so that a run that
-    has failed is seen to fail. All ranks decide alike: elements that are not finite are counted over all blocks. A clip
-    goes inside. Before it, the norm would make every element NaN, which leaves out the same steps.
+    After `max_consecutive_errors` skipped steps in a row, the next step is made nevertheless, so that a failed run
+    fails visibly. For example, with 2 the third bad step in a row is made. All ranks decide equally: elements that are
+    not finite are counted over all blocks. Put a clip inside. A clip before the rule skips the same steps, because the
+    norm makes every element NaN.
 
-    `sharded_step(skip_nonfinite=True)` also looks at the loss, leaves out any number of steps, and counts none.
+    `sharded_step(skip_nonfinite=True)` also tests the loss, skips any number of steps, and counts no steps.
 
     Args:
         inner: the rule.
-        max_consecutive_errors: how many steps in a row may be left out, >= 0.
+        max_consecutive_errors: number of consecutive steps that may be skipped, >= 0.
 
     Returns:
         A rule with an `ApplyIfFiniteState`.
@@ -73,15 +74,15 @@ def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors
 
 
 def count_not_finite(block: Tensor) -> Tensor:
-    """Returns how many elements of a leaf's block are infinite or NaN."""
+    """Returns the number of elements of a block that are infinite or NaN."""
     return (~block.isfinite()).sum().float()
 
 
 @dataclass(frozen=True, eq=False)
 class _ApplyIfFinite:
-    """The rule, in a step in which `bad` elements of all gradients are not finite. None: that is still to be counted.
+    """The rule, in a step where `bad` elements of all gradients are not finite. None: not counted yet.
 
-    Compared by identity, as a tensor has no equality.
+    Compared by identity, because tensors cannot be compared.
     """
 
     tx: GradientTransformation
@@ -89,12 +90,12 @@ class _ApplyIfFinite:
     bad: Tensor | None = None
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
         needs = needs._replace(ascends=self.tx.needs.ascends, specialize=self.given)
         if self.tx.needs.measure is None:
             needs = needs._replace(measure=Measure(count_not_finite, additive=True))
-        else:  # two things would be measured
+        else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
@@ -110,7 +111,7 @@ class _ApplyIfFinite:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        finite, steps, counts = self._counted(updates, state, specs)
+        finite, steps, counts = self._count_step(updates, state, specs)
         us, inner = self.tx.update(updates, state.inner_state, params, specs=specs)
         leaves, treedef = tree_flatten(us)
         rows = zip(leaves, beside(leaves, steps, us, specs), strict=True)
@@ -120,10 +121,10 @@ class _ApplyIfFinite:
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        finite, steps, counts = self._counted(grads, state, specs)
+        finite, steps, counts = self._count_step(grads, state, specs)
         inner = state.inner_state
-        if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # its value cannot be read
-            params, inner = self._chosen(grads, state, params, specs)
+        if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # the value cannot be read
+            params, inner = self._select_updates(grads, state, params, specs)
         elif bool(steps):
             params, inner = inplace(self.tx)(grads, inner, params, specs=specs)
         old = (state.notfinite_count, state.last_finite, state.total_notfinite)
@@ -131,7 +132,7 @@ class _ApplyIfFinite:
             x.copy_(new)
         return params, state._replace(inner_state=inner)
 
-    def _chosen(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+    def _select_updates(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
         """Returns the pure update, written into the buffers that were given."""
         us, new = self.update(grads, state, params, specs=specs)
         fresh = tree_leaves((apply_updates(params, us), new.inner_state))
@@ -139,16 +140,18 @@ class _ApplyIfFinite:
             x.copy_(y)
         return params, state.inner_state
 
-    def _counted(self, grads: Updates, state: OptState, specs: Specs) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def _count_step(
+        self, grads: Updates, state: OptState, specs: Specs
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Returns whether the gradients are finite, whether the step is made, and the new counts."""
         check_state("apply_if_finite", state, ApplyIfFiniteState)
-        bad = self._bad(grads, specs) if self.bad is None else self.bad
+        bad = self._count_nonfinite(grads, specs) if self.bad is None else self.bad
         finite = (bad == 0).to(state.notfinite_count.device)
         row = torch.where(finite, 0, state.notfinite_count + 1)
         total = state.total_notfinite + (~finite).to(torch.int32)
         return finite, finite | (row > self.most), (row, total)
 
-    def _bad(self, grads: Updates, specs: Specs) -> Tensor:
+    def _count_nonfinite(self, grads: Updates, specs: Specs) -> Tensor:
         leaves: list[Any] = tree_leaves(grads)
         if not leaves:
             return torch.zeros(())

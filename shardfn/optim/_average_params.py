@@ -1,4 +1,4 @@
-"""`average_params`: a moving average of the parameters, kept beside the rule that trains them."""
+"""`average_params`: a moving average of the parameters, in addition to the rule that trains the parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,18 +43,18 @@ def average_params(
     """Trains by `inner` and averages the parameters: `a = decay a + (1 - decay) p`, with `a` = the first parameters.
 
     With `debias` the first parameters have no weight: `a = m / (1 - decay^t)`, where `m = decay m + (1 - decay) p`
-    begins at zero, as optax's `ema` averages updates. The state has `a` itself, as `a = r a + (1 - r) p` with the rate
-    `r = decay (1 - decay^(t-1)) / (1 - decay^t)`.
+    begins at zero, as optax's `ema` averages updates. The state holds `a`, computed as `a = r a + (1 - r) p` with the
+    rate `r = decay (1 - decay^(t-1)) / (1 - decay^t)`.
 
-    The average is a part of the optimizer's state: sharded, offloaded, saved and restored with it. With master copies
-    it is the average of these. `sf.eval_state(state)` is the state to evaluate and export. Put it outermost, so that it
-    sees the parameters after the whole step.
+    The average is a part of the optimizer's state: sharded, offloaded, saved and restored with the state. With master
+    copies, the copies are averaged. `sf.eval_state(state)` is the state to evaluate and export. Put the rule outermost,
+    so that the average uses the parameters after the whole step.
 
     Args:
         inner: the rule.
         decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
             mean of the parameters after each step.
-        debias: whether the weight of the first parameters is taken out. `decay` is then a number.
+        debias: whether the weight of the first parameters is removed. `decay` must then be a number.
 
     Returns:
         A rule with an `AverageParamsState`.
@@ -75,7 +75,7 @@ def average_params(
     """
     if not callable(decay):
         decay_rate("average_params", decay=decay)
-        return _AverageParams(as_transformation(inner), _debiased(decay) if debias else decay).rule()
+        return _AverageParams(as_transformation(inner), _debiased_rates(decay) if debias else decay).rule()
     if debias:
         raise ValueError(
             "average_params(debias=True) takes a number as decay, and this is a function: let it return 0 for t = 0, so"
@@ -84,14 +84,14 @@ def average_params(
     return _AverageParams(as_transformation(inner), decay).rule()
 
 
-def _debiased(decay: Number) -> Decay:
-    """Returns the rates of an average without its first value, which are 0 at first."""
+def _debiased_rates(decay: Number) -> Decay:
+    """Returns the rates of an average without the first value. The first rate is 0."""
 
-    def rate(count: Tensor) -> Tensor:
+    def rate_at(count: Tensor) -> Tensor:
         before, after = (bias_corrections(t, decay, decay)[0] for t in (count, count + 1))
         return decay * before / after
 
-    return rate
+    return rate_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +100,12 @@ class _AverageParams:
     decay: Decay
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: _AverageParams(tx, self.decay).rule(), states=lambda s: (s.inner,))
         return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
 
     def init(self, params: Params) -> AverageParamsState:
-        # Copies: they must not share the memory of parameters that are written.
+        # Copies: the average must not share the memory of parameters that are written.
         average = tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
         return AverageParamsState(zero_count(params), average, self.tx.init(params))
 
@@ -113,28 +113,28 @@ class _AverageParams:
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         check_params("average_params", params)
-        old = self._columns(state, params)[0]
+        old = self._leaf_columns(state, params)[0]
         updates, inner = self.tx.update(updates, state.inner, params, specs=specs)
         new, treedef = tree_flatten(apply_updates(params, updates))
-        rows = zip(old, new, self._rates(state, params, specs), strict=True)
+        rows = zip(old, new, self._leaf_rates(state, params, specs), strict=True)
         average = [(d * a + (1 - d) * p.to(a.dtype)).to(a.dtype) for a, p, d in rows]
         return updates, AverageParamsState(state.count + 1, tree_unflatten(treedef, average), inner)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        old, treedef = self._columns(state, params)
-        rates = self._rates(state, params, specs)
+        old, treedef = self._leaf_columns(state, params)
+        rates = self._leaf_rates(state, params, specs)
         params, inner = inplace(self.tx)(grads, state.inner, params, specs=specs)
         for a, p, d in zip(old, leaves_like(params, treedef, "params", "params"), rates, strict=True):
             a.mul_(d).add_((1 - d) * p.to(a.dtype))
         return params, AverageParamsState(state.count.add_(1), state.average, inner)
 
-    def _columns(self, state: OptState, params: Params) -> tuple[list[Tensor], Any]:
+    def _leaf_columns(self, state: OptState, params: Params) -> tuple[list[Tensor], Any]:
         check_state("average_params", state, AverageParamsState)
         treedef = tree_flatten(params)[1]
         return leaves_like(state.average, treedef, "state.average", "params"), treedef
 
-    def _rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
-        """Returns the decay beside each leaf."""
+    def _leaf_rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
+        """Returns the decay for each leaf."""
         decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
         return beside(tree_flatten(params)[0], decay, params, specs)

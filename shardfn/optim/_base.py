@@ -1,8 +1,8 @@
-"""`GradientTransformation`: the noun of the room, its needs, and its identity.
+"""`GradientTransformation`: a rule from gradients to updates, with needs, and the identity.
 
-An optimizer is a pair of pure functions, `init` and `update`, as in optax. Beside them it may carry `apply`: the same
-mathematics written into the buffers it is given. Law: `apply(g, s, p) == (p + u, s')` where `u, s' = update(g, s, p)`.
-And one value, `needs`, states its conditions for being applied to a part of a tree, or on one of many ranks.
+An optimizer is a pair of pure functions, `init` and `update`, as in optax. An optional `apply` computes the same, and
+writes into the given buffers. Law: `apply(g, s, p) == (p + u, s')` where `u, s' = update(g, s, p)`. The value `needs`
+states the conditions for applying the rule to a part of a tree, or on one of many ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from ._types import Grain, OptState, Params, Specs, Updates
 
 
 class WholeLeaf(GlobalTensor):
-    """A leaf as a step shows it to a rule: whole, without data, with the spec of the rows that are updated.
+    """Leaf as a step shows the leaf to a rule: whole, without data, with the spec of the updated rows.
 
     Attributes:
-        own: the axes along which ranks compute with elements of their own, as with their experts: the gradient has no
-            mean there.
+        own: axes along which ranks hold different elements, for example different experts. Gradients are not averaged
+            over these axes.
 
     Example:
         >>> from shardfn.core import Mesh, P
@@ -39,23 +39,23 @@ class WholeLeaf(GlobalTensor):
         self.own = own
 
     def with_block(self, block: StoredValue) -> "WholeLeaf":
-        """The same leaf with another block."""
+        """Returns the same leaf with another block."""
         return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own)
 
 
 def rows_over(leaf: GlobalTensor, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` along which ranks keep rows of a leaf, and compute with the whole."""
+    """Returns the axes among `axes` along which ranks keep rows of a leaf, but compute with the whole leaf."""
     own = leaf.own if isinstance(leaf, WholeLeaf) else ()
     return tuple(a for a in leaf.mesh.axes(leaf.spec.axes) if a in axes and a not in own)
 
 
 class Phase(NamedTuple):
-    """The next step of a rule that averages gradients itself.
+    """Kind of the next step of a rule that averages gradients.
 
     Attributes:
-        name: the name of the phase; a rule has few.
-        local: whether the rule gets each rank's own gradients and does the averaging. If not, it gets averaged ones,
-            like any rule.
+        name: name of the phase, such as "warmup".
+        local: whether the rule gets local gradients of each rank and averages. If not, the rule gets averaged
+            gradients, like any rule.
     """
 
     name: str
@@ -63,17 +63,18 @@ class Phase(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """The phases of a rule that averages gradients itself.
+    """Phases of a rule that averages gradients.
 
     Attributes:
-        axes: the mesh axes over which it averages.
-        next: `next(state) -> Phase`, of the step that comes next; the same on all ranks. Read on the host. In a phase
-            that is `local` the gradients that the rule gets are whole, also where parameters are rows of leaves, and
-            their mean over `axes` is the gradient. A leaf of its state that is not kept as its parameter's rows are is
-            made by `init` as a `GlobalTensor`; `update` is given its block.
-        is_last: whether the rule knows where its steps lead, so that no rule after it may change them.
-        by_leaf: whether it takes the mean of a leaf over those of `axes` that are not the leaf's own: see `WholeLeaf`.
-            If not, a step refuses leaves that are cut along some of `axes`, such as experts.
+        axes: mesh axes over which the rule averages.
+        next: `next(state) -> Phase`, phase of the next step, equal on all ranks. Read on the host. In a `local` phase
+            the rule gets whole gradients, also where parameters are rows of leaves, and the mean over `axes` is the
+            gradient. If a leaf of the state has another placement than the parameter's rows, `init` makes a
+            `GlobalTensor`, and `update` gets the block.
+        is_last: whether the rule depends on the parameters after the step, so that no later rule may change the
+            updates.
+        by_leaf: whether the rule leaves a leaf's own axes out of the mean (see `WholeLeaf`). If not, a step refuses
+            leaves that are cut along some of `axes`, such as experts.
     """
 
     axes: tuple[str, ...]
@@ -83,13 +84,13 @@ class Phases(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """The one thing that a rule of a finer granularity may need of the whole tree.
+    """A number of the whole tree that a rule of a finer granularity may need, such as the norm.
 
     Attributes:
-        of: `of(block) -> Tensor`, 0-d: for a leaf's local block; it adds up over blocks.
-        additive: whether `Needs.specialize` looks at no more of the measures than their sum.
-        ahead: `ahead(state) -> bool`: whether the step that comes next only keeps its measures, for a later one; so it
-            can begin before they are known. None = it never does. Read on the host.
+        of: `of(block) -> Tensor`, 0-d: measure of a leaf's local block. The sum over blocks is the measure of the leaf.
+        additive: whether `Needs.specialize` uses only the sum of the measures.
+        ahead: `ahead(state) -> bool`: whether the next step only stores the measures for a later step, and so can begin
+            before the measures are known. None: never. Read on the host.
     """
 
     of: Callable[[Tensor], Tensor]
@@ -98,28 +99,28 @@ class Measure(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The facts about a rule that a step needs to apply it; `join_needs` joins those of several rules.
+    """Facts about a rule that a step needs. `join_needs` joins the needs of several rules.
 
     Attributes:
         granularity: the smallest part of a tree that the rule can update separately with bitwise identical results:
-            "element" (an element's step depends on that element, on counters and on hyperparameters), "leaf" (on its
-            leaf), "tree" (on everything). See `in_pieces`. A rule with a finer granularity than "tree" keeps its
-            counters in state leaves that `init` also makes for a tree without leaves.
-        measure: a number computed of each leaf's gradient before a step; None means none.
+            "element" (an element's step depends on that element, on counters and on hyperparameters), "leaf" (on the
+            leaf), "tree" (on everything). See `in_pieces`. A rule with a finer granularity than "tree" keeps counters
+            in state leaves that `init` also makes for a tree without leaves.
+        measure: a number computed of each leaf's gradient before a step. None: no measure.
         decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
-            for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
-            called here and not again. None = the rule itself, which has no such functions.
+            for blocks and parts of the tree. All functions of the tree, such as masks and labels, are called here and
+            not again. None: the rule has no such functions.
         specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
-            in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
-            None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole
-            blocks, and as `WholeLeaf`s, where it is known how the rows are cut out of leaves.
-        phases: of a rule that averages gradients itself; else None.
-        whole: whether the rule can only be applied to whole leaves, as its `update` takes no specs. Set by
+            in a step with measures `stats`, one entry a leaf, and in that phase. Each may be None (unknown). None: the
+            rule uses none of the three. For a rule with phases, `params` are the whole blocks, as `WholeLeaf`s if the
+            specs of the rows are known.
+        phases: phases of a rule that averages gradients, else None.
+        whole: whether the rule can only be applied to whole leaves, because `update` takes no specs. Set by
             `as_transformation`.
-        donates: whether `update` takes `donate=True`, with which it may overwrite its updates.
-        ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
-            step refuses such a rule alone: parameters plus these updates would raise the loss. A rule that treats
-            leaves differently has a function: `ascends(params)`, whether they do for each leaf. See `ascending`.
+        donates: whether `update` accepts `donate=True`, a permission to overwrite the updates.
+        ascends: whether the updates point along the gradient, so that a learning rate must follow in a chain. A step
+            refuses such a rule without a learning rate: parameters plus updates would raise the loss. A rule that
+            treats leaves differently has a function `ascends(params)` with a bool for each leaf. See `ascending`.
     """
 
     granularity: Grain = "tree"
@@ -148,11 +149,11 @@ class GradientTransformation(NamedTuple):
     Attributes:
         init: `init(params) -> state`.
         update: `update(updates, state, params=None, *, specs=None) -> (updates, state)`. Pure. `specs` is a tree like
-            params whose leaves are `P`: how each local block is cut out of its global leaf; None = leaves are whole.
-            For one that takes no `specs` see `as_transformation`.
-        apply: `apply(grads, state, params, *, specs=None) -> (params, state)`: the same in place. It may overwrite the
-            buffers of all three arguments. None = there is no faster way than `update` and an addition.
-        needs: its `Needs`; the default is right for any rule.
+            params of `P`, the spec of each block. None: leaves are whole. For an `update` without `specs` see
+            `as_transformation`.
+        apply: `apply(grads, state, params, *, specs=None) -> (params, state)`: the same in place, with permission to
+            overwrite the buffers of all three arguments. None: `update` and an addition are used.
+        needs: needs of the rule. The default is right for any rule.
 
     Example:
         >>> def update(updates, state, params=None, *, specs=None):
@@ -172,15 +173,15 @@ class GradientTransformation(NamedTuple):
 
 
 class EmptyState(NamedTuple):
-    """The state of a rule that remembers nothing."""
+    """State of a rule without memory."""
 
 
 def stateless(update: Callable[..., Updates], granularity: Grain = "tree") -> GradientTransformation:
-    """A rule without memory, from `update(updates, params, specs) -> updates`.
+    """Returns a rule without memory, made of `update(updates, params, specs) -> updates`.
 
     Args:
         update: the function.
-        granularity: how finely the rule may be applied.
+        granularity: smallest part of a tree that the rule may be applied to.
 
     Example:
         >>> negate = stateless(lambda updates, params, specs: [-u for u in updates])
@@ -188,16 +189,16 @@ def stateless(update: Callable[..., Updates], granularity: Grain = "tree") -> Gr
         ([-1.0], EmptyState())
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def step(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         return update(updates, params, specs), state
 
-    return GradientTransformation(init, step, needs=Needs(granularity))
+    return GradientTransformation(init_fn, update_fn, needs=Needs(granularity))
 
 
 def identity() -> GradientTransformation:

@@ -22,17 +22,17 @@ Rule = Callable[..., tuple[Updates, OptState]]
 def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
     """Returns the composition `u = tx_n(... tx_2(tx_1(g)))`.
 
-    In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The granularity
-    is the coarsest of the rules'. A rule that measures the tree must come first, else the granularity is "tree".
+    In place, the last rule runs `apply` and all other rules run `update`. So put the optimizer last. The granularity is
+    the coarsest of the rules'. A rule that measures the tree must come first, else the granularity is "tree".
 
     Args:
-        rules: first applied first; none at all is the identity.
+        rules: rules in the order of application. Without rules, the identity.
 
     Returns:
-        A rule whose state is the tuple of the states.
+        A rule with the tuple of the states as state.
 
     Raises:
-        ValueError: (on use) the state is not a tuple of one state a rule.
+        ValueError: (on use) the state is not a tuple with a state for each rule.
 
     Example:
         >>> from shardfn.optim import clip, sgd
@@ -41,14 +41,14 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         [tensor([-0.5000])]
     """
     txs = tuple(map(as_transformation, rules)) or (identity(),)
-    last, speaks = inplace(txs[-1]), _communicates(txs)
+    last, speaks = inplace(txs[-1]), _find_communicating(txs)
 
-    def init(params: Params) -> OptState:
+    def init_fn(params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in txs)
         _check_early(states[:speaks] if speaks else ())
         return states
 
-    def through(
+    def apply_rules(
         rules: Sequence[Rule], updates: Updates, state: OptState, params: Params, specs: Specs
     ) -> tuple[Updates, tuple[OptState, ...]]:
         check_chain("chain", state, len(txs))
@@ -58,37 +58,37 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
             states.append(new)
         return updates, tuple(states)
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        return through([tx.update for tx in txs], updates, state, params, specs)
+        return apply_rules([tx.update for tx in txs], updates, state, params, specs)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        updates, states = through([_donated(tx) for tx in txs[:-1]], grads, state, params, specs)
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        updates, states = apply_rules([_donating_update(tx) for tx in txs[:-1]], grads, state, params, specs)
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
-    # A chain's state is the tuple of its rules' states, in their order.
-    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends(txs))
+    # A chain's state is the tuple of the rules' states, in order.
+    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends_by_leaf(txs))
     if speaks is None:
-        return GradientTransformation(init, update, apply, needs)
+        return GradientTransformation(init_fn, update_fn, apply_fn, needs)
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_chain(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         assert needs.specialize is not None and needs.phases is not None
         rule, over = needs.specialize(params, stats, phase), needs.phases.axes
 
-        def init(rows: Params) -> OptState:
+        def init_rows(rows: Params) -> OptState:
             _check_whole(txs[:speaks], params, over)
             return rule.init(rows)
 
-        return rule._replace(init=init)
+        return rule._replace(init=init_rows)
 
-    return GradientTransformation(init, update, apply, needs._replace(specialize=on))
+    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(specialize=specialize_chain))
 
 
 def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
-    """`chain` of named rules, whose state is a dict: name -> the rule's state.
+    """Returns a `chain` of named rules. The state is a dict: name -> the rule's state.
 
     Args:
         *args: pairs (name, rule), first applied first.
@@ -98,7 +98,8 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
 
     Raises:
         TypeError: an argument is not such a pair.
-        ValueError: no rule is given, or two have one name; (on use) the state is not a dict of these names.
+        ValueError: no rule is given, or two rules have the same name, or (on use) the state is not a dict of these
+            names.
 
     Example:
         >>> from shardfn.optim import scale_by_learning_rate, trace
@@ -109,49 +110,49 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
     """
     wrong = [repr(x) for x in args if not (isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str))]
     if wrong:
-        raise TypeError(f"named_chain takes pairs (name, rule), but was given {', '.join(wrong)}.")
+        raise TypeError(f"named_chain expected pairs (name, rule), got {', '.join(wrong)}.")
     names = tuple(name for name, _ in args)
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"named_chain needs rules of different names, but was given {list(names)}.")
-    return _named(names, chain(*(tx for _, tx in args)))
+        raise ValueError(f"named_chain needs rules of different names, got {list(names)}.")
+    return _with_named_states(names, chain(*(tx for _, tx in args)))
 
 
-def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
+def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
     """Returns a chain whose state has names."""
 
-    def of(state: OptState) -> tuple[OptState, ...]:
+    def states_of(state: OptState) -> tuple[OptState, ...]:
         if not isinstance(state, dict) or set(state) != set(names):
             own = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
             raise ValueError(
-                f"named_chain keeps the states {sorted(names)}, but was given {own}; pass the state that init(params)"
+                f"named_chain expected the states {sorted(names)}, got {own}. Pass the state that init(params)"
                 " returned."
             )
         return tuple(state[name] for name in names)
 
-    def named(states: OptState) -> dict[str, OptState]:
+    def name_states(states: OptState) -> dict[str, OptState]:
         return dict(zip(names, states, strict=True))
 
-    def init(params: Params) -> OptState:
-        return named(inner.init(params))
+    def init_fn(params: Params) -> OptState:
+        return name_states(inner.init(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        updates, states = inner.update(updates, of(state), params, specs=specs)
-        return updates, named(states)
+        updates, states = inner.update(updates, states_of(state), params, specs=specs)
+        return updates, name_states(states)
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        params, states = inplace(inner)(grads, of(state), params, specs=specs)
-        return params, named(states)
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        params, states = inplace(inner)(grads, states_of(state), params, specs=specs)
+        return params, name_states(states)
 
-    needs = join_needs([inner], lambda rule: _named(names, rule), states=lambda state: (of(state),))
-    return GradientTransformation(init, update, apply, needs._replace(ascends=inner.needs.ascends))
+    needs = join_needs([inner], lambda rule: _with_named_states(names, rule), states=lambda state: (states_of(state),))
+    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(ascends=inner.needs.ascends))
 
 
-def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
-    """Returns whether all rules ascend, by leaf where they differ.
+def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
+    """Returns whether all rules ascend, for each leaf if the rules differ.
 
-    A descending one turns updates around, or stops them.
+    A descending rule reverses updates, or stops updates.
     """
     all_ascend = [tx.needs.ascends for tx in txs]
     if False in all_ascend:
@@ -161,65 +162,65 @@ def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params],
     return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
 
 
-def _donated(tx: GradientTransformation) -> Rule:
-    """Its update, for updates that are not needed afterwards."""
+def _donating_update(tx: GradientTransformation) -> Rule:
+    """Returns the `update` for updates that are not needed afterwards."""
     return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
-def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
-    """Which of the rules averages for itself.
+def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
+    """Returns the index of the rule that averages gradients, or None.
 
     Raises:
-        ValueError: several do, or one before it needs the norm of gradients that are not averaged yet, or might, or one
-            comes after a rule that has to be the last.
+        ValueError: several rules average, or an earlier rule needs (or might need) the norm of gradients that are not
+            averaged yet, or a rule follows a rule that must be the last.
     """
     own = [(i, tx.needs.phases) for i, tx in enumerate(txs) if tx.needs.phases is not None]
     if not own:
         return None
     if len(own) > 1:
-        raise ValueError(f"rules {[i for i, _ in own]} of a chain all average gradients for themselves; only one can.")
+        raise ValueError(f"rules {[i for i, _ in own]} of a chain all average gradients for themselves. Only one can.")
     [(at, phases)] = own
     early = [i for i, tx in enumerate(txs[:at]) if tx.needs.measure is not None]
     if early:
         raise ValueError(
             f"rules {early} of a chain need the norm of the gradient, but rule {at} averages for itself, so that"
-            " each rank would use the norm of its own; clip elements (optim.clip) in place of norms, or do without."
+            " each rank would use the norm of its own. Clip elements (optim.clip) in place of norms, or do without."
         )
     blind = [i for i, tx in enumerate(txs[:at]) if tx.needs.whole]
     if blind:
         raise ValueError(
             f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
-            f" {at} averages for itself, so that each rank would show them its own; put them after it, or declare that"
+            f" {at} averages for itself, so that each rank would show them its own. Put them after it, or declare that"
             ' they treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
         )
     if phases.is_last and at + 1 < len(txs):
         raise ValueError(
             f"rule {at} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
-            f" so that none may change its steps; put rules {list(range(at + 1, len(txs)))} before it."
+            f" so that none may change its steps. Put rules {list(range(at + 1, len(txs)))} before it."
         )
     return at
 
 
 def _check_early(states: Sequence[OptState]) -> None:
-    """Refuses rules before one that averages for itself, if they remember gradients.
+    """Refuses rules with memory of gradients before a rule that averages gradients.
 
     Raises:
-        ValueError: which they are.
+        ValueError: there are such rules. The message lists all.
     """
     # Counters are the same on all ranks, even if gradients differ.
     keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
     if keeping:
         raise ValueError(
             f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
-            " rank would remember its own, where all ranks should have one state; put them after it, or do without."
+            " rank would remember its own, where all ranks should have one state. Put them after it, or do without."
         )
 
 
 def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Sequence[str]) -> None:
-    """Refuses rules before one that averages for itself, if they look at parameters that ZeRO keeps as rows.
+    """Refuses rules before an averaging rule that use the values of parameters that ZeRO keeps as rows.
 
     Raises:
-        ValueError: which rules they are, and which parameters.
+        ValueError: there are such rules. The message lists the rules and the parameters.
     """
     cuts = named_leaves(params, "params")
     cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and rows_over(x, over)]
@@ -235,9 +236,9 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
 
 
 def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
-    """Returns whether a rule uses more of parameters than their shape and dtype.
+    """Returns whether a rule uses more of parameters than shape and dtype.
 
-    Tried with zeros that take no memory.
+    The rule is tried with zeros without memory.
     """
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
@@ -260,13 +261,13 @@ class _NotLookedAt(MetadataTensor):
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:
-    """`state` is a chain's: a tuple of `num` states.
+    """Checks that `state` is a chain's state: a tuple of `num` states.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the state is not such a tuple.
     """
     if type(state) is not tuple or len(state) != num:
         what = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
         raise ValueError(
-            f"{who} keeps a tuple of {num} states, but was given {what}; pass the state that init(params) returned."
+            f"{who} expected a tuple of {num} states, got {what}. Pass the state that init(params) returned."
         )

@@ -1,7 +1,7 @@
-"""Numbers that an optimizer refuses, before it has done any harm.
+"""Checks of hyperparameters.
 
-A hyperparameter may be a 0-d tensor, so that torch.func can map or differentiate over it. Its value is then not looked
-at.
+A hyperparameter may be a 0-d tensor, so that torch.func can map or differentiate over it. The value is then not
+checked.
 """
 
 import math
@@ -14,38 +14,40 @@ from shardfn.core import a_kind
 
 
 def not_negative(who: str, **values: Any) -> None:
-    """Each value is a finite number >= 0."""
-    _require(who, values, lambda v: v >= 0, "a finite number >= 0")
+    """Checks that each value is a finite number >= 0."""
+    _require_values(who, values, lambda v: v >= 0, "a finite number >= 0")
 
 
 def positive(who: str, **values: Any) -> None:
-    """Each value is a finite number > 0."""
-    _require(who, values, lambda v: v > 0, "a finite number > 0")
+    """Checks that each value is a finite number > 0."""
+    _require_values(who, values, lambda v: v > 0, "a finite number > 0")
 
 
 def decay_rate(who: str, **values: Any) -> None:
-    """Each value is the rate of an exponential average: in [0, 1)."""
-    _require(who, values, lambda v: 0 <= v < 1, "a number in [0, 1)")
+    """Checks that each value is the rate of an exponential average, in [0, 1)."""
+    _require_values(who, values, lambda v: 0 <= v < 1, "a number in [0, 1)")
 
 
 def finite(who: str, **values: Any) -> None:
-    """Each value is a finite number."""
-    _require(who, values, lambda v: True, "a finite number")
+    """Checks that each value is a finite number."""
+    _require_values(who, values, lambda v: True, "a finite number")
 
 
 def num_steps(who: str, **values: Any) -> None:
-    """Each value is an int >= 1."""
-    _require(who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to go without, leave that piece out")
+    """Checks that each value is an int >= 1."""
+    _require_values(
+        who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to go without, leave that piece out"
+    )
 
 
 def float_dtype(who: str, **values: Any) -> None:
-    """Each value is a dtype of floating point, or None."""
+    """Checks that each value is a dtype of floating point, or None."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise ValueError(f"{who}: {name}={value!r} must be a dtype of floating point, such as torch.bfloat16.")
 
 
-def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
+def _require_values(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
     for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point() and not need.startswith("an int"):
             if value.ndim:
@@ -53,14 +55,14 @@ def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
             continue
         number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and ok(value)):
-            raise ValueError(f"{who}: {name}={_shown(value)} must be {need}.{_hint(value, need)}")
+            raise ValueError(f"{who}: {name}={_show_value(value)} must be {need}.{_type_hint(value, need)}")
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return repr(value) if isinstance(value, str | float | int | None) else a_kind(value)
 
 
-def _hint(value: Any, need: str) -> str:
+def _type_hint(value: Any, need: str) -> str:
     if isinstance(value, str):
         return " Write it without quotes."
     return f" Write {int(value)}." if isinstance(value, float) and need.startswith("an int") and value >= 1 else ""

@@ -1,4 +1,4 @@
-"""Clipping: bounds on the gradient before it reaches an optimizer."""
+"""Clipping: bounds on the gradient before an optimizer."""
 
 from collections.abc import Callable
 
@@ -34,20 +34,20 @@ def clip(max_delta: float | int) -> GradientTransformation:
     """
     positive("clip", max_delta=max_delta)
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         del params, specs
         return tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
 
-    return stateless(update)._replace(needs=Needs("element", ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
 def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     """Scales the whole tree to a norm of at most `max_norm`: `u = g * max_norm / max(|g|, max_norm)`.
 
-    The form is optax's: no 1e-6 in the denominator (torch has one), so a tree within the bound is returned to the bit.
-    The norm is global (see `global_norm`): one psum. A norm that is not finite makes every update NaN, so that a failed
-    step cannot pass for a small one.
+    The form is optax's: no 1e-6 in the denominator as in torch, so a tree within the bound is returned bit for bit. The
+    norm is global (see `global_norm`): one psum. If the norm is not finite, every update is NaN, so that a failed step
+    does not look like a small step.
 
     Args:
         max_norm: the bound, > 0.
@@ -64,34 +64,34 @@ def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     """
     positive("clip_by_global_norm", max_norm=max_norm)
 
-    return _scaled_to(max_norm, global_norm)
+    return _scale_to_norm(max_norm, global_norm)
 
 
-def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor]) -> GradientTransformation:
-    def scale(updates: Updates, specs: Specs) -> Float[Tensor, ""]:
+def _scale_to_norm(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor]) -> GradientTransformation:
+    def norm_scale(updates: Updates, specs: Specs) -> Float[Tensor, ""]:
         norm = norm_of(updates, specs)
         return torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), torch.nan)
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None, donate: bool = False
     ) -> tuple[Updates, OptState]:
         del params
         gs, treedef = tree_flatten(updates)
         if donate and gs and disjoint(gs):
             with torch.no_grad():
-                foreach_mul_(gs, scale(updates, specs))
+                foreach_mul_(gs, norm_scale(updates, specs))
             return updates, state
-        scales = beside(gs, scale(updates, specs), updates, specs) if gs else ()
+        scales = beside(gs, norm_scale(updates, specs), updates, specs) if gs else ()
         return tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)]), state
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_clip(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         del params, phase
-        return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
+        return _scale_to_norm(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
     measure = Measure(block_squares, additive=True)
-    needs = Needs("element", measure, specialize=on, donates=True, ascends=True)
-    return GradientTransformation(init, update, needs=needs)
+    needs = Needs("element", measure, specialize=specialize_clip, donates=True, ascends=True)
+    return GradientTransformation(init_fn, update_fn, needs=needs)

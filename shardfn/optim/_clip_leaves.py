@@ -1,4 +1,4 @@
-"""Clipping by leaves and by units: bounds on root mean squares, and on gradients relative to their parameters."""
+"""Clipping by leaves and by units: bounds on root mean squares, and on gradients relative to parameters."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from ._types import Params, Specs, Updates
 from ._unit_norm import unit_squares
 
 Axis = int | tuple[int, ...] | None
-# As optax has it, for kernels whose last dims are the outputs: dims of a leaf -> those that a unit has.
+# As in optax, for kernels with outputs in the last dims: number of dims of a leaf -> number of dims of a unit.
 _UNITS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 4}
 
 
@@ -27,8 +27,8 @@ _UNITS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 4}
 def clip_by_block_rms(threshold: float | int) -> GradientTransformation:
     """Scales each leaf to a root mean square of at most `threshold`: `u = g / max(1, rms(g) / threshold)`.
 
-    The mean is over the whole leaf, over all its blocks: one psum. A root mean square that is not finite makes the
-    update NaN where it was not finite, or everywhere.
+    The mean is over all blocks of a leaf: one psum. If the root mean square is not finite, the update is NaN in the
+    elements that were not finite, or everywhere.
 
     Args:
         threshold: the bound, > 0.
@@ -50,7 +50,7 @@ def clip_by_block_rms(threshold: float | int) -> GradientTransformation:
 def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransformation:
     sizes_of = per_leaf(sizes, int, "clip_by_block_rms")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         del params
         gs, treedef = tree_flatten(updates)
         if not gs:
@@ -62,32 +62,32 @@ def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransforma
         rows = zip(gs, by, [None] * len(gs) if specs is None else spec_leaves(specs, updates), strict=True)
         return tree_unflatten(treedef, [(wide(g) / beside([g], x, g, cut)[0]).to(g.dtype) for g, x, cut in rows])
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return _clip_by_block_rms(threshold, resolved(sizes, params, int, "clip_by_block_rms"))
 
-    return stateless(update)._replace(needs=Needs("leaf", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", decide=decide_leaves, ascends=True))
 
 
 @explains_keywords(**MEANT)
 def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axis = None) -> GradientTransformation:
-    """Scales the gradient of each unit to a norm of at most `clipping * max(|p|, eps)`, where p are its parameters.
+    """Scales the gradient of each unit to a norm of at most `clipping * max(|p|, eps)`, for the unit's parameters p.
 
-    A unit is a slice of a leaf along the dims `axis`, such as the weights of one output. By default it is a whole
-    vector or scalar, a column of a matrix or of a leaf of 3 dims (dim 0), dims 0 to 2 of 4 and 0 to 3 of 5 dims: as in
-    optax, for kernels whose outputs are their last dim. In modules of torch outputs are the first dim, so there pass
-    `axis=1` for matrices and `axis=(1, 2, 3)` for the kernels of a convolution, each in a `masked` of its own. The norm
-    is that of the unit over all blocks of its leaf: one psum for each set of axes.
+    A unit is a slice of a leaf along the dims `axis`, such as the weights of one output. By default a unit is a whole
+    vector or scalar, a column of a matrix or of a leaf of 3 dims (dim 0), dims 0 to 2 of 4 dims, and dims 0 to 3 of 5
+    dims: as in optax, for kernels with outputs in the last dim. In modules of torch outputs are the first dim, so pass
+    for example `axis=1` for matrices and `axis=(1, 2, 3)` for the kernels of a convolution, each in a separate
+    `masked`. The norm of a unit is over all blocks of the leaf: one psum for each set of axes.
 
     Args:
         clipping: the largest ratio of the norms, > 0.
-        eps: the least norm of parameters that is reckoned with, > 0, so that leaves of zeros can begin to move.
-        axis: the dims of a unit, of every leaf. None: by its number of dims.
+        eps: lower bound of the norm of parameters, > 0, so that leaves of zeros can begin to move.
+        axis: dims of a unit, of every leaf. None: chosen by the number of dims.
 
     Returns:
         A rule without memory.
 
     Raises:
-        ValueError: a number is out of range; (on use) params are missing, or leaves have no such dims.
+        ValueError: a number is out of range, or (on use) params are missing, or leaves have no such dims.
 
     Example:
         >>> params, grads = [torch.eye(2)], [torch.tensor([[3.0, 0.1], [4.0, 0.0]])]
@@ -100,13 +100,13 @@ def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axi
         https://arxiv.org/abs/2102.06171
     """
     positive("adaptive_grad_clip", clipping=clipping, eps=eps)
-    return _adaptive_grad_clip(clipping, eps, lambda params: _units(params, axis))
+    return _adaptive_grad_clip(clipping, eps, lambda params: _unit_dims(params, axis))
 
 
 def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> GradientTransformation:
     dims_of = per_leaf(units, frozenset, "adaptive_grad_clip")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("adaptive_grad_clip", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
@@ -116,21 +116,21 @@ def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> 
         squares = unit_squares([*gs, *ps], [*dims, *dims], None if cuts is None else [*cuts, *cuts])
         norms = [root(x) for x in squares]
         rows = zip(gs, norms[: len(gs)], norms[len(gs) :], strict=True)
-        return tree_unflatten(treedef, [_clipped(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
+        return tree_unflatten(treedef, [_clip_leaf(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return _adaptive_grad_clip(clipping, eps, resolved(units, params, frozenset, "adaptive_grad_clip"))
 
-    return stateless(update)._replace(needs=Needs("leaf", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", decide=decide_leaves, ascends=True))
 
 
-def _clipped(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]) -> Tensor:
-    # Not `norm > most`: a norm that is NaN makes its unit NaN.
+def _clip_leaf(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]) -> Tensor:
+    # Not `norm > most`: a NaN norm must make the unit NaN.
     return torch.where(norm < most, wide(g), wide(g) * (most / norm.clamp(min=1e-6))).to(g.dtype)
 
 
-def _units(params: Params, axis: Axis) -> Params:
-    """For each whole leaf the dims of a unit."""
+def _unit_dims(params: Params, axis: Axis) -> Params:
+    """Returns the dims of a unit, for each whole leaf."""
     leaves, treedef = tree_flatten(params)
     given = None if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     wrong, out = [], []

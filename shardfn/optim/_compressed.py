@@ -1,8 +1,8 @@
-"""Parts shared by optimizers that average for themselves: compressed means, and momentum as ZeRO keeps it.
+"""Parts shared by optimizers that average gradients: compressed means, and momentum under ZeRO.
 
 A compressed mean is of whole leaves, and the same on all ranks. Where ZeRO cuts a leaf's state over the axis of the
-mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the whole, from which the next step decodes
-it: at one bit per element they are 1/32 of it.
+mean, a rank keeps rows of the momentum, `A[I_axis]`, and the codes of the whole momentum. The next step decodes the
+codes. For example, codes of one bit per element have 1/32 of the bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -42,9 +42,9 @@ class Share(NamedTuple):
     """The part of a leaf that is averaged.
 
     Attributes:
-        n: elements: those of the largest rank's block, to which smaller ones are padded.
-        own: axes along which ranks have blocks of their own, each averaged for itself: over the other axes.
-        cut: whether ranks keep rows of it.
+        n: number of elements of the largest rank's block. Smaller blocks are padded.
+        own: axes along which ranks have different blocks. Each block is averaged over the other axes.
+        cut: whether ranks keep rows of the leaf.
     """
 
     n: int
@@ -54,7 +54,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Averaging:
-    """How leaves are averaged: `compressed_pmean`, over those of `axis` along which ranks have the same elements."""
+    """Averages leaves by `compressed_pmean`, over the axes among `axis` along which ranks have the same elements."""
 
     axis: Axes
     compressor: Compressor
@@ -66,7 +66,7 @@ class Averaging:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def of(self, share: Share) -> "Averaging":
-        """How one leaf is averaged: over the axes along which ranks do not have blocks of their own."""
+        """Returns the averaging of a leaf: over the axes along which ranks have the same block."""
         if not set(share.own) & set(self.over):
             return self
         over = tuple(a for a in self.over if a not in share.own)
@@ -80,26 +80,26 @@ class Averaging:
 
         Args:
             param: the parameter, as the optimizer sees it.
-            whole: the leaf's whole block, whose shape alone counts. As a `GlobalTensor` it also has its spec, and as a
-                `WholeLeaf` the axes along which it has no mean.
+            whole: the leaf's whole block, of which only the shape is used. A `GlobalTensor` also has a spec, and a
+                `WholeLeaf` the axes without a mean.
         """
         if not isinstance(whole, GlobalTensor):
             return Share(whole.numel(), (), whole.shape != param.shape)
         mesh, n, rows = whole.mesh, 1, set(rows_over(whole, self.over))
         for dim, size in enumerate(whole.shape):
             for axis in mesh.axes(whole.spec.dim_axes(dim)):
-                # Along the axes of the mean all ranks have all of it; along others the first has the most.
+                # Along the axes of the mean all ranks have the whole. Along other axes the first rank has the most.
                 size = size if axis in rows else -(-size // mesh.axis_size(axis))
             n *= size
         return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), bool(rows))
 
     def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
-        """Returns the errors, and the codes of a zero where rows are kept: as blocks that all ranks have."""
+        """Returns the errors, and codes of zeros where rows are kept, as blocks that all ranks have."""
         like, mean = torch.empty(share.n, device=device), self.of(share)
         local = compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
         own = P(share.own) if share.own else P()
         residual = global_residuals(local, mean.axis, [own], outer=mean.outer)[0]
-        return residual, tuple(_copies(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
+        return residual, tuple(_global_block(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
 
     def _zero_codes(self, n: int, device: torch.device) -> Codes:
         ranks, size = axis_size(self.axis if self.outer is None else self.outer), axis_size(self.axis)
@@ -113,12 +113,13 @@ class Averaging:
         """Returns the means of local tensors, the new errors, and the codes of the means that are kept as rows.
 
         Args:
-            xs: float32.
-            residuals: one each.
-            shares: one each.
-            donate: whether all of these may be overwritten.
+            xs: local tensors, float32.
+            residuals: error-feedback residual of each tensor.
+            shares: share of each tensor.
+            donate: whether tensors and residuals may be overwritten.
         """
-        # Ranks have blocks of unlike sizes, and messages of one. The padding of the smaller ones is cut off again.
+        # Ranks have blocks of different sizes, but messages of equal size. The padding of smaller blocks is cut off
+        # again.
         flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
         groups: dict[Averaging, list[int]] = {}
         for i, share in enumerate(shares):
@@ -126,12 +127,12 @@ class Averaging:
         means, new, codes = list(flat), list(residuals), [Codes()] * len(xs)
         for by, at in groups.items():
             coded, parts = any(shares[i].cut for i in at), ([x[i] for i in at] for x in (flat, residuals))
-            for i, m, e, code in zip(at, *by._means(*parts, coded=coded, donate=donate), strict=True):
+            for i, m, e, code in zip(at, *by._average_leaves(*parts, coded=coded, donate=donate), strict=True):
                 means[i], new[i], codes[i] = m, e, code
         out = [m[: x.numel()].view(x.shape) for m, x in zip(means, xs, strict=True)]
         return out, new, [c if s.cut else () for c, s in zip(codes, shares, strict=True)]
 
-    def _means(
+    def _average_leaves(
         self, flat: list[Tensor], residuals: list[Any], *, coded: bool, donate: bool
     ) -> tuple[list[Tensor], list[Any], list[Codes]]:
         """Returns the means of leaves over the same axes, the new errors, and the codes of the means."""
@@ -143,29 +144,29 @@ class Averaging:
         return decoded(codes, flat, self.axis, self.compressor, **options), residuals, codes
 
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
-        """Returns the mean that codes are of, in the shape of `like`."""
+        """Returns the decoded mean, in the shape of `like`."""
         flat, by = torch.empty(share.n, device=like.device), self.of(share)
         mean = decoded(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
         return mean[: like.numel()].view(like.shape)
 
     def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:
-        """This rank's rows of a leaf, by the axes of the mean that cut it."""
-        for dim, axes in self.of(share)._cuts(x, spec):
+        """Returns this rank's rows of a leaf, cut by axes of the mean."""
+        for dim, axes in self.of(share)._row_cuts(x, spec):
             x = take_own_block(x, axes, dim=dim)
         return x
 
     def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
-        """Returns the leaf that has these rows, in the shape of `like`."""
-        for dim, axes in self.of(share)._cuts(x, spec):
+        """Returns the whole leaf of the rows, in the shape of `like`."""
+        for dim, axes in self.of(share)._row_cuts(x, spec):
             x = all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
 
-    def _cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+    def _row_cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in self.over)) for d in range(x.ndim)]
         return [(d, axes) for d, axes in cuts if axes]
 
     def exact(self, xs: list[Tensor], shares: list[Share]) -> list[Tensor]:
-        """Returns the means as any optimizer gets them."""
+        """Returns the exact means, as any optimizer gets."""
         return [pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
 
 
@@ -180,14 +181,14 @@ def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedbac
 
 
 def written(old: Tensor, new: Tensor) -> Tensor:
-    """`old` with the values of `new`, which may be in its memory already."""
+    """Returns `old` with the values of `new`. Both may share memory."""
     if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
         old.copy_(new)
     return old
 
 
-def _copies(block: Tensor, own: P) -> GlobalTensor:
-    """Returns a block that ranks along the axis of the mean have alike, and those along `own` for themselves."""
+def _global_block(block: Tensor, own: P) -> GlobalTensor:
+    """Returns a block that is equal along the axis of the mean, and different along `own`, as a global tensor."""
     mesh = current_mesh()
     shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))
     return GlobalTensor(block, shape, own, mesh)

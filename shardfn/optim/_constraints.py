@@ -1,4 +1,4 @@
-"""Constraints: rules that change updates so that the parameters after them are where they may be."""
+"""Constraints: rules that change updates so that the parameters satisfy bounds after the step."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from ._types import OptState, Params, Updates
 
 
 def keep_params_nonnegative() -> GradientTransformation:
-    """Keeps parameters at 0 or more: `p = max(p + u, 0)`. Put it last in a `chain`; for some leaves in `masked`.
+    """Keeps parameters at 0 or more: `p = max(p + u, 0)`. Put the rule last in a `chain`. For some leaves use `masked`.
 
     Example:
         >>> tx = keep_params_nonnegative()
@@ -26,11 +26,11 @@ def keep_params_nonnegative() -> GradientTransformation:
 
 
 def clamp_params(lower: float | None = None, upper: float | None = None) -> GradientTransformation:
-    """Keeps parameters between two bounds: `p = min(max(p + u, lower), upper)`. Put it last in a `chain`.
+    """Keeps parameters between two bounds: `p = min(max(p + u, lower), upper)`. Put the rule last in a `chain`.
 
     Args:
-        lower: None = no bound.
-        upper: None = no bound.
+        lower: lower bound. None: no bound.
+        upper: upper bound. None: no bound.
 
     Raises:
         ValueError: there is no bound, or `lower` is larger than `upper`.
@@ -49,17 +49,18 @@ def clamp_params(lower: float | None = None, upper: float | None = None) -> Grad
 
 
 def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = False) -> GradientTransformation:
-    """Puts each leaf where it may be, after the update: `p = projection(p + u)`. Put it last in a `chain`.
+    """Projects each leaf after the update: `p = projection(p + u)`. Put the rule last in a `chain`.
 
-    Where a leaf is cut, the projection gets the whole of it, which gathers parameters and updates in each step, unless
-    it treats every element alike. `masked(project_params(f), mask)` projects some leaves.
+    If a leaf is cut, parameters and updates are gathered in each step, and the projection gets the whole leaf, unless
+    `by_element` is set. `masked(project_params(f), mask)` projects some leaves.
 
     Args:
-        projection: function from a leaf to one of the same shape.
-        by_element: whether each element depends on itself alone. Then the projection gets this rank's block.
+        projection: function from a leaf to a leaf of the same shape.
+        by_element: whether each element of the result depends only on the same element of the leaf. Then the projection
+            gets this rank's block.
 
     Returns:
-        A rule without memory. Its updates are float64, in which `p' - p` is exact.
+        A rule without memory. Updates are float64, where `p' - p` is exact.
 
     Raises:
         ValueError: (on use) params are missing, or a projection changes a shape.
@@ -72,11 +73,11 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         [tensor([0.6000, 0.8000], dtype=torch.float64)]
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def projected(updates: Updates, params: Params) -> tuple[list[Tensor], list[Tensor], object]:
+    def project_tree(updates: Updates, params: Params) -> tuple[list[Tensor], list[Tensor], object]:
         check_params("project_params", params)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -85,17 +86,17 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         check_shapes(treedef, ps, projection=new)
         return ps, new, treedef
 
-    def update(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
-        ps, new, treedef = projected(updates, params)
+    def update_fn(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
+        ps, new, treedef = project_tree(updates, params)
         return tree_unflatten(treedef, [x.double() - p.double() for x, p in zip(new, ps, strict=True)]), state
 
-    def apply(grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
         with torch.no_grad():
-            ps, new, _ = projected(grads, params)
+            ps, new, _ = project_tree(grads, params)
             for p, x in zip(ps, new, strict=True):
                 p.copy_(x)
         return params, state
 
-    # An update without `specs`: the leaves that it gets are whole, or blocks that are as good.
+    # An update without `specs`: the given leaves are whole, or blocks are sufficient.
     needs = Needs("element" if by_element else "leaf", ascends=True)
-    return as_transformation(GradientTransformation(init, update, apply, needs))
+    return as_transformation(GradientTransformation(init_fn, update_fn, apply_fn, needs))

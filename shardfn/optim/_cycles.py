@@ -45,21 +45,22 @@ def piecewise_constant_schedule(
         num_steps("piecewise_constant_schedule", boundary=boundary)
         not_negative("piecewise_constant_schedule", **{f"the scale at {boundary}": scale})
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + init_value
         for boundary, scale in pieces:
             value = torch.where(n < boundary, value, value * scale)
         return value.float()
 
-    return schedule
+    return schedule_fn
 
 
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
-    """Cosine decay with warm restarts: a `warmup_cosine_decay_schedule` after another, each with its own arguments.
+    """Cosine decay with warm restarts: a sequence of `warmup_cosine_decay_schedule`s with separate arguments.
 
     Args:
-        cosine_kwargs: the arguments of each cycle, by name. `warmup_steps=0` begins a cycle at its `peak_value`.
+        cosine_kwargs: the arguments of each cycle, by name. For example, `warmup_steps=0` begins a cycle at
+            `peak_value`.
 
     Raises:
         ValueError: there is no cycle, or a cycle's arguments are out of range. See `warmup_cosine_decay_schedule`.
@@ -76,17 +77,17 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """
     cycles = [dict(cycle) for cycle in cosine_kwargs]
     if not cycles:
-        raise ValueError("sgdr_schedule: there are no cycles; give the arguments of at least one.")
-    schedules = [_cycle(**cycle) for cycle in cycles]
+        raise ValueError("sgdr_schedule: there are no cycles. Give the arguments of at least one.")
+    schedules = [_cosine_cycle(**cycle) for cycle in cycles]
     ends = list(itertools.accumulate(cycle["decay_steps"] for cycle in cycles))
     return join_schedules(schedules, ends[:-1])
 
 
-def _cycle(
+def _cosine_cycle(
     init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0,
     exponent: Number = 1.0,
 ) -> Schedule:  # fmt: skip
-    if warmup_steps or not peak_value:  # a peak of 0 is refused there
+    if warmup_steps or not peak_value:  # a peak of 0 is refused by the schedule
         return warmup_cosine_decay_schedule(init_value, peak_value, warmup_steps, decay_steps, end_value, exponent)
     return cosine_decay_schedule(peak_value, decay_steps, end_value / peak_value, exponent)
 
@@ -100,7 +101,7 @@ def linear_onecycle_schedule(
     div_factor: float | int = 25.0,
     final_div_factor: float | int = 1e4,
 ) -> Schedule:
-    """Three lines: up to the peak, down to where it began, and down to almost 0.
+    """Returns three lines: up to the peak, down to the first value, and down to almost 0.
 
     The values are `peak / div_factor` at 0, `peak` at `pct_start * steps`, `peak / div_factor` at `pct_final * steps`,
     and `peak / (div_factor * final_div_factor)` from `transition_steps` on.
@@ -114,7 +115,7 @@ def linear_onecycle_schedule(
         final_div_factor: the first value over the last, > 0.
 
     Raises:
-        ValueError: a number is out of range, or two boundaries fall on one count.
+        ValueError: a number is out of range, or two boundaries have the same count.
 
     Example:
         >>> schedule = linear_onecycle_schedule(10, 1.0, 0.2, 0.6, div_factor=2.0, final_div_factor=4.0)
@@ -130,7 +131,7 @@ def linear_onecycle_schedule(
     positive(who, div_factor=div_factor, final_div_factor=final_div_factor)
     ends = [int(pct_start * transition_steps), int(pct_final * transition_steps), transition_steps]
     scales = [div_factor, 1.0 / div_factor, 1.0 / final_div_factor]
-    return _interpolated(who, peak_value / div_factor, ends, scales, lambda a, b, x: (b - a) * x + a)
+    return _interpolate_pieces(who, peak_value / div_factor, ends, scales, lambda a, b, x: (b - a) * x + a)
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
@@ -143,17 +144,17 @@ def cosine_onecycle_schedule(
 ) -> Schedule:
     """Two half cosines: from `peak / div_factor` up to the peak at `pct_start * steps`, then down to almost 0.
 
-    The last value, from `transition_steps` on, is `peak / (div_factor^2 * final_div_factor)`, as optax has it.
+    The last value, from `transition_steps` on, is `peak / (div_factor^2 * final_div_factor)`, as in optax.
 
     Args:
         transition_steps: length of the whole, >= 1.
         peak_value: the largest value.
         pct_start: the part of the steps before the peak, in [0, 1). The boundary is rounded down to a count.
         div_factor: the peak over the first value, > 0.
-        final_div_factor: > 0.
+        final_div_factor: further factor of the last value, > 0.
 
     Raises:
-        ValueError: a number is out of range, or two boundaries fall on one count.
+        ValueError: a number is out of range, or two boundaries have the same count.
 
     Example:
         >>> schedule = cosine_onecycle_schedule(8, 1.0, 0.5, div_factor=2.0, final_div_factor=4.0)
@@ -171,29 +172,29 @@ def cosine_onecycle_schedule(
         [int(pct_start * transition_steps), transition_steps],
         [div_factor, 1 / (div_factor * final_div_factor)],
     )
-    return _interpolated(
+    return _interpolate_pieces(
         who, peak_value / div_factor, ends, scales, lambda a, b, x: b + (a - b) / 2 * (torch.cos(math.pi * x) + 1)
     )
 
 
-def _interpolated(
+def _interpolate_pieces(
     who: str, init_value: Number, ends: list[int], scales: list[float], between: Callable[[Any, Any, Tensor], Tensor]
 ) -> Schedule:
-    """From `init_value` at 0, piece by piece to the value times the piece's scale at its end."""
+    """Interpolates from `init_value` at 0, piece by piece. Each piece multiplies the value by a scale."""
     finite(who, peak_value=init_value)
     if ends[0] < 0 or any(a >= b for a, b in itertools.pairwise(ends)):
         raise ValueError(
-            f"{who}: its pieces would end at the counts {ends}, which must increase and not be negative; give a"
+            f"{who}: its pieces would end at the counts {ends}, which must increase and not be negative. Give a"
             " pct_start >= 0, each pct larger than the one before it and below 1, and enough transition_steps."
         )
     values = list(itertools.accumulate(scales, lambda value, scale: value * scale, initial=init_value))
     pieces = list(zip([0, *ends], ends, values, values[1:], strict=False))
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + values[-1]
         for start, end, a, b in reversed(pieces):
             value = torch.where(n < end, between(a, b, (n - start) / max(end - start, 1)), value)
         return value.float()
 
-    return schedule
+    return schedule_fn

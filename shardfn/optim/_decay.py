@@ -20,18 +20,19 @@ from ._types import Mask, Number, Params, Specs, Updates
 def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> GradientTransformation:
     """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
 
-    Before the moments it is an L2 penalty; after them, decoupled decay.
+    Before the moments, the decay is an L2 penalty. After the moments, the decay is decoupled.
 
     Args:
-        weight_decay: the factor, >= 0; may be a 0-d tensor.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one, of structure and shapes
-            only. None: all.
+        weight_decay: factor of the decay, >= 0, or a 0-d tensor.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree, of structure and
+            shapes only. None: all.
 
     Returns:
         A rule without memory.
 
     Raises:
-        ValueError: the factor is negative or not finite; (on use) params are missing or the mask does not match them.
+        ValueError: the factor is negative or not finite, or (on use) params are missing or the mask does not match the
+            params.
 
     Example:
         >>> import torch
@@ -44,31 +45,34 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     not_negative("add_decayed_weights", weight_decay=weight_decay)
     flags = decay_flags(weight_decay, mask)
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("add_decayed_weights", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         on, by = flags(params, ps, treedef, specs), beside(ps, weight_decay, params, specs)
         return tree_unflatten(
-            treedef, [_decayed(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
+            treedef, [_add_decay(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
         )
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_leaves(params: Params) -> GradientTransformation:
         return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
 
-    return stateless(update)._replace(needs=Needs("element", decide=decide, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("element", decide=decide_leaves, ascends=True))
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
-    """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
+    """Returns a function from the flattened params to a bool a leaf.
+
+    Whether the leaf decays. False if the factor is 0.
+    """
     resolve = per_leaf(True if mask is None else mask, bool, "mask")
 
-    def flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
+    def leaf_flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
         on = resolve(params, leaves, treedef, specs)
         return (False,) * len(leaves) if is_zero(weight_decay) else on
 
-    return flags
+    return leaf_flags
 
 
-def _decayed(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
+def _add_decay(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
     return (wide(g) + weight_decay * p).to(g.dtype)

@@ -1,7 +1,7 @@
-"""Values for each leaf, such as masks: a prefix tree, or a function of the whole tree, which is called once.
+"""Values for each leaf, such as masks: a prefix tree, or a function of the whole tree that is called once.
 
-A mask, labels and the like are functions of structure and of the shapes and dtypes of whole leaves. They are never
-shown a block of a leaf, nor a value: blocks differ between ranks, and values between steps.
+Masks and labels are functions of structure, and of the shapes and dtypes of whole leaves. Such a function never gets a
+block of a leaf or a value, because blocks differ between ranks, and values between steps.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[
 
     `f(tree, leaves, treedef, specs)`.
 
-    `prefix` is a prefix tree, or a function that makes one from the tree. The last answer is kept: a prefix is a
+    `prefix` is a prefix tree, or a function from the tree to a prefix tree. The last result is kept: a prefix is a
     function of structure, shapes and dtypes, not of values.
 
     Raises (`f` does):
@@ -35,26 +35,26 @@ def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[
         return lambda tree, leaves, treedef, specs=None: prefix.of(tree)
     memo: dict[Any, tuple[Any, ...]] = {}
 
-    def resolve(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
+    def resolve_leaves(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
         key: Any = treedef
         if callable(prefix):
             check_whole(name, tree, specs)
             key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in memo:
-            full = prefix(_shapes(name, tree)) if callable(prefix) else prefix
+            full = prefix(_abstract_tree(name, tree)) if callable(prefix) else prefix
             memo.clear()
             memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
         return memo[key]
 
-    return resolve
+    return resolve_leaves
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The values of a prefix for the leaves of a whole tree, for parts of that tree in which absent leaves are `None`.
+    """The values of a prefix for the leaves of a whole tree, for parts of the tree with `None` for absent leaves.
 
     Attributes:
-        says: the values by path, for each leaf of the whole tree and each None in it, in order.
+        says: values by path, for each leaf and each None of the whole tree, in order.
     """
 
     says: dict[str, Any]
@@ -66,12 +66,12 @@ class Resolved:
 
 
 def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
-    """`prefix` as a `Resolved`. None stays None.
+    """Returns `prefix` as a `Resolved`. None stays None.
 
     Args:
         prefix: see `per_leaf`.
-        params: the tree of whole leaves. Only shapes and dtypes count.
-        kind: the type of its values.
+        params: the tree of whole leaves. Only shapes and dtypes are used.
+        kind: type of the values.
         name: name of the prefix, for errors.
     """
     if prefix is None:
@@ -85,7 +85,7 @@ def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: s
 
 
 class _Shape(Tensor):
-    """A leaf as a function of the tree sees it: a tensor of a shape and a dtype, and of nothing else."""
+    """Leaf as given to functions of the tree: a tensor with only a shape and a dtype."""
 
     _of: str
     _path: str
@@ -108,13 +108,13 @@ class _Shape(Tensor):
             like = f"{tuple(x.shape)} {x.dtype}"
         raise ValueError(
             f"the function that was passed as {x._of} looks at {name!r} of {x._path}, a leaf of {like}. It is asked"
-            " once, about structure, shapes and dtypes of whole leaves; decide by anything else beforehand, and pass"
+            " once, about structure, shapes and dtypes of whole leaves. Decide by anything else beforehand, and pass"
             " the tree that the function would return."
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # It has no memory: an answer from here would be made up.
+        # The leaf has no memory: any value would be wrong.
         raise AssertionError(f"{func} got past __torch_function__")
 
 
@@ -124,18 +124,18 @@ _SEEN = {
 }  # fmt: skip
 
 
-def _shapes(name: str, tree: PyTree) -> PyTree:
-    """Returns the tree as a function of it sees it."""
+def _abstract_tree(name: str, tree: PyTree) -> PyTree:
+    """Returns the tree as given to functions of the tree."""
     leaves, treedef = tree_flatten(tree)
     pairs = zip(leaves, tree_paths(tree, "params"), strict=True)
     return tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
 
 
 def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
-    """Refuses blocks, where only whole leaves will do.
+    """Refuses blocks where whole leaves are needed.
 
     Raises:
-        ValueError: `specs` cut leaves. The message lists them.
+        ValueError: `specs` cut leaves. The message lists these leaves.
     """
     if specs is None:
         return

@@ -1,4 +1,4 @@
-"""`delayed`: the update of the step before, so that it may run beside the gradients of this one."""
+"""`delayed`: the update of the previous step, computed in parallel with the gradients of this step."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class DelayedState(NamedTuple):
     """The state of a delayed rule.
 
     Attributes:
-        pending: tree like params: the gradients of the last step; zeros where no gradient waits.
+        pending: tree like params: gradients of the last step, or zeros if no gradient waits.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
-        measured: 0-d: the sum of the measures of waiting gradients, where the rule takes any, else `()`. float32, or
-            float64 where a leaf is.
+        measured: 0-d: sum of the measures of waiting gradients, or `()` if the rule has no measure. float32, or float64
+            if a leaf is float64.
     """
 
     pending: PyTree
@@ -42,24 +42,26 @@ class DelayedState(NamedTuple):
 def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTransformation:
     """Steps along the gradients of one step ago: `p_{t+1} = p_t + tx(g_{t-1})`, where `g_t` is the gradient at `p_t`.
 
-    Step t needs nothing that step t computes, so an optimizer on the host can run beside the forward and the backward
-    on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`: gradients change fast at first.
-    Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there was none), and g_t begins to
-    wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is unused.
+    The update of step t does not depend on the gradients of step t, so an optimizer on the host can run in parallel
+    with forward and backward on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`:
+    gradients change fast at first. Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there
+    was none), and g_t begins to wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is
+    unused.
 
-    Gradients that wait have the dtype of the parameters. Put clipping inside, `delayed(chain(clip_by_global_norm(c),
-    adamw(lr)))`: the norm is then computed when gradients arrive, so that the next step has it already. Before it, in
-    `chain(clip_by_global_norm(c), delayed(adamw(lr)))`, a step waits for the norm of its own gradients.
+    Gradients that wait have the dtype of the parameters. Put clipping inside, for example
+    `delayed(chain(clip_by_global_norm(c), adamw(lr)))`: then the norm is computed when gradients arrive, before the
+    next step. In `chain(clip_by_global_norm(c), delayed(adamw(lr)))` a step waits for the norm of the same step's
+    gradients.
 
     Args:
         tx: the rule.
-        warmup: how many plain steps come first, >= 0.
+        warmup: number of plain steps at first, >= 0.
 
     Returns:
-        A rule with a `DelayedState`, of one structure from the start.
+        A rule with a `DelayedState` of constant structure.
 
     Raises:
-        ValueError: `warmup` is not an int >= 0; (on use) trees or the state do not match the params.
+        ValueError: `warmup` is not an int >= 0, or (on use) trees or the state do not match the params.
 
     Example:
         >>> from shardfn.optim import sgd
@@ -82,7 +84,7 @@ def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTrans
 
 @dataclass(frozen=True, eq=False)
 class _Delayed:
-    """The rule. For parts of the tree `whole`, if that is given, in a step whose measures are `stats`.
+    """The rule. For parts of the tree `whole`, if given, in a step with measures `stats`.
 
     Compared by identity: a tree of params has no equality.
     """
@@ -93,7 +95,7 @@ class _Delayed:
     stats: Tensor | None = None
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         tx, measure = self.tx, self.measure
         needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
         needs = needs._replace(specialize=self.given, ascends=tx.needs.ascends)
@@ -113,7 +115,7 @@ class _Delayed:
 
     @functools.cached_property
     def measure(self) -> Measure | None:
-        """Returns the measure that the inner rule takes, if it needs only its sum over leaves."""
+        """Returns the measure of the inner rule, if only the sum over leaves is needed."""
         measure = self.tx.needs.measure
         return measure if measure is not None and measure.additive else None
 
@@ -123,13 +125,13 @@ class _Delayed:
         return self.tx if self.whole is None else given(self.tx, self.whole)
 
     def by(self, like: PyTree, total: Any) -> GradientTransformation:
-        """Returns the inner rule for gradients whose measures add up to `total`."""
+        """Returns the inner rule for gradients with the sum of measures `total`."""
         if self.measure is None:
             return self.own
         return given(self.tx, like if self.whole is None else self.whole, total.view(1))
 
     def total(self, updates: Updates, specs: Specs) -> Tensor | None:
-        """Returns the sum of the measures, or None where it is not known yet, or not needed."""
+        """Returns the sum of the measures, or None if not known yet, or not needed."""
         if self.measure is None or (self.whole is not None and self.stats is None):
             return None
         return _sum_measures(self.measure, updates, specs) if self.stats is None else self.stats.sum()
@@ -142,8 +144,8 @@ class _Delayed:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        gs, waiting = _columns(updates, state, "updates")
-        # Both outcomes of each branch are computed: under a transform the counter cannot be read.
+        gs, waiting = _leaf_columns(updates, state, "updates")
+        # Both outcomes of each branch are computed: the counter cannot be read under a transform.
         plain, moves, now = state.count < self.warmup, state.count != self.warmup, self.total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
         norm = state.measured if now is None else torch.where(plain, now, state.measured)
@@ -158,9 +160,9 @@ class _Delayed:
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
-            return _through(self.update, grads, state, params, specs)  # the counter cannot be read
-        # The rule spends the waiting gradients before this step's take their place.
-        gs, waiting = _columns(grads, state, "grads")
+            return _apply_update(self.update, grads, state, params, specs)  # the counter cannot be read
+        # The rule spends the waiting gradients before this step's gradients are stored.
+        gs, waiting = _leaf_columns(grads, state, "grads")
         inner, count, now = state.inner, int(state.count), self.total(grads, specs)
         if count < self.warmup:
             params, inner = inplace(self.by(grads, now))(grads, inner, params, specs=specs)
@@ -181,7 +183,7 @@ def _sum_measures(measure: Measure, updates: Updates, specs: Specs) -> Tensor:
     return (local if specs is None else over_blocks(local, spec_leaves(specs, updates))).sum()
 
 
-def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
+def _leaf_columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
     check_state("delayed", state, DelayedState)
     leaves, treedef = tree_flatten(tree)
     waiting = leaves_like(state.pending, treedef, "state.pending", name)
@@ -189,7 +191,9 @@ def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list
     return leaves, waiting
 
 
-def _through(update: Any, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+def _apply_update(
+    update: Any, grads: Updates, state: OptState, params: Params, specs: Specs
+) -> tuple[Params, OptState]:
     updates, new = update(grads, state, params, specs=specs)
     stepped = tree_leaves(apply_updates(params, updates))
     for old, fresh in zip(tree_leaves((params, state)), [*stepped, *tree_leaves(new)], strict=True):

@@ -1,4 +1,4 @@
-"""`elementwise`: a rule from the mathematics of one leaf, for rules that step every element by itself."""
+"""`elementwise`: a rule from the mathematics of one leaf, for rules that step every element separately."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,14 +22,15 @@ def elementwise(
     numbers: Callable[[Any], dict[str, Any]],
     counts: bool = True,
 ) -> GradientTransformation:
-    """Returns the rule `u, *new = step(g, **old, **numbers(count))`, whose updates point along the gradient.
+    """Returns the rule `u, *new = step(g, **old, **numbers(count))`, with updates along the gradient.
 
     Args:
-        who: the rule's name, for errors.
+        who: name of the rule, for errors.
         kind: the named tuple of the state, with a field for each key of `start`, and `count` if the rule counts.
         step: returns the update of one leaf, then its new trees in the order of `start`.
         start: field of the state -> function from a leaf of zeros to the leaf at the first step.
-        numbers: the hyperparameters of a step from its count, which is 1 at the first; without a count they get `None`.
+        numbers: function from the count of a step (1 at the first step) to hyperparameters. Without a count, the
+            function gets `None`.
         counts: whether the state has a count.
 
     Example:
@@ -40,12 +41,12 @@ def elementwise(
         ([tensor([1.])], TraceState(trace=[tensor([1.])]))
     """
 
-    def init(params: Params) -> OptState:
-        # Each tree has memory of its own.
+    def init_fn(params: Params) -> OptState:
+        # Each tree has separate memory.
         trees = {name: tree_map(first, zeros_like(params)) for name, first in start.items()}
         return kind(**trees, **({"count": zero_count(params)} if counts else {}))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
@@ -55,16 +56,16 @@ def elementwise(
         us, *new = leafwise(step, 1 + len(start), updates, of=old, specs=specs, **numbers(count))
         return us, kind(**dict(zip(start, new, strict=True)), **({"count": count} if counts else {}))
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 def same(zeros: Tensor) -> Tensor:
-    """For `start`: zeros of the parameter's dtype."""
+    """Returns zeros of the parameter's dtype, for `start`."""
     return zeros
 
 
 def filled(value: Any) -> Callable[[Tensor], Tensor]:
-    """For `start`: `value` everywhere.
+    """Returns a function for `start`: `value` everywhere.
 
     Example:
         >>> filled(0.5)(torch.zeros(1))

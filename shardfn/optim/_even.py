@@ -1,9 +1,9 @@
-"""Fused kernels whose bits do not depend on an element's position in its leaf.
+"""Fused kernels with results that do not depend on an element's position in the leaf.
 
-torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (a
-product and a sum that are one operation in the one form are two in the other). So the same element would step
-differently as the last of a chunk and in the middle of a leaf. Here the ends of all leaves are joined into one padded
-leaf, which has only whole vectors.
+torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (for
+example, a product and a sum are a single fused operation only in the vector form). So the same element would step
+differently at the end of a chunk and in the middle of a leaf. Here the ends of all leaves are joined into a padded leaf
+of whole vectors.
 """
 
 from collections.abc import Iterator
@@ -20,67 +20,67 @@ _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a v
 
 
 def even(columns: Columns) -> Iterator[Columns]:
-    """Yields the columns as a fused kernel may take them, in one go or in several, and writes ends back after each.
+    """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
 
     Args:
-        columns: one list a role, gradients last; contiguous leaves of one device; of one dtype but for gradients, which
-            are cast in pieces that stay in a core's cache.
+        columns: a list for each role, gradients last. Leaves are contiguous, and on one device. All have the same
+            dtype, except gradients: those are cast in pieces that fit a core's cache.
 
     Yields:
-        Columns of one dtype, each to be given to one kernel. All but the last are written through.
+        Columns of one dtype, each for one call of a kernel. All columns but the last are written through.
     """
     if not columns[0]:
         return
     dtype = columns[0][0].dtype
     if columns[-1][0].dtype == dtype:
-        yield from _even(columns)
+        yield from _align_columns(columns)
         return
     pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
     # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
-    scratch = torch.empty(max(_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
+    scratch = torch.empty(max(_total_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
     for *piece, grads in pieces:
-        cast = [x.view_as(g) for x, g in zip(_split(scratch, grads), grads, strict=True)]
+        cast = [x.view_as(g) for x, g in zip(_split_ends(scratch, grads), grads, strict=True)]
         foreach_copy_(cast, grads)
-        yield from _even([*piece, cast])
+        yield from _align_columns([*piece, cast])
 
 
-def _even(columns: Columns) -> Iterator[Columns]:
+def _align_columns(columns: Columns) -> Iterator[Columns]:
     first = columns[0]
     if first[0].device.type != "cpu" or not any(x.numel() % _LANES for x in first):
         yield columns
         return
     sizes = [x.numel() for x in first]
     starts = [_start_of_end(n) for n in sizes]
-    bodies = [[_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
-    ends = [[_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
-    joined = [_join(column) for column in ends]
+    bodies = [[_leaf_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
+    ends = [[_leaf_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
+    joined = [_join_ends(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
-    # The bodies are views, written in place; ends were copied into one leaf, and go back from there.
+    # The bodies are views, written in place. Ends were copied into one leaf, and are copied back.
     for end, join in zip(ends[:-1], joined, strict=False):
-        foreach_copy_(end, _split(join, end))
+        foreach_copy_(end, _split_ends(join, end))
 
 
 def _start_of_end(n: int) -> int:
-    """Where the end of a leaf of `n` elements begins, which fills no whole vectors."""
+    """Returns the index at which the end of a leaf of `n` elements begins: the rest after whole vectors."""
     return n if n % _LANES == 0 else 0 if n < _SMALL else n // _LANES * _LANES
 
 
-def _body(x: Tensor, n: int, start: int) -> Tensor:
-    """Returns a leaf up to its end; `x` itself where it has only whole vectors."""
+def _leaf_body(x: Tensor, n: int, start: int) -> Tensor:
+    """Returns a leaf without the end, or `x` unchanged if only whole vectors are left."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 
-def _end(x: Tensor, n: int, start: int) -> Tensor:
+def _leaf_end(x: Tensor, n: int, start: int) -> Tensor:
     return x.view(-1).narrow(0, start, n - start) if start else x.view(-1)
 
 
-def _join(ends: list[Tensor]) -> Tensor:
-    return torch.cat([*ends, ends[0].new_zeros(-_numel(ends) % _LANES)])
+def _join_ends(ends: list[Tensor]) -> Tensor:
+    return torch.cat([*ends, ends[0].new_zeros(-_total_numel(ends) % _LANES)])
 
 
-def _split(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
-    return flat[: _numel(like)].split([x.numel() for x in like])
+def _split_ends(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
+    return flat[: _total_numel(like)].split([x.numel() for x in like])
 
 
-def _numel(leaves: list[Tensor]) -> int:
+def _total_numel(leaves: list[Tensor]) -> int:
     return sum(x.numel() for x in leaves)

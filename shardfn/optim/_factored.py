@@ -1,4 +1,4 @@
-"""`scale_by_factored_rms`: second moments of a matrix as one vector for its rows and one for its columns."""
+"""`scale_by_factored_rms`: second moments of a matrix as a vector for the rows and a vector for the columns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from ._types import OptState, Params, Specs, Updates
 
 
 class FactoredState(NamedTuple):
-    """The second moments. Leaves without use for one of the three are `None` there.
+    """The second moments. Leaves are `None` in trees that do not apply.
 
     Attributes:
         count: int32, 0-d: steps taken.
         v_row: tree like params: the mean of squares over the largest dim. Whole on every rank.
-        v_col: tree like params: that over the second largest dim. Whole on every rank.
+        v_col: tree like params: the mean of squares over the second largest dim. Whole on every rank.
         v: tree like params: of leaves that are not factored, the mean of squares of each element.
     """
 
@@ -44,17 +44,17 @@ def scale_by_factored_rms(
     min_dim_size_to_factor: int = 128,
     epsilon: float = 1e-30,
 ) -> GradientTransformation:
-    """Divides by the root of a second moment that is kept as two vectors: `u = g / sqrt(v_row v_col / mean(v_row))`.
+    """Divides by the root of a second moment, stored as two vectors: `u = g / sqrt(v_row v_col / mean(v_row))`.
 
     Over the two largest dims of a leaf, `v_row` and `v_col` are the means of `g^2 + epsilon`, each averaged over steps:
-    `v = d v + (1 - d) mean`, with `d = 1 - (t - step_offset)^-decay_rate`. The sums over a leaf that is cut are one
-    psum for all leaves that are cut alike.
+    `v = d v + (1 - d) mean`, with `d = 1 - (t - step_offset)^-decay_rate`. For leaves with the same spec, the sums over
+    blocks are one psum.
 
     Args:
         factored: whether to factor at all.
         decay_rate: decay rate in [0, 1).
         step_offset: the step at which a fine-tuning begins.
-        min_dim_size_to_factor: a leaf is factored if its two largest dims are at least this large, >= 1.
+        min_dim_size_to_factor: smallest size of the two largest dims at which a leaf is factored, >= 1.
         epsilon: added to squares, >= 0.
 
     Returns:
@@ -82,7 +82,7 @@ def scale_by_factored_rms(
 
 @dataclass(frozen=True)
 class _Factored:
-    """The rule. `shapes` has those of the whole leaves of the tree that it was decided on."""
+    """The rule. `shapes` has the shapes of the whole leaves."""
 
     factored: bool
     decay: float
@@ -92,8 +92,8 @@ class _Factored:
     shapes: Resolved | None = None
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
-        # Its granularity is "tree": vectors do not lie beside rows of their leaf.
+        """Returns the rule as a `GradientTransformation`."""
+        # The granularity is "tree", because vectors cannot be cut with rows of the leaf.
         needs = Needs(decide=self.decide if self.shapes is None else None, ascends=True)
         return GradientTransformation(self.init, self.update, needs=needs)
 
@@ -103,7 +103,7 @@ class _Factored:
         return replace(self, shapes=Resolved(shapes)).rule()
 
     def leaves(self, tree: PyTree, specs: Specs = None) -> list["_FactoredLeaf"]:
-        """How each leaf is factored and cut."""
+        """Returns the factoring and the spec of each leaf."""
         blocks = tree_flatten(tree)[0]
         if self.shapes is None:
             check_whole("adafactor", tree, specs)
@@ -123,14 +123,14 @@ class _Factored:
         rows, columns, own = list[Any](), list[Any](), list[Any]()
         for p, leaf in zip(ps, self.leaves(params), strict=True):
             pair = leaf.vectors
-            row, column = (None, None) if pair is None else (self._vector(p, shape) for shape in pair)
+            row, column = (None, None) if pair is None else (self._zero_vector(p, shape) for shape in pair)
             rows.append(row)
             columns.append(column)
             own.append(torch.zeros_like(p, dtype=wide(p).dtype) if pair is None else None)
         v_row, v_col, v = (tree_unflatten(treedef, column) for column in (rows, columns, own))
         return FactoredState(zero_count(params), v_row, v_col, v)
 
-    def _vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | GlobalTensor:
+    def _zero_vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | GlobalTensor:
         zeros = p.new_zeros(shape, dtype=wide(p).dtype)
         return zeros if self.shapes is None else GlobalTensor(zeros, zeros.shape, P(), current_mesh())
 
@@ -142,7 +142,7 @@ class _Factored:
         gs, treedef = tree_flatten(updates)
         leaves = self.leaves(updates, specs)
         squares = [wide(g).square() + self.epsilon for g in gs]
-        sums = iter(_sums([(x, leaf) for x, leaf in zip(squares, leaves, strict=True) if leaf.dims is not None]))
+        sums = iter(_factor_sums([(x, leaf) for x, leaf in zip(squares, leaves, strict=True) if leaf.dims is not None]))
         d = 1 - (state.count + 1 - self.offset).double() ** -self.decay
         columns = [treedef.flatten_up_to(x) for x in (state.v_row, state.v_col, state.v)]
         out, new = list[Tensor](), list[tuple[Any, Any, Any]]()
@@ -167,8 +167,8 @@ class _FactoredLeaf(NamedTuple):
 
     Attributes:
         shape: shape of the whole.
-        spec: how it is cut.
-        dims: the second largest dim and the largest. None: it is not factored.
+        spec: spec of the block.
+        dims: the second largest dim and the largest. None: the leaf is not factored.
     """
 
     shape: tuple[int, ...]
@@ -177,14 +177,14 @@ class _FactoredLeaf(NamedTuple):
 
     @property
     def vectors(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Returns the shapes of the means over the largest dim and over the other."""
+        """Returns the shapes of the means over the largest dim and over the second largest dim."""
         if self.dims is None:
             return None
         row, column = ((*self.shape[:d], *self.shape[d + 1 :]) for d in (self.dims[1], self.dims[0]))
         return row, column
 
     def box(self, without: int) -> tuple[slice, ...]:
-        """This rank's block of a mean over one dim."""
+        """Returns this rank's block of a mean over one dim."""
         mesh = current_mesh()
         box = block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
         return (*box[:without], *box[without + 1 :])
@@ -204,10 +204,10 @@ class _FactoredLeaf(NamedTuple):
         return by_row * column[self.box(other)].rsqrt().unsqueeze(other)
 
 
-def _sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the sums over the largest dim of whole leaves, and over the other.
+def _factor_sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
+    """Returns the sums of whole leaves over the largest dim, and over the second largest dim.
 
-    One psum for leaves that are cut alike.
+    Leaves with the same spec share a psum.
     """
     mesh = current_mesh()
     groups: dict[Any, list[int]] = {}

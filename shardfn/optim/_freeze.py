@@ -1,7 +1,7 @@
-"""When a variance stops learning: after a number of steps, or when it has become stable.
+"""Decides when a variance stops learning: after a number of steps, or when the variance is stable.
 
-Once it is frozen, Adam is momentum with a fixed preconditioner: linear in the momentum, so that errors of compression
-cancel from step to step. The test of stability is that of 1-bit Adam (https://arxiv.org/abs/2102.02888, 2021).
+With a frozen variance, Adam is momentum with a fixed preconditioner. This is linear in the momentum, so that errors of
+compression cancel from step to step. The test of stability is from 1-bit Adam (https://arxiv.org/abs/2102.02888, 2021).
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ COMPRESSED = Phase("compressed", True)
 
 
 class VarianceStability(NamedTuple):
-    """Freezes the variance when its norm has become stable: `|nu_t|_1 / |nu_(t - D)|_1 >= ratio`, `D = 1 / (1 - b2)`.
+    """Freezes the variance when the norm is stable: `|nu_t|_1 / |nu_(t - D)|_1 >= ratio`, `D = 1 / (1 - b2)`.
 
-    The norms are over the whole tree and corrected for bias, without which a variance that starts at zero would always
-    seem to grow. They are taken at multiples of D, and at no other step.
+    The norms are over the whole tree and corrected for bias, because a variance that starts at zero would otherwise
+    always seem to grow. Norms are computed only at multiples of D, for example every 1000 steps for `b2 = 0.999`.
 
     Attributes:
         ratio: ratio in (0, 1).
-        after: the first step at which it may freeze, for instance after the warm-up of the learning rate.
+        after: first step at which the variance may freeze, for example after the warm-up of the learning rate.
 
     References:
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
@@ -52,10 +52,10 @@ class FreezeState(NamedTuple):
 
     Attributes:
         count: int32: steps taken.
-        frozen: int32: the step after which the variance stays; 0 while it learns.
-        begun: int32: whether compressed steps go on from the last one's codes: 0 before the first, and where the number
-            of ranks has changed.
-        norm: float32: the norm of the variance when it was last taken, or 0 before.
+        frozen: int32: step after which the variance is constant. 0 while the variance learns.
+        begun: int32: whether the next compressed step uses the codes of the last step. 0 before the first step, and
+            after a change of the number of ranks.
+        norm: float32: last computed norm of the variance, or 0.
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
@@ -73,21 +73,21 @@ class Freeze:
 
     @property
     def interval(self) -> int:
-        """Steps between two norms."""
+        """Returns the number of steps between two norms."""
         return max(1, round(1 / (1 - self.b2)))
 
     def init(self, params: Params) -> FreezeState:
-        """Nothing happened yet."""
+        """Returns the first state."""
         count = zero_count(params)
         return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
 
     def phase(self, state: FreezeState, *, switches: bool) -> Phase:
         """Returns the next step's phase.
 
-        Reads the state on the host. `switches`: the first compressed step is special.
+        Reads the state on the host. `switches`: whether the first compressed step is a separate phase.
         """
         count, frozen = int(state.count), int(state.frozen)
-        # By the number asked for now, which may differ from the one of the steps before a resume.
+        # By the current number, which may differ from the number before a resume.
         learned = count >= self.step if isinstance(self.step, int) else frozen > 0
         if not learned:
             probes = not isinstance(self.step, int) and (count + 1) % self.interval == 0
@@ -97,9 +97,11 @@ class Freeze:
     def learning(
         self, state: FreezeState, nu: Params, specs: Specs, phase: Phase, learnt: Int[Tensor, ""] | None = None
     ) -> FreezeState:
-        """After a step with averaged gradients. A frozen variance learns again, if the number of steps is raised.
+        """Returns the state after a step with averaged gradients.
 
-        `learnt`: how many gradients `nu` has averaged. None: one a step.
+        A frozen variance learns again, if the number of steps is raised.
+
+        `learnt`: number of gradients that `nu` has averaged. None: one gradient a step.
         """
         count, zero = state.count + 1, torch.zeros_like(state.frozen)
         if phase != PROBE:
@@ -111,8 +113,8 @@ class Freeze:
 
     @staticmethod
     def frozen(state: FreezeState) -> FreezeState:
-        """After a compressed step."""
-        # Without a test nothing was noted while it learnt: the first compressed step comes after the last of those.
+        """Returns the state after a compressed step."""
+        # Without a test, no step was noted: the first compressed step comes after the last step of learning.
         since = torch.where(state.frozen > 0, state.frozen, state.count)
         return FreezeState(state.count + 1, since, torch.ones_like(state.begun), state.norm)
 
@@ -121,7 +123,7 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
     """Returns the rule for a user's `freeze_step`.
 
     Raises:
-        ValueError: `step` is not such a rule, or the variance would freeze before it has learnt anything.
+        ValueError: `step` is not such a rule, or the variance would freeze before the first step.
     """
     if step == "auto":
         step = VarianceStability()
@@ -133,13 +135,13 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
     else:
         raise ValueError(
             f"{who}: freeze_step={step!r} must be an int >= 1, 'auto' or a VarianceStability: the number of steps after"
-            " which the variance is constant; 15 to 25 percent of all steps is usual."
+            " which the variance is constant. 15 to 25 percent of all steps is usual."
         )
     return Freeze(step, b2)
 
 
 def l1_norm(nu: Params, specs: Specs) -> Float[Tensor, ""]:
-    """Returns the sum of a tree of nonnegative leaves, over all their blocks."""
+    """Returns the sum of a tree of nonnegative leaves, over all blocks."""
     leaves, _ = tree_flatten(nu)
     if not leaves:
         return torch.zeros(())

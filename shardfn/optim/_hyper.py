@@ -1,4 +1,4 @@
-"""Hyperparameters that may be tensors: how they meet leaves that are cut over the mesh, and the in-place kernels."""
+"""Hyperparameters that may be tensors, for leaves that are cut over the mesh and for in-place kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +15,17 @@ from ._types import Number, Specs, Updates
 
 
 def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
-    """`value` for each leaf, as a value that varies over the axes that cut the leaf.
+    """Returns `value` for each leaf, varying over the axes that cut the leaf.
 
-    A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and its transpose
-    is the sum over blocks, without which the derivative with respect to a hyperparameter would be one rank's share.
+    A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and the transpose
+    of the cast is the sum over blocks. Without the sum, the derivative with respect to a hyperparameter would be only
+    one rank's share.
 
     Args:
         leaves: the leaves of `tree`, flattened.
         value: a number, or a tensor equal on all ranks.
         tree: tree of local blocks.
-        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
+        specs: tree (or prefix) of `P`: specs of the blocks. None: leaves are whole.
 
     Returns:
         One entry a leaf. Tensors are on the leaf's device.
@@ -47,18 +48,18 @@ def leafwise(
     specs: Specs,
     **numbers: Any,
 ) -> tuple[PyTree, ...]:
-    """`f` on each leaf: `f(g, mu=..., b1=...)`, by name the leaves of the trees `of`, and the numbers.
+    """Applies `f` to each leaf: `f(g, mu=..., b1=...)`, with leaves of the trees `of` and numbers by name.
 
     Args:
         f: the mathematics of one leaf.
-        num: how many tensors `f` returns.
+        num: number of tensors that `f` returns.
         updates: tree of gradients.
         of: trees of a state, by name. Each must match `updates`.
-        specs: how the blocks are cut. None: leaves are whole.
+        specs: specs of the blocks. None: leaves are whole.
         **numbers: hyperparameters, each given `beside` the leaf.
 
     Returns:
-        A tree of each thing that `f` returns.
+        A tree for each result of `f`.
 
     Raises:
         ValueError: a tree does not match. The message lists the leaves.
@@ -77,7 +78,7 @@ def leafwise(
 
 
 def number(value: Number) -> float:
-    """Returns a hyperparameter as the kernels take it: on the host.
+    """Returns a hyperparameter as a float on the host, for kernels.
 
     Example:
         >>> number(2)
@@ -87,7 +88,7 @@ def number(value: Number) -> float:
 
 
 def is_zero(value: Number | None) -> bool:
-    """Returns whether a hyperparameter is known to be 0 (or None). A tensor's value is not looked at.
+    """Returns whether a hyperparameter is known to be 0 (or None). The value of a tensor is not read.
 
     Example:
         >>> is_zero(0.0), is_zero(0.1)
@@ -97,9 +98,9 @@ def is_zero(value: Number | None) -> bool:
 
 
 def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Returns the square root, whose derivative at 0 is taken as 0.
+    """Returns the square root, with derivative 0 at 0.
 
-    A weight that never had a gradient has no infinite one.
+    So a weight without any gradient so far does not get an infinite gradient.
 
     Example:
         >>> root(torch.tensor([0.0, 4.0]))
@@ -107,14 +108,14 @@ def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """
     if not transforming():
         return x.sqrt()
-    # Twice: the derivative of the branch that is not taken is infinite at 0, and infinity times 0 is nan.
+    # `where` twice: the derivative of the unused branch is infinite at 0, and infinity times 0 is NaN.
     return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
 
 
 def rounded_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Returns the square root, of float32 the nearest number to it.
+    """Returns the square root, correctly rounded in float32.
 
-    torch's own, on a CPU, is MKL's: on some processors it is off by the last bit for one number in six.
+    torch's root on a CPU is MKL's. On some processors the last bit is wrong for one number in six.
 
     Example:
         >>> rounded_root(torch.tensor([0.25]))

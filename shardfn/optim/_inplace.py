@@ -1,4 +1,4 @@
-"""Updates added to parameters: purely, and in the parameters' own buffers."""
+"""Adds updates to parameters: as a pure function, and in place."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, OptState]]:
     """Returns the in-place form of `tx`.
 
-    Its own `apply`, or `update` and then an addition into the parameters' buffers.
+    The rule's `apply`, or else `update` and an addition into the parameters' buffers.
 
     Args:
         tx: any rule.
@@ -59,7 +59,7 @@ def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, Op
         return tx.apply
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         updates, state = tx.update(grads, state, params, specs=specs)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -68,4 +68,4 @@ def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, Op
             foreach_add_(ps, us)
         return params, state
 
-    return apply
+    return apply_fn

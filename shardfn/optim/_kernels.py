@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""torch's kernels for a list of leaves, one launch each. Their names are private, so only this file uses them."""
+"""torch's kernels for a list of leaves, one launch each. The names are private, so only this file uses the kernels."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, each leaf scaled by the ratio of its norm to its update's."""
+"""LAMB: Adam's direction, with each leaf scaled by the ratio of the norms of parameter and update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -40,7 +40,7 @@ class ScaleByMomentRatioState(NamedTuple):
 
     Attributes:
         mu: tree like params: mean of the gradients.
-        nu: tree like params: mean of their squares.
+        nu: tree like params: mean of the squared gradients.
     """
 
     mu: PyTree
@@ -48,10 +48,10 @@ class ScaleByMomentRatioState(NamedTuple):
 
 
 class ScaleByBiasCorrectionState(NamedTuple):
-    """How many steps the moments average over.
+    """Number of steps that the moments average over.
 
     Attributes:
-        count: int32, 0-d.
+        count: int32, 0-d: steps taken.
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
@@ -79,20 +79,20 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
     not_negative("scale_by_moment_ratio", eps=eps)
 
-    def init(params: Params) -> ScaleByMomentRatioState:
+    def init_fn(params: Params) -> ScaleByMomentRatioState:
         return ScaleByMomentRatioState(zeros_like(params), zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
         us, mu, nu = leafwise(
-            _direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
+            _leaf_direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
         )
         return us, ScaleByMomentRatioState(mu, nu)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
@@ -115,10 +115,10 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     """
     decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
 
-    def init(params: Params) -> ScaleByBiasCorrectionState:
+    def init_fn(params: Params) -> ScaleByBiasCorrectionState:
         return ScaleByBiasCorrectionState(zero_count(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
@@ -128,7 +128,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         [us] = leafwise(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
         return us, ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -147,9 +147,9 @@ def lamb(
 ) -> GradientTransformation:
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
-    The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias correction scales
-    the whole step, decay included, where the paper corrects the moments inside u. `bias_correction="moments"` does so.
-    The rule of `optax.lamb(lr)` is `lamb(lr, eps=1e-6, bias_correction="moments", min_coeff=0.0, max_coeff=math.inf)`.
+    The trust ratio c is computed as by `scale_by_trust_ratio`. As in the common fused kernels, bias correction scales
+    the whole step, including decay. The paper corrects the moments inside u, as does `bias_correction="moments"`. The
+    rule of `optax.lamb(lr)` is `lamb(lr, eps=1e-6, bias_correction="moments", min_coeff=0.0, max_coeff=math.inf)`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -157,17 +157,18 @@ def lamb(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
-        eps_root: inside the root, >= 0; only with `bias_correction="moments"`.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
+        eps_root: inside the root, >= 0. Only with `bias_correction="moments"`.
         min_coeff: lower bound of the trust ratio.
-        max_coeff: upper bound of the trust ratio; may be infinite.
-        bias_correction: "step": a factor of the whole step; "moments": of each moment, before the trust ratio.
+        max_coeff: upper bound of the trust ratio, possibly infinite.
+        bias_correction: "step" corrects the whole step by a factor. "moments" corrects each moment, before the trust
+            ratio.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range, or `eps_root` would have no effect; (on use) the mask or the state does
+        ValueError: a number is out of range, or `eps_root` would have no effect, or (on use) the mask or the state does
             not match the params.
 
     Example:
@@ -194,14 +195,14 @@ def lamb(
     )
     step = lamb_in_place(learning_rate, b1, b2, eps, weight_decay, mask, min_coeff, max_coeff)
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         return step(grads, state, params, specs=specs)[:2]
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         on = resolved(mask, params, bool, "mask")
         return lamb(learning_rate, b1, b2, eps, weight_decay, on, min_coeff=min_coeff, max_coeff=max_coeff)
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("leaf", decide=decide_decay))
 
 
 def _check_correction(bias_correction: str, eps_root: Number) -> None:
@@ -223,11 +224,14 @@ def lamb_in_place(
     max_coeff: float | int,
     corrected: bool = True,
 ) -> Callable[..., tuple[Params, OptState, Float[Tensor, " num_leaves"]]]:
-    """`lamb`'s `apply`, which also gives its trust ratios. Without correction its chain is shorter by a rule."""
+    """Returns an `apply` of `lamb` that also returns trust ratios.
+
+    Without correction the chain has one rule less.
+    """
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
         check_chain("lamb", state, 5 if corrected else 4)
         check_state("lamb", state[0], ScaleByMomentRatioState)
         ps, treedef = tree_flatten(params)
@@ -235,39 +239,43 @@ def lamb_in_place(
         check_shapes(treedef, ps, grads=gs)
         (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
         on = flags(params, ps, treedef, specs)
-        # Counters advance here: the moments' rule keeps none, correction and rate one each.
+        # Counters advance here: the correction and the rate each have a counter.
         rate = next_rate(learning_rate, state[-1])
         rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
         ratios = torch.zeros(0)
         if ps:
-            u = _directions(mu, nu, g, number(b1), number(b2), number(eps))
+            u = _leaf_directions(mu, nu, g, number(b1), number(b2), number(eps))
             _add_decay(u, p, on, number(weight_decay))
             leaf_specs = None if specs is None else spec_leaves(specs, params)
             ratios = trust_ratios(p, u, leaf_specs, min_coeff, max_coeff)
-            _descend(p, u, rate, ratios)
+            _descend_leaves(p, u, rate, ratios)
         unstage(copies)
         return params, state, ratios
 
-    return apply
+    return apply_fn
 
 
 def bias_factor(
     count: Int[Tensor, ""], b1: Number, b2: Number, since: Int[Tensor, ""] | None = None
 ) -> Float[Tensor, ""]:
-    """`sqrt(1 - b2^t) / (1 - b1^t)`. The variance's t is `since`, where it stays since then."""
+    """Returns `sqrt(1 - b2^t) / (1 - b1^t)`. A variance that is frozen since step `since` has that t."""
     c1, c2 = bias_corrections(count, b1, b2)
     c2 = c2 if since is None else bias_corrections(since, b1, b2)[1]
     return c2.sqrt() / c1
 
 
-def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the update of one leaf, and its next moments, in the dtype that they are kept in."""
+def _leaf_direction(
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the update of a leaf, and the next moments in the stored dtype."""
     dtype = mu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     return (mu / (root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)
 
 
-def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:
+def _leaf_directions(
+    mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float
+) -> list[Tensor]:
     u = [torch.empty_like(x) for x in mu]
     # Piece by piece: the temporaries of a chain of kernels stay in the cache.
     for m, v, d, out in blocks([mu, nu, g, u]):
@@ -287,9 +295,9 @@ def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_d
         foreach_add_([x for x, _ in decayed], [y for _, y in decayed], alpha=weight_decay)
 
 
-def _descend(p: list[Tensor], u: list[Tensor], rate: Any, ratios: Float[Tensor, " num_leaves"]) -> None:
+def _descend_leaves(p: list[Tensor], u: list[Tensor], rate: Any, ratios: Float[Tensor, " num_leaves"]) -> None:
     rates = (rate * ratios).unbind()
-    if ratios.dtype == torch.float64:  # beside float64 leaves others step as they do alone
+    if ratios.dtype == torch.float64:  # other leaves step independently of float64 leaves
         narrow = (rate * ratios.float()).unbind()
         rates = [r if x.dtype == torch.float64 else n for x, r, n in zip(u, rates, narrow, strict=True)]
     foreach_mul_(u, [-r.to(x.device) for x, r in zip(u, rates, strict=True)])

@@ -1,4 +1,4 @@
-"""LARS: momentum of gradients, each leaf scaled by the ratio of its norm to its gradient's."""
+"""LARS: momentum of gradients, with each leaf scaled by the ratio of the norms of parameter and gradient."""
 
 import math
 
@@ -30,25 +30,25 @@ def lars(
 ) -> GradientTransformation:
     """LARS: `u = g + weight_decay * p; t = momentum * t - lr * c * u; p = p + t`.
 
-    The ratio `c = trust_coefficient |p| / (|u| + eps)` is that of each whole leaf, over all its blocks, and 1 where a
-    norm is 0. Biases and scales of norms are usually left out of both masks.
+    The ratio `c = trust_coefficient |p| / (|u| + eps)` is computed for each whole leaf, over all blocks, and is 1 where
+    a norm is 0. Biases and scales of norms are usually left out of both masks.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
         weight_decay: factor of the decay, >= 0.
-        weight_decay_mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one.
+        weight_decay_mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree.
         trust_coefficient: factor of the ratio, >= 0.
         eps: added to the norm of u, >= 0.
-        trust_ratio_mask: which leaves are scaled by their ratio, in the form of `weight_decay_mask`.
+        trust_ratio_mask: leaves that are scaled by the ratio, in the form of `weight_decay_mask`.
         momentum: momentum in [0, 1).
-        nesterov: whether the trace looks one step ahead; needs momentum.
+        nesterov: whether the trace looks one step ahead. Needs momentum.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range, or `nesterov` is given without momentum; (on use) a mask or the state does
-            not match the params.
+        ValueError: a number is out of range, or `nesterov` is given without momentum, or (on use) a mask or the state
+            does not match the params.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ def lars(
     check_rate("lars", learning_rate)
     decay_rate("lars", momentum=momentum)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"lars: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"lars: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     trust = scale_by_trust_ratio(0.0, math.inf, trust_coefficient=trust_coefficient, eps=eps)
     return chain(
         add_decayed_weights(weight_decay, weight_decay_mask),

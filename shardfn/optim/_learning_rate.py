@@ -1,4 +1,4 @@
-"""Factors of updates: `scale_by_learning_rate`, the last rule of an optimizer, `u = -lr * g`, and of any sign."""
+"""Factors of updates: `scale` of any sign, and `scale_by_learning_rate`, the last rule: `u = -lr * g`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from ._types import LearningRate, Number, OptState, Params, Schedule, Specs, Upd
 
 
 class ScaleByScheduleState(NamedTuple):
-    """How many steps the schedule has seen.
+    """Number of steps that the schedule has seen.
 
     Attributes:
-        count: int32, 0-d.
+        count: int32, 0-d: steps taken.
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
@@ -44,25 +44,24 @@ def scale(step_size: Number) -> GradientTransformation:
         [tensor([-1.])]
     """
     finite("scale", step_size=step_size)
-    ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not looked at
-    rule = stateless(lambda updates, params, specs: _scaled(updates, step_size, specs))
+    ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not checked
+    rule = stateless(lambda updates, params, specs: _scale_updates(updates, step_size, specs))
     return rule._replace(needs=Needs("element", ascends=ascends))
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     """Scales updates by a schedule: `u = step_size_fn(count) * g`, where count is 0 at the first step.
 
-    The sign is kept, so a learning rate that comes in this way is negative, or `scale(-1.0)` follows it.
-    `scale_by_learning_rate` changes the sign itself.
+    The sign is kept, so pass a negative learning rate, or add `scale(-1.0)`. `scale_by_learning_rate` changes the sign.
 
     Args:
-        step_size_fn: a schedule, whose values may be negative.
+        step_size_fn: schedule, possibly with negative values.
 
     Returns:
         A rule with a `ScaleByScheduleState`.
 
     Raises:
-        TypeError: `step_size_fn` is not a function; (on use) it does not return a number.
+        TypeError: `step_size_fn` is not a function, or (on use) the function does not return a number.
 
     Example:
         >>> tx = scale_by_schedule(lambda count: -0.5 * (count + 1))
@@ -71,9 +70,9 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     """
     if not callable(step_size_fn):
         raise TypeError(
-            f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count; use optim.scale(x)."
+            f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count. Use optim.scale(x)."
         )
-    return _by_schedule("scale_by_schedule", step_size_fn, _scaled)
+    return _scale_by_count("scale_by_schedule", step_size_fn, _scale_updates)
 
 
 @explains_keywords(**MEANT)
@@ -84,7 +83,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         learning_rate: a number >= 0, a 0-d tensor, or a schedule.
 
     Returns:
-        A rule. It keeps a count only if `learning_rate` is a schedule.
+        A rule, with a count only if `learning_rate` is a schedule.
 
     Raises:
         ValueError: the number is negative or not finite.
@@ -95,42 +94,44 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
-        return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs), "element")
-    return _by_schedule("scale_by_learning_rate", learning_rate, _descend)
+        return stateless(lambda updates, params, specs: _scale_descending(updates, learning_rate, specs), "element")
+    return _scale_by_count("scale_by_learning_rate", learning_rate, _scale_descending)
 
 
-def _by_schedule(who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]) -> GradientTransformation:
-    def init(params: Params) -> ScaleByScheduleState:
+def _scale_by_count(
+    who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]
+) -> GradientTransformation:
+    def init_fn(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state(who, state, ScaleByScheduleState)
         return step(updates, scheduled(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element"))
 
 
-def _scaled(updates: Updates, by: Any, specs: Specs) -> PyTree:
+def _scale_updates(updates: Updates, by: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
     rows = zip(gs, beside(gs, by, updates, specs), strict=True)
     return tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
 
 
-def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:
+def _scale_descending(updates: Updates, rate: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
     rows = zip(gs, beside(gs, rate, updates, specs), strict=True)
     return tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])
 
 
 def check_rate(who: str, learning_rate: LearningRate) -> None:
-    """`learning_rate` is a schedule or a finite number >= 0.
+    """Checks that `learning_rate` is a schedule or a finite number >= 0.
 
     Raises:
-        TypeError: it is parameters, a class, or a scheduler of torch.
-        ValueError: it is no such number.
+        TypeError: the value is parameters, a class, or a scheduler of torch.
+        ValueError: the number is negative or not finite.
     """
     if (problem := no_rate(who, learning_rate)) is not None:
         raise TypeError(problem)
@@ -142,19 +143,19 @@ def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
     """Returns the value of a schedule for a count.
 
     Raises:
-        TypeError: it is neither a number nor a 0-d tensor.
+        TypeError: the value is neither a number nor a 0-d tensor.
     """
     rate = schedule(count)
     if (problem := not_scalar(rate)) is not None:
         raise TypeError(
-            f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem};"
-            " schedule(count) returns a number or a 0-d tensor."
+            f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem}."
+            " A schedule must return a number or a 0-d tensor."
         )
     return rate
 
 
 def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
-    """Returns the rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
+    """Returns the rate of this step, for in-place forms, and advances the schedule's count in place."""
     if not callable(learning_rate):
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
@@ -165,5 +166,5 @@ def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Flo
 
 
 def on_device(rate: float | int | Float[Tensor, ""], device: torch.device) -> float | Float[Tensor, ""]:
-    """`rate` where a kernel on `device` can read it."""
+    """Returns `rate` in a form that a kernel on `device` can read."""
     return rate.to(device) if isinstance(rate, Tensor) else float(rate)

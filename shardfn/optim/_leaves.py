@@ -1,8 +1,8 @@
 """Trees as columns of leaves: the checks and the grouping that every optimizer shares.
 
-A tree is flattened once a step; after that an optimizer works on lists. The in-place forms need leaves that a fused
-kernel can take: contiguous, and of one dtype across parameter, moments and gradient. `stage` makes the odd ones so by
-copies, and `unstage` writes them back.
+A tree is flattened once a step. After that an optimizer works on lists. The in-place forms need leaves for a fused
+kernel: contiguous, and with the same dtype for parameter, moments and gradient. `stage` copies other leaves (for
+example transposed parameters), and `unstage` writes the copies back.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from shardfn.core import (
 
 Columns = list[list[Tensor]]
 Copies = list[tuple[Tensor, Tensor]]
-_BLOCK = 1 << 16  # elements: a few tensors of them stay in a core's cache
+_BLOCK = 1 << 16  # elements: a few tensors of this size stay in a core's cache
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -36,19 +36,19 @@ def leaves_like(tree: PyTree, treedef: Any, name: str, like: str) -> list[Any]:
     """Returns the leaves of `tree`, which must have the structure `treedef`.
 
     Raises:
-        ValueError: the structures differ. The message lists every path that only one of the two has.
+        ValueError: the structures differ. The message lists every path that only one side has.
     """
     leaves, own = tree_flatten(tree)
     if own != treedef:
-        _refuse(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
+        _refuse_trees(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
     return leaves
 
 
 def check_shapes(treedef: Any, params: Sequence[Tensor], **columns: Sequence[Tensor]) -> None:
-    """Every leaf of every column has the shape of the parameter beside it.
+    """Checks that every leaf of every column has the parameter's shape.
 
     Raises:
-        ValueError: lists every leaf whose shape differs, with both shapes.
+        ValueError: shapes differ. The message lists all such leaves, with both shapes.
     """
     shapes = [p.shape for p in params]
     problems = []
@@ -64,33 +64,33 @@ def check_shapes(treedef: Any, params: Sequence[Tensor], **columns: Sequence[Ten
 
 
 def check_state(who: str, state: Any, kind: type) -> None:
-    """`state` is of the type that `who` keeps.
+    """Checks that `state` has the type that `who` keeps.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: the state has another type.
     """
     if not isinstance(state, kind):
         raise ValueError(
-            f"{who} keeps a {kind.__name__}, but was given a {type(state).__name__};"
-            " pass the state that init(params) returned."
+            f"{who} expected a {kind.__name__}, got a {type(state).__name__}."
+            " Pass the state that init(params) returned."
         )
 
 
 def check_params(who: str, params: PyTree) -> None:
-    """`who` was given params.
+    """Checks that `who` was given params.
 
     Raises:
         ValueError: `params=None`.
     """
     if params is None:
-        raise ValueError(f"{who} needs the parameters; call update(updates, state, params).")
+        raise ValueError(f"{who} needs the parameters. Call update(updates, state, params).")
 
 
 def zeros_like(params: PyTree) -> PyTree:
-    """Returns a zero for every leaf, of its shape, dtype and device.
+    """Returns zeros of the shape, dtype and device of every leaf.
 
     Raises:
-        ValueError: lists every leaf that is not of floating point.
+        ValueError: leaves are not of floating point. The message lists all such leaves.
     """
     leaves = tree_leaves(params)
     if not all(p.is_floating_point() for p in leaves):
@@ -107,7 +107,7 @@ def zero_count(params: PyTree) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in the dtype that arithmetic is done in: float32 for the half precisions, else its own."""
+    """Returns `x` in the dtype of the arithmetic: float32 for half precision, else unchanged."""
     return x.float() if x.dtype in _HALF else x
 
 
@@ -122,12 +122,14 @@ def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
 def stage(
     columns: Columns, *, widen: Callable[[Tensor], bool] | None = None, narrow: bool = False
 ) -> tuple[Columns, Copies]:
-    """Columns whose rows are contiguous and of one dtype, and the copies to write back. The last column is only read.
+    """Returns columns with contiguous rows of one dtype, and the copies to write back.
+
+    The last column is only read.
 
     Args:
-        columns: one list per role, parameters first and gradients last.
-        widen: which parameters of half precision are staged in float32. None: none.
-        narrow: whether a gradient on a CPU may keep a half-precision dtype beside a wider parameter. See `even`.
+        columns: a list for each role, parameters first and gradients last.
+        widen: predicate for parameters of half precision that are staged in float32. None: no parameters.
+        narrow: whether a gradient on a CPU may keep half precision with a wider parameter. See `even`.
     """
     dtypes = [x.dtype for x in columns[0]]
     even = widen is None and all([x.dtype for x in c] == dtypes for c in columns[1:])
@@ -150,7 +152,7 @@ def stage(
 
 
 def everywhere(param: Tensor) -> bool:
-    """For `stage`: every leaf."""
+    """Returns True for every leaf, for `stage`."""
     del param
     return True
 
@@ -171,9 +173,9 @@ def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Col
 
 
 def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
-    """Yields the columns cut in flat pieces that a CPU works through in its cache; on other devices all at once.
+    """Yields the columns in flat pieces that fit a CPU's cache. On other devices, yields all columns at once.
 
-    For chains of elementwise kernels: their temporaries are as small as a piece. Leaves must be contiguous.
+    For chains of elementwise kernels: temporaries are as small as a piece. Leaves must be contiguous.
     """
     if not columns[0] or columns[0][0].device.type != "cpu":
         yield columns
@@ -194,7 +196,10 @@ def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
 
 
 def disjoint(leaves: Sequence[Tensor]) -> bool:
-    """No two leaves share memory, nor two elements of a leaf. Gradients may be one tensor twice, or expanded."""
+    """Returns whether no leaves, and no elements of a leaf, share memory.
+
+    For example, gradients may be the same tensor twice, or expanded.
+    """
     if not all(x.is_contiguous() for x in leaves):
         return False
     spans = sorted((x.untyped_storage()._cdata, x.storage_offset() * x.itemsize, x.nbytes) for x in leaves)
@@ -202,7 +207,8 @@ def disjoint(leaves: Sequence[Tensor]) -> bool:
 
 
 def _is_late(grad: Tensor) -> bool:
-    # A tracer would write down every piece of a leaf; to it the gradient is cast as a whole, which gives the same bits.
+    # A tracer would record every piece of a leaf. So under a tracer the gradient is cast as a whole, with the same
+    # bits.
     return grad.dtype in _HALF and grad.device.type == "cpu" and not isinstance(grad, FakeTensor)
 
 
@@ -214,7 +220,7 @@ def _stage_row(row: tuple[Tensor, ...], wider: bool) -> list[Tensor]:
     return [x.to(dtype).contiguous() for x in row]
 
 
-def _refuse(tree: PyTree, other: PyTree, name: str, like: str) -> None:
+def _refuse_trees(tree: PyTree, other: PyTree, name: str, like: str) -> None:
     ours, theirs = tree_paths(tree), tree_paths(other)
     extra = [p for p in ours if p not in set(theirs)]
     missing = [p for p in theirs if p not in set(ours)]

@@ -44,7 +44,7 @@ class ScaleByLionState(NamedTuple):
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
     """Returns the sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
 
-    The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN; with 0 a
+    The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN. With 0, a
     weight would silently stop moving.
 
     Args:
@@ -67,18 +67,18 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     """
     decay_rate("scale_by_lion", b1=b1, b2=b2)
 
-    def init(params: Params) -> ScaleByLionState:
+    def init_fn(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
-        us, mu = leafwise(_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
+        us, mu = leafwise(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -91,21 +91,21 @@ def lion(
 ) -> GradientTransformation:
     """Lion with decoupled decay: `p = p - lr * (sign(b1 mu + (1 - b1) g) + weight_decay * p)`.
 
-    One moment instead of Adam's two. Every element moves by lr, so take lr 3 to 10 times smaller than AdamW's and
-    `weight_decay` as much larger.
+    One moment instead of Adam's two. Every element moves by lr, so use an lr 3 to 10 times smaller than for AdamW, and
+    a `weight_decay` 3 to 10 times larger. For example, lr 1e-4 instead of 3e-4 to 1e-3.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
         b1: rate inside the sign, in [0, 1).
         b2: rate of the momentum, in [0, 1).
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+        ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
 
     Example:
         >>> tx = lion(0.1, weight_decay=0.0)
@@ -121,7 +121,7 @@ def lion(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_chain("lion", state, 3)
         check_state("lion", state[0], ScaleByLionState)
         ps, treedef = tree_flatten(params)
@@ -133,20 +133,20 @@ def lion(
         lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
         for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
             for p_, mu_, g_ in blocks([p, mu, g]):
-                _step(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
+                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
         unstage(copies)
         return params, state
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_decay(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element", decide=decide))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", decide=decide_decay))
 
 
-def _step(
+def _step_leaves(
     p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: float | Tensor, b1: float, b2: float, decay: float
 ) -> None:
-    # The same expression as the pure rule, not a lerp: near 0 another rounding would be another sign.
+    # The same expression as the pure rule, not a lerp: near 0 another rounding would change the sign.
     mix = foreach_mul(mu, b1)
     foreach_add_(mix, foreach_mul(g, 1 - b1))
     u = foreach_sign(mix)
@@ -159,15 +159,15 @@ def _step(
     foreach_add_(mu, g, alpha=1 - b2)
 
 
-def _direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
-    """Returns the update of one leaf, and its next momentum."""
-    return _sign(_mix(g, mu, b1)).to(mu.dtype), _mix(g, mu, b2).to(mu.dtype)
+def _leaf_direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+    """Returns the update of a leaf, and the next momentum."""
+    return _sign_of(_mix_moment(g, mu, b1)).to(mu.dtype), _mix_moment(g, mu, b2).to(mu.dtype)
 
 
-def _mix(g: Tensor, mu: Tensor, b: Number) -> Tensor:
+def _mix_moment(g: Tensor, mu: Tensor, b: Number) -> Tensor:
     mu = wide(mu)
     return b * mu + (1 - b) * g.to(mu.dtype)
 
 
-def _sign(x: Tensor) -> Tensor:
+def _sign_of(x: Tensor) -> Tensor:
     return x.sign() + 0.0 * x

@@ -1,4 +1,4 @@
-"""`lookahead`: a fast rule steps, and every few steps slow parameters follow it a part of the way."""
+"""`lookahead`: a fast rule steps, and every few steps slow parameters move a part of the way to the fast parameters."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,17 +39,17 @@ def lookahead(
     slow_step_size: Number,
     reset_state: bool = False,
 ) -> GradientTransformation:
-    """Steps by a fast rule; every `sync_period` steps `slow = slow + slow_step_size (p - slow)`, `p = slow`.
+    """Steps by a fast rule. Every `sync_period` steps `slow = slow + slow_step_size (p - slow)`, `p = slow`.
 
-    The parameters of the step are the fast ones, at which gradients are taken. The slow ones are a part of the
-    optimizer's state, where optax has pairs of parameters. `sf.eval_state(state)` is the state to evaluate and export.
-    Put it outermost.
+    Gradients are computed at the fast parameters, the parameters of the step. The slow parameters are a part of the
+    optimizer's state (optax has pairs of parameters). `sf.eval_state(state)` is the state to evaluate and export. Put
+    the rule outermost.
 
     Args:
         fast_optimizer: the rule.
-        sync_period: how many steps it takes between two steps of the slow parameters, >= 1.
-        slow_step_size: how far the slow parameters go, > 0.
-        reset_state: whether the state of the fast rule begins anew after each.
+        sync_period: number of fast steps for each step of the slow parameters, >= 1.
+        slow_step_size: fraction of the way that the slow parameters move, > 0.
+        reset_state: whether the state of the fast rule is reset after each slow step.
 
     Returns:
         A rule with a `LookaheadState`.
@@ -84,7 +84,7 @@ class _Lookahead:
     reset: bool
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.fast_state,))
         return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
@@ -108,7 +108,7 @@ class _Lookahead:
         for p, u, x, s, size in zip(ps, us, new, slow, beside(ps, self.size, params, specs), strict=True):
             step = wide(s) + size * (wide(x) - wide(s))
             after.append(torch.where(syncs, step, wide(s)).to(s.dtype))
-            # In a dtype that holds the difference exactly, so that fast and slow ones are equal afterwards.
+            # In a dtype that holds the difference exactly, so that fast and slow parameters are equal afterwards.
             out.append(torch.where(syncs, step.to(s.dtype).double() - p.double(), u.double()))
         count = (state.steps_since_sync + 1) % self.period
         return tree_unflatten(treedef, out), LookaheadState(fast, count, tree_unflatten(treedef, after))

@@ -1,10 +1,10 @@
-"""Loss scales: keep float16 gradients out of the range where they become 0.
+"""Loss scales: keep float16 gradients from underflow to 0.
 
     gradient of (scale * loss), in float16  ->  divided by scale, in float32  ->  norm, clipping, update
 
 A step whose gradients are not finite is skipped. The scale then follows `update(state, finite) -> state`, a pure
-function. Gradients are divided by the scale that they were multiplied by. The scale moves after the step. Micikevicius
-et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+function. Gradients are divided by the same scale. The scale changes after the step. Micikevicius et al., Mixed
+Precision Training, 2017, https://arxiv.org/abs/1710.03740
 """
 
 import math
@@ -23,8 +23,8 @@ class LossScale(NamedTuple):
 
     Attributes:
         init: `init() -> state`. A state has a field `scale`, float32, 0-d, on the CPU.
-        update: `update(state, finite) -> state`: the state after a step whose gradients were finite, or were not. Pure.
-        check: `check(state)` raises a `FloatingPointError` if training cannot go on; reads the state on the host.
+        update: `update(state, finite) -> state`: the state after a step with or without finite gradients. Pure.
+        check: `check(state)` raises a `FloatingPointError` if training cannot continue. Reads the state on the host.
     """
 
     init: Callable[[], Any]
@@ -47,10 +47,10 @@ class DynamicScaleState(NamedTuple):
 
     Attributes:
         scale: the scale of the next step.
-        count: int64, 0-d: steps taken, skipped ones included.
-        last_overflow: int64, 0-d: number of the last step that overflowed, or -1 if none did.
-        hysteresis: int64, 0-d: the scale falls at an overflow that finds this at 1.
-        exhausted: whether the last step overflowed with the scale at its floor.
+        count: int64, 0-d: steps taken, including skipped steps.
+        last_overflow: int64, 0-d: number of the last step that overflowed, or -1 without an overflow.
+        hysteresis: int64, 0-d: remaining overflows until the scale falls.
+        exhausted: whether the last step overflowed with the scale at the floor.
     """
 
     scale: Float[Tensor, ""]
@@ -61,7 +61,7 @@ class DynamicScaleState(NamedTuple):
 
 
 def static_loss_scale(scale: float | int) -> LossScale:
-    """One scale for all steps; a step that overflows is skipped all the same.
+    """Returns a constant scale. A step that overflows is skipped.
 
     Args:
         scale: the factor, > 0. A power of two changes no bit of a gradient that neither overflows nor underflows.
@@ -76,14 +76,14 @@ def static_loss_scale(scale: float | int) -> LossScale:
     """
     positive("static_loss_scale", scale=scale)
 
-    def init() -> StaticScaleState:
+    def init_fn() -> StaticScaleState:
         return StaticScaleState(torch.tensor(float(scale)))
 
-    def update(state: StaticScaleState, finite: Tensor) -> StaticScaleState:
+    def update_fn(state: StaticScaleState, finite: Tensor) -> StaticScaleState:
         del finite
         return state
 
-    return LossScale(init, update, lambda state: None)
+    return LossScale(init_fn, update_fn, lambda state: None)
 
 
 def dynamic_loss_scale(
@@ -95,30 +95,31 @@ def dynamic_loss_scale(
     factor: float | int = 2.0,
     raise_at_min: bool = True,
 ) -> LossScale:
-    """Returns a scale that falls when gradients overflow and grows while they do not.
+    """Returns a scale that falls when gradients overflow, and grows otherwise.
 
-    With `i` the number of the step and `l` that of the last overflow (-1 at first):
+    With `i` the number of the step and `l` the number of the last overflow (-1 at first):
 
         overflow:  hysteresis > 1:  hysteresis -= 1
                    else:            scale = max(scale / factor, min_scale)
         finite:    k = i - l - 1;  if k > 0 and k % window == 0:  scale *= factor, hysteresis refilled
 
-    So it grows at the finite step number `window + 1` after an overflow, and then every `window`. After it has fallen
-    the hysteresis stays used up, so that further overflows in a row lower it each time. It has no upper bound but
-    float32's. The defaults and the trace are DeepSpeed's.
+    So the scale grows at the finite step number `window + 1` after an overflow, and then every `window` steps. After a
+    fall the hysteresis stays used up, so that each further overflow lowers the scale: for example 65536, 32768, 16384.
+    The only upper bound is float32's. The defaults and the trace are DeepSpeed's.
 
     Args:
         init: the first scale, > 0.
         window: steps between two growths.
-        hysteresis: how many overflows it takes to lower the scale at first and after each growth; 1 = every one does.
+        hysteresis: number of overflows that lower the scale, at first and after each growth. 1: every overflow lowers
+            the scale.
         consecutive: whether any finite step refills the hysteresis.
         min_scale: the floor, > 0.
-        factor: > 1.
+        factor: factor of growth and fall, > 1.
         raise_at_min: whether an overflow at the floor is an error, in `check`.
 
     Raises:
         ValueError: a number is out of range, or `init` is below the floor.
-        FloatingPointError: (in `check`, which a step calls) gradients overflow with the scale at its floor.
+        FloatingPointError: (in `check`, which a step calls) gradients overflow with the scale at the floor.
 
     Example:
         >>> rule = dynamic_loss_scale(window=2, hysteresis=1)
@@ -132,19 +133,19 @@ def dynamic_loss_scale(
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    _check(init, window, hysteresis, min_scale, factor)
+    _check_settings(init, window, hysteresis, min_scale, factor)
 
-    def first() -> DynamicScaleState:
+    def init_fn() -> DynamicScaleState:
         number = lambda x: torch.tensor(x, dtype=torch.int64)  # noqa: E731
         return DynamicScaleState(
             torch.tensor(float(init)), number(0), number(-1), number(hysteresis), torch.tensor(False)
         )
 
-    def update(state: DynamicScaleState, finite: Tensor) -> DynamicScaleState:
+    def update_fn(state: DynamicScaleState, finite: Tensor) -> DynamicScaleState:
         scale, i, last, left, _ = state
         clean = finite.to(scale.device)
         falls = ~clean & (left == 1)
-        # Finite steps since the last overflow, this one not counted.
+        # Finite steps since the last overflow, without this step.
         stable = i - last - 1
         grows = clean & (stable > 0) & (stable % window == 0)
         refills = (clean & consecutive) | grows
@@ -158,7 +159,7 @@ def dynamic_loss_scale(
             falls & (scale <= min_scale),
         )
 
-    def check(state: DynamicScaleState) -> None:
+    def check_state(state: DynamicScaleState) -> None:
         if raise_at_min and bool(state.exhausted):
             raise FloatingPointError(
                 f"gradients overflow although the loss scale is at its floor {min_scale}: the loss or its gradient is"
@@ -166,10 +167,10 @@ def dynamic_loss_scale(
                 " the learning rate, compute in bfloat16, or pass a lower min_scale (raise_at_min=False goes on)."
             )
 
-    return LossScale(first, update, check)
+    return LossScale(init_fn, update_fn, check_state)
 
 
-def _check(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
+def _check_settings(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
     positive("dynamic_loss_scale", init=init, min_scale=min_scale)
     for name, x in (("window", window), ("hysteresis", hysteresis)):
         if isinstance(x, bool) or not isinstance(x, int) or x < 1:

@@ -1,7 +1,7 @@
 """Rules for some leaves: `masked`, `freeze`, `multi_transform`.
 
-A leaf that a rule is not to see is `None` to it, which is the tree's word for an absent leaf, so an inner rule keeps no
-state for it and needs no case of its own.
+A rule gets `None` in place of a leaf outside the mask. `None` means an absent leaf, so an inner rule keeps no state for
+the leaf and needs no special case.
 """
 
 import functools
@@ -36,50 +36,50 @@ class MultiTransformState(NamedTuple):
     """The states of the inner rules.
 
     Attributes:
-        inner: label -> state, over the leaves of that label.
+        inner: label -> state, over the leaves of the label.
     """
 
     inner: dict[str, OptState]
 
 
 def set_to_zero() -> GradientTransformation:
-    """Returns the rule that goes nowhere: `u = 0` for any gradient, NaN included.
+    """Returns the rule without steps: `u = 0` for any gradient, including NaN.
 
     Example:
         >>> set_to_zero().update([torch.tensor([3.0])], ())[0]
         [tensor([0.])]
     """
 
-    def init(params: Params) -> EmptyState:
+    def init_fn(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params, specs
         return tree_map(torch.zeros_like, updates), state
 
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         del grads, specs
         return params, state
 
-    return GradientTransformation(init, update, apply, Needs("element"))
+    return GradientTransformation(init_fn, update_fn, apply_fn, Needs("element"))
 
 
 def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransformation:
-    """Applies `inner` where the mask is True; elsewhere the update passes unchanged: `u = g`.
+    """Applies `inner` where the mask is True. Elsewhere the update is unchanged: `u = g`.
 
-    So `masked(adamw(1e-3), mask)` alone would add the gradients of all other leaves to them, which raises the loss, and
-    `step.init` refuses it. To leave the other leaves unchanged, put `freeze` of the opposite mask after it in a
-    `chain`, or pass `sharded_step(trainable=mask)`. To train them by a rule of their own, use `multi_transform`.
+    For example, `masked(adamw(1e-3), mask)` would add gradients to all other leaves, and so raise the loss. `step.init`
+    refuses such a rule. To leave the other leaves unchanged, add `freeze` of the opposite mask in a `chain`, or pass
+    `sharded_step(trainable=mask)`. To train the other leaves by another rule, use `multi_transform`.
 
     Args:
         inner: the rule.
-        mask: a tree (or prefix) of bools, or a function from params to one, of structure and shapes only.
+        mask: a tree (or prefix) of bools, or a function from params to such a tree, of structure and shapes only.
 
     Returns:
-        A rule whose state is a `MultiTransformState`. `inner` sees `None` in place of the other leaves.
+        A rule with a `MultiTransformState`. `inner` gets `None` in place of the other leaves.
 
     Raises:
         ValueError: (on use) the mask does not match the params.
@@ -94,9 +94,9 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
 
 
 def freeze(mask: Mask) -> GradientTransformation:
-    """Holds the leaves still where the mask is True: `masked(set_to_zero(), mask)`. Put it last in a `chain`.
+    """Holds the leaves still where the mask is True: `masked(set_to_zero(), mask)`. Put the rule last in a `chain`.
 
-    A frozen leaf costs nothing at all if it is `None` to the optimizer. See `multi_transform`.
+    A frozen leaf has no cost if the optimizer gets `None`. See `multi_transform`.
 
     Example:
         >>> from shardfn.optim import chain, sgd
@@ -109,14 +109,14 @@ def freeze(mask: Mask) -> GradientTransformation:
 
 
 def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], labels: Mask) -> GradientTransformation:
-    """Applies to each leaf the rule that its label names.
+    """Applies to each leaf the rule that the leaf's label names.
 
     Args:
-        transforms: label -> rule.
-        labels: a tree (or prefix) of labels, or a function from params to one, of structure and shapes only.
+        transforms: label -> rule, such as {"matrices": muon(0.02), "others": adamw(3e-4)}.
+        labels: a tree (or prefix) of labels, or a function from params to such a tree, of structure and shapes only.
 
     Returns:
-        A rule whose state is a `MultiTransformState`. Each inner rule sees `None` in place of the others' leaves.
+        A rule with a `MultiTransformState`. Each inner rule gets `None` in place of other rules' leaves.
 
     Raises:
         ValueError: (on use) a label has no rule, or the labels do not match the params.
@@ -132,14 +132,15 @@ def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], lab
 
 
 def partition(transforms: Mapping[str, GradientTransformation | Pair], param_labels: Mask) -> GradientTransformation:
-    """`multi_transform` by the name that optax gives it now. It has nothing to do with `shardfn.partition`.
+    """Returns `multi_transform`, under optax's current name. Unrelated to `shardfn.partition`.
 
     Args:
-        transforms: label -> rule.
-        param_labels: a tree (or prefix) of labels, or a function from params to one, of structure and shapes only.
+        transforms: label -> rule, such as {"matrices": muon(0.02), "others": adamw(3e-4)}.
+        param_labels: a tree (or prefix) of labels, or a function from params to such a tree, of structure and shapes
+            only.
 
     Returns:
-        A rule whose state is a `MultiTransformState`.
+        A rule with a `MultiTransformState`.
 
     Raises:
         ValueError: (on use) a label has no rule, or the labels do not match the params.
@@ -156,9 +157,9 @@ def partition(transforms: Mapping[str, GradientTransformation | Pair], param_lab
 
 @dataclass(frozen=True, eq=False)
 class _ByLabel:
-    """Rules by label, each applied to the leaves that have it, and leaves of a label without a rule take `u = g`.
+    """Rules by label. Leaves with a label that has no rule get `u = g`.
 
-    Compared by identity, as labels may be a tree.
+    Compared by identity, because labels may be a tree.
     """
 
     rules: dict[Any, GradientTransformation]
@@ -167,7 +168,7 @@ class _ByLabel:
     name: str
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         refuse_phases(self.name, *self.rules.values())
         needs = join_needs(
             self.rules.values(),
@@ -180,15 +181,15 @@ class _ByLabel:
 
     @property
     def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
-        """One value if all rules, and leaves without a rule, have the same, else by leaf."""
+        """Returns a single value if all rules and leaves without a rule agree, else a function with values by leaf."""
         all_ascend = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
         alike = bool(all_ascend) and isinstance(all_ascend[0], bool) and all(x is all_ascend[0] for x in all_ascend)
         return all_ascend[0] if alike else self.ascending
 
     def ascending(self, params: Params) -> list[bool]:
-        """For each leaf the value of its own rule; without a rule its update is the gradient."""
+        """Returns the value of each leaf's rule. Without a rule, the update is the gradient."""
         leaves, treedef, names = self.labelled(params)
-        rows = {k: iter(ascending(rule, _select(leaves, treedef, names, k))) for k, rule in self.rules.items()}
+        rows = {k: iter(ascending(rule, _select_leaves(leaves, treedef, names, k))) for k, rule in self.rules.items()}
         return [next(rows[k]) if k in rows else True for k in names]
 
     def decided(self, params: Params) -> GradientTransformation:
@@ -197,15 +198,15 @@ class _ByLabel:
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         leaves, treedef, names = self.labelled(params)
         rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in self.rules}
-        return [(_select(leaves, treedef, names, k), rows[k]) for k in self.rules]
+        return [(_select_leaves(leaves, treedef, names, k), rows[k]) for k in self.rules]
 
     @functools.cached_property
     def resolve(self) -> Callable[..., tuple[Any, ...]]:
-        """From a tree to a label a leaf."""
+        """Returns a function from a tree to a label a leaf."""
         return per_leaf(self.labels, self.kind, self.name)
 
     def labelled(self, tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        """Returns the leaves, their structure, and their labels."""
+        """Returns the leaves, the structure, and the labels."""
         leaves, treedef = tree_flatten(tree)
         names = self.resolve(tree, leaves, treedef, specs)
         if self.kind is str:
@@ -214,7 +215,7 @@ class _ByLabel:
 
     def init(self, params: Params) -> MultiTransformState:
         leaves, treedef, names = self.labelled(params)
-        inner = {str(k): rule.init(_select(leaves, treedef, names, k)) for k, rule in self.rules.items()}
+        inner = {str(k): rule.init(_select_leaves(leaves, treedef, names, k)) for k, rule in self.rules.items()}
         return MultiTransformState(inner)
 
     def update(
@@ -226,9 +227,9 @@ class _ByLabel:
         ss = None if specs is None else spec_leaves(specs, updates)
         out, states = list(us), {}
         for k, rule in self.rules.items():
-            u, p, s = (_select(x, treedef, names, k) for x in (us, ps, ss))
+            u, p, s = (_select_leaves(x, treedef, names, k) for x in (us, ps, ss))
             new, states[str(k)] = rule.update(u, state.inner[str(k)], p, specs=s)
-            _merge(out, tree_leaves(new), names, k)
+            _merge_leaves(out, tree_leaves(new), names, k)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
     @torch.no_grad()
@@ -240,22 +241,22 @@ class _ByLabel:
         ss = None if specs is None else spec_leaves(specs, params)
         out, states = list(ps), {}
         for k, rule in self.rules.items():
-            g, p, s = (_select(x, treedef, names, k) for x in (gs, ps, ss))
+            g, p, s = (_select_leaves(x, treedef, names, k) for x in (gs, ps, ss))
             new, states[str(k)] = inplace(rule)(g, state.inner[str(k)], p, specs=s)
-            _merge(out, tree_leaves(new), names, k)
+            _merge_leaves(out, tree_leaves(new), names, k)
         rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in self.rules]
         for p, g in rest:
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
 
-def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
+def _select_leaves(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
     if leaves is None:
         return None
     return tree_unflatten(treedef, [x if k == label else None for x, k in zip(leaves, names, strict=True)])
 
 
-def _merge(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
+def _merge_leaves(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
     index = [i for i, k in enumerate(names) if k == label]
     for i, x in zip(index, new, strict=True):
         out[i] = x

@@ -1,8 +1,8 @@
 """Master weights: parameters kept in 16 bits, updated in 32.
 
-A bfloat16 number has 8 significant bits, so an update below 2^-9 of its parameter is rounded away. The copy in the
-optimizer's state collects such updates until they show. Micikevicius et al., Mixed Precision Training, 2017,
-https://arxiv.org/abs/1710.03740
+A bfloat16 number has 8 significant bits, so an update below 2^-9 of the parameter is rounded away, for example 0.001 at
+a parameter of 1. The copy in the optimizer's state accumulates such updates. Micikevicius et al., Mixed Precision
+Training, 2017, https://arxiv.org/abs/1710.03740
 """
 
 import functools
@@ -43,17 +43,17 @@ def master_weights(
 ) -> GradientTransformation:
     """Applies `inner` to a wide copy of narrow parameters: `m' = m + u(g, m)`, `p' = cast(m')`.
 
-    A leaf that is as wide as `dtype` has no copy and is stepped as `inner` steps it.
+    A leaf that is as wide as `dtype` has no copy, and is stepped by `inner` directly.
 
     Args:
-        inner: the rule. Its moments are in `dtype`, as it sees the copies only.
+        inner: the rule. Moments are in `dtype`, because the rule gets only the copies.
         dtype: dtype of the copies.
-        param_dtypes: in which dtype `update` and `apply` will get each leaf: a dtype, a tree (or prefix) of dtypes, or
-            a function from params to one. None = in that of the leaf that `init` is given. With it, `init` may be given
+        param_dtypes: dtype of each leaf in `update` and `apply`: a dtype, a tree (or prefix) of dtypes, or a function
+            from params to such a tree. None: the dtypes that `init` is given. With `param_dtypes`, `init` may be given
             wider leaves, so that the copies start from values that were never rounded.
 
     Returns:
-        A rule with a `MasterState`. Its updates are `p' - p` in float64, in which they are exact. `apply` writes p'.
+        A rule with a `MasterState`. Updates are `p' - p`, exact in float64. `apply` writes p'.
 
     Raises:
         ValueError: (on use) trees do not match.
@@ -76,14 +76,14 @@ def master_weights(
 
 @dataclass(frozen=True, eq=False)
 class _MasterWeights:
-    """The rule. Compared by identity, as `kept` may be a tree."""
+    """The rule. Compared by identity, because `kept` may be a tree."""
 
     tx: GradientTransformation
     dtype: torch.dtype
     kept: PyTree
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = join_needs(
             [self.tx],
             lambda rule: replace(self, tx=rule).rule(),
@@ -97,31 +97,33 @@ class _MasterWeights:
         return replace(self, kept=resolved(self.kept, params, torch.dtype, "param_dtypes")).rule()
 
     def sees(self, params: Params, stats: Tensor | None) -> Views:
-        """Returns the tree as the inner rule sees it: wide."""
+        """Returns the tree that the inner rule gets: wide."""
         ps, treedef = tree_flatten(params)
-        own = [self.dtype if self._is_narrow(d) else d for d in self._dtypes(params, ps, treedef)]
-        return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
+        own = [self.dtype if self._is_narrow(d) else d for d in self._master_dtypes(params, ps, treedef)]
+        return [(tree_unflatten(treedef, [_abstract_leaf(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
 
     @functools.cached_property
-    def _resolve(self) -> Callable[..., Sequence[torch.dtype]]:
+    def _resolve_inner(self) -> Callable[..., Sequence[torch.dtype]]:
         return per_leaf(self.kept, torch.dtype, "param_dtypes")
 
     def _is_narrow(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize < self.dtype.itemsize
 
-    def _dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
-        return [p.dtype for p in ps] if self.kept is None else self._resolve(params, ps, treedef)
+    def _master_dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
+        return [p.dtype for p in ps] if self.kept is None else self._resolve_inner(params, ps, treedef)
 
     def init(self, params: Params) -> MasterState:
         ps, treedef = tree_flatten(params)
-        own = self._dtypes(params, ps, treedef)
+        own = self._master_dtypes(params, ps, treedef)
         narrow = [self._is_narrow(d) for d in own]
-        # A copy even of wide values: it must not share the memory of a parameter that is written.
+        # A copy even of wide values: the copy must not share the memory of a parameter that is written.
         seen = [p.to(self.dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
         return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
 
-    def _columns(self, state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+    def _leaf_columns(
+        self, state: OptState, ps: list[Tensor], treedef: Any
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Returns the copy or None, by leaf, and the parameters of the inner rule."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
@@ -135,11 +137,11 @@ class _MasterWeights:
     ) -> tuple[Updates, OptState]:
         check_params("master_weights", params)
         ps, treedef = tree_flatten(params)
-        masters, seen = self._columns(state, ps, treedef)
+        masters, seen = self._leaf_columns(state, ps, treedef)
         old = tree_unflatten(treedef, seen)
         us, inside = self.tx.update(updates, state.inner, old, specs=specs)
         new = tree_leaves(apply_updates(old, us))
-        # In float64 the difference of two narrow numbers is exact, and so is the sum that gives p' back.
+        # In float64 the difference of two narrow numbers is exact, and so is the sum that restores p'.
         out = [
             u if m is None else x.to(p.dtype).double() - p.double()
             for u, m, x, p in zip(leaves_like(us, treedef, "updates", "params"), masters, new, ps, strict=True)
@@ -148,14 +150,14 @@ class _MasterWeights:
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
     @functools.cached_property
-    def _step(self) -> Callable[..., tuple[Params, OptState]]:
+    def _inner_step(self) -> Callable[..., tuple[Params, OptState]]:
         return inplace(self.tx)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         ps, treedef = tree_flatten(params)
-        masters, seen = self._columns(state, ps, treedef)
-        new, inside = self._step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
+        masters, seen = self._leaf_columns(state, ps, treedef)
+        new, inside = self._inner_step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
         rows = list(zip(ps, masters, leaves_like(new, treedef, "params", "params"), strict=True))
         narrow = [(p, x) for p, m, x in rows if m is not None]
         if narrow:
@@ -165,7 +167,7 @@ class _MasterWeights:
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
 
-def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
+def _abstract_leaf(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
     """Returns a leaf without data, in another dtype."""
     if isinstance(x, GlobalTensor):
         block = torch.empty(x.local.shape, dtype=dtype, device="meta")

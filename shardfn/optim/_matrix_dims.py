@@ -1,4 +1,4 @@
-"""Which leaves are matrices, and which of their dims make one."""
+"""Finds the leaves that are matrices, and the dims of the matrices."""
 
 import re
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from ._whole_matrices import Matrices
 
 @dataclass(frozen=True)
 class MatrixDims:
-    """Which dims of a leaf make a matrix. All others count matrices.
+    """Dims of a leaf that form a matrix. All other dims count matrices.
 
     Attributes:
-        outputs: the dims that make the rows, which count the features that the matrix returns.
-        inputs: those that make the columns, which count the features that it takes.
+        outputs: dims that form the rows: the output features of the matrix.
+        inputs: dims that form the columns: the input features of the matrix.
 
     Example:
         >>> linear, conv = MatrixDims(), MatrixDims(outputs=(0,), inputs=(1, 2, 3))
@@ -37,11 +37,12 @@ _NOT_HIDDEN = re.compile(
 def hidden_matrices(params: Params) -> PyTree:
     """Returns the leaves that `muon` makes orthogonal by default: a tree like params of `MatrixDims`, or False.
 
-    A leaf of at least two dims is one, unless its path has the name of an embedding, a head, a norm or a bias. A leaf
-    [out, in, height, width] is one matrix. One of three dims is a stack of matrices [out, in].
+    A leaf of at least two dims is included, unless the path has the name of an embedding, a head, a norm or a bias,
+    such as "lm_head". A leaf [out, in, height, width] is a single matrix. A leaf of three dims is a stack of matrices
+    [out, in].
 
     Args:
-        params: tree of leaves. Only paths and shapes count.
+        params: tree of leaves. Only paths and shapes are used.
 
     Example:
         >>> import torch
@@ -56,7 +57,7 @@ def hidden_matrices(params: Params) -> PyTree:
 
 
 def default_dims(x: Tensor) -> MatrixDims:
-    """Returns the dims of a leaf, by its shape."""
+    """Returns the dims of a leaf, chosen by shape."""
     return MatrixDims((0,), (1, 2, 3)) if x.ndim == 4 else MatrixDims()
 
 
@@ -69,14 +70,14 @@ def as_matrices(path: str, x: Any, dims: MatrixDims) -> Matrices:
     """Returns a leaf as matrices.
 
     Raises:
-        ValueError: the dims are not those of matrices.
+        ValueError: the dims do not form matrices.
     """
     n = len(x.shape)
     named = (*dims.outputs, *dims.inputs)
     rows, columns = (tuple(d % n for d in own) if n else () for own in (dims.outputs, dims.inputs))
     if not rows or not columns or len({*rows, *columns}) < len(named) or any(not -n <= d < n for d in named):
         raise ValueError(
-            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}; give its dims by"
+            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}. Give its dims by"
             " matrices=, or False to leave it to the other rule."
         )
     return Matrices(tuple(x.shape), rows, columns)

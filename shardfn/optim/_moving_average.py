@@ -48,21 +48,21 @@ def ema(decay: Number, debias: bool = True) -> GradientTransformation:
     """
     decay_rate("ema", decay=decay)
 
-    def step(u: Tensor, ema: Tensor, decay: Number, by: Tensor) -> tuple[Tensor, Tensor]:
+    def average_leaf(u: Tensor, ema: Tensor, decay: Number, by: Tensor) -> tuple[Tensor, Tensor]:
         m = decay * wide(ema) + (1 - decay) * wide(u)
         return (m / by if debias else m).to(ema.dtype), m.to(ema.dtype)
 
-    def init(params: Params) -> EmaState:
+    def init_fn(params: Params) -> EmaState:
         return EmaState(zero_count(params), zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("ema", state, EmaState)
         count = state.count + 1
         by = bias_corrections(count, decay, decay)[0]
-        us, new = leafwise(step, 2, updates, of={"ema": state.ema}, specs=specs, decay=decay, by=by)
+        us, new = leafwise(average_leaf, 2, updates, of={"ema": state.ema}, specs=specs, decay=decay, by=by)
         return us, EmaState(count, new)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))

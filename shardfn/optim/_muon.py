@@ -64,24 +64,24 @@ def scale_by_muon(
     """Makes the momentum of each matrix orthogonal: `mu = beta mu + (1 - beta) g`, `u = scale * newton_schulz(m)`.
 
     With Nesterov `m = beta mu / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)`, else `m = mu / (1 - beta^t)`. Where a
-    leaf is cut along rows or columns, each of its matrices is sent to one rank, which computes it, and back.
+    leaf is cut along rows or columns, each matrix is sent to a single rank, computed there, and sent back.
 
     Args:
         beta: rate of the mean, in [0, 1).
-        nesterov: look ahead.
+        nesterov: whether the mean looks one step ahead.
         bias_correction: whether the momentum is divided by `1 - beta^t`, as in optax. False gives the steps of
-            `torch.optim.Muon`, whose first ones differ.
-        consistent_rms: None scales by `sqrt(max(1, rows / columns))`. A number by `sqrt(max(rows, columns))` times it,
-            so that updates have this root mean square. 0.2 is about that of AdamW.
-        newton_schulz: the iterations.
-        matrices: which dims make a matrix: a tree (or prefix) of `MatrixDims`, or a function from params to one. None:
-            those of `hidden_matrices`, of every leaf.
+            `torch.optim.Muon`, with different first steps.
+        consistent_rms: root mean square of updates, by the scale `consistent_rms * sqrt(max(rows, columns))`. For
+            example, 0.2 is about the value of AdamW. None scales by `sqrt(max(1, rows / columns))`.
+        newton_schulz: iterations.
+        matrices: dims of matrices: a tree (or prefix) of `MatrixDims`, or a function from params to such a tree. None:
+            the dims of `hidden_matrices`, for every leaf.
 
     Returns:
-        A rule with a `ScaleByMuonState`, for trees whose leaves all are matrices.
+        A rule with a `ScaleByMuonState`, for trees with only matrices.
 
     Raises:
-        ValueError: a number is out of range; (on use) a leaf is not made of matrices.
+        ValueError: a number is out of range, or (on use) a leaf is not made of matrices.
 
     Example:
         >>> import torch
@@ -118,23 +118,23 @@ def muon(
 
     Args:
         learning_rate: learning rate of the matrices: a number >= 0, or a schedule.
-        others: the rule for embeddings, heads, norms and biases. None: `adamw(learning_rate, weight_decay=0.0)`, as
-            optax has it. They often need a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
-        matrices: which leaves are matrices: a tree (or prefix) of bools and `MatrixDims`, or a function from params to
-            one. None: `hidden_matrices`. A module whose head is not called one, such as the last layer of a
-            `Sequential`, needs this.
+        others: the rule for embeddings, heads, norms and biases. None: `adamw(learning_rate, weight_decay=0.0)`, as in
+            optax. Such leaves often need a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
+        matrices: leaves that are matrices: a tree (or prefix) of bools and `MatrixDims`, or a function from params to
+            such a tree. None: `hidden_matrices`. Needed if the name of a module's head does not say so, such as the
+            last layer of a `Sequential`.
         beta: rate of the momentum, in [0, 1).
-        nesterov: look ahead.
+        nesterov: whether the mean looks one step ahead.
         bias_correction: see `scale_by_muon`.
         weight_decay: factor of the decay of matrices, >= 0. It is multiplied by the learning rate.
         consistent_rms: see `scale_by_muon`.
-        newton_schulz: the iterations.
+        newton_schulz: iterations.
 
     Returns:
-        A rule whose state is a `MultiTransformState` of "muon" and "others".
+        A rule with a `MultiTransformState` of "muon" and "others".
 
     Raises:
-        ValueError: a number is out of range; (on use) `matrices` does not match the params.
+        ValueError: a number is out of range, or (on use) `matrices` does not match the params.
 
     Example:
         >>> import torch
@@ -154,24 +154,24 @@ def muon(
     how |= {"bias_correction": bias_correction}
     scale_by_muon(beta, nesterov, **how)
 
-    def of_matrices(dims: Mask) -> GradientTransformation:
+    def make_rule(dims: Mask) -> GradientTransformation:
         return chain(
             scale_by_muon(beta, nesterov, matrices=dims, **how),
             add_decayed_weights(weight_decay),
             scale_by_learning_rate(learning_rate),
         )
 
-    return _Muon(of_matrices, others, hidden_matrices if matrices is None else matrices).rule()
+    return _Muon(make_rule, others, hidden_matrices if matrices is None else matrices).rule()
 
 
 @dataclass(frozen=True, eq=False)
 class _Muon:
-    """Compared by identity, as `matrices` may be a tree.
+    """Compared by identity, because `matrices` may be a tree.
 
     Attributes:
-        of_matrices: the rule of the matrices, from their dims.
+        of_matrices: function from dims to the rule of the matrices.
         others: the rule of the other leaves.
-        matrices: which leaves are matrices.
+        matrices: leaves that are matrices.
     """
 
     of_matrices: Callable[[Mask], GradientTransformation]
@@ -179,7 +179,7 @@ class _Muon:
     matrices: Mask
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         rules = {"muon": self.of_matrices(None), "others": self.others}
         ascends = self.others.needs.ascends and (lambda params: ascending(self.on(params), params))
         needs = multi_transform(rules, "muon").needs._replace(decide=self.decide, specialize=None, ascends=ascends)
@@ -187,7 +187,7 @@ class _Muon:
 
     @functools.cached_property
     def resolve(self) -> Callable[..., tuple[Any, ...]]:
-        """From a tree to the dims of each leaf, or a bool."""
+        """Returns a function from a tree to the dims of each leaf, or a bool."""
         return per_leaf(self.matrices, (bool, MatrixDims), "matrices")
 
     def on(self, tree: PyTree, specs: Specs = None) -> GradientTransformation:
@@ -219,7 +219,7 @@ class _Muon:
 
 @dataclass(frozen=True, eq=False)
 class _ScaleByMuon:
-    """The rule. `leaves` has the `Matrices` of each leaf of the tree that it was decided on."""
+    """The rule. `leaves` has the `Matrices` of each leaf."""
 
     beta: Number
     nesterov: bool
@@ -230,14 +230,14 @@ class _ScaleByMuon:
     leaves: Resolved | None = None
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = Needs("leaf", decide=self.decide if self.leaves is None else None, ascends=True)
         return GradientTransformation(self.init, self.update, needs=needs)
 
     def decide(self, params: Params) -> GradientTransformation:
-        return replace(self, leaves=self._found(params)).rule()
+        return replace(self, leaves=self._find_dims(params)).rule()
 
-    def _found(self, tree: PyTree) -> Resolved:
+    def _find_dims(self, tree: PyTree) -> Resolved:
         dims = resolved(all_matrices if self.dims is None else self.dims, tree, MatrixDims, "matrices")
         slots = tree_flatten(tree, none_is_leaf=True)[0]
         paths = zip(dims.says, slots, strict=True)
@@ -245,13 +245,13 @@ class _ScaleByMuon:
         return Resolved({path: None if x is None else as_matrices(path, x, next(own)) for path, x in paths})
 
     def init(self, params: Params) -> ScaleByMuonState:
-        self._matrices(params)
+        self._find_matrices(params)
         return ScaleByMuonState(zero_count(params), zeros_like(params))
 
-    def _matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
+    def _find_matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
         if self.leaves is None:
             check_whole("muon", tree, specs)
-        return (self.leaves or self._found(tree)).of(tree)
+        return (self.leaves or self._find_dims(tree)).of(tree)
 
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
@@ -261,22 +261,22 @@ class _ScaleByMuon:
         count = state.count + 1
         now, ahead = (bias_corrections(t, self.beta, self.beta)[0] for t in (count, count + 1))
         by = {"beta": self.beta, "c_g": now, "c_mu": ahead if self.nesterov else now}
-        ms, mu = leafwise(self._momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
+        ms, mu = leafwise(self._leaf_momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
         ms, treedef = tree_flatten(ms)
         cuts = [P()] * len(ms) if specs is None else spec_leaves(specs, updates)
-        leaves = self._matrices(updates, specs)
+        leaves = self._find_matrices(updates, specs)
         us = on_whole_matrices(self.newton_schulz, ms, leaves, cuts)
-        us = [(self._scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
+        us = [(self._shape_scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
         return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
 
-    def _momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
+    def _leaf_momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
         new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
         mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
         m = beta * mean + (1 - beta) * now if self.nesterov else mean
         return m, new.to(mu.dtype)
 
-    def _scale(self, leaf: Matrices) -> float:
+    def _shape_scale(self, leaf: Matrices) -> float:
         rows, columns = leaf.size
         if self.consistent_rms is not None:
             return math.sqrt(max(rows, columns)) * self.consistent_rms

@@ -1,4 +1,4 @@
-"""Needs: how they are answered, and how those of rules that work together join.
+"""Needs of rules: resolves needs for a tree, and joins the needs of several rules.
 
 | need | of rules in turn (`chain`) | side by side (`masked`) | around one |
 | --- | --- | --- | --- |
@@ -37,19 +37,21 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
 
 
 def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
-    """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are called here.
+    """Returns `tx` for a tree of whole leaves, and for blocks and parts of the tree.
 
-    `sharded_step` does so. Needed where you apply a rule to blocks yourself, for example inside a `shard_map`.
+    Masks and labels that are functions of the tree are called here.
+
+    `sharded_step` calls `decided`. Needed if your code applies a rule to blocks, for example inside a `shard_map`.
 
     Args:
         tx: any rule.
-        params: the tree of whole leaves. Only shapes and dtypes count, so tensors on the meta device will do.
+        params: the tree of whole leaves. Only shapes and dtypes count, so tensors on the meta device are sufficient.
 
     Returns:
-        A rule whose masks and labels are fixed.
+        A rule with fixed masks and labels.
 
     Raises:
-        ValueError: a mask does not match `params`, or its function looks at more than shapes and dtypes.
+        ValueError: a mask does not match `params`, or a function of the tree uses more than shapes and dtypes.
 
     Example:
         >>> import torch
@@ -66,7 +68,7 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
 def given(
     tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
 ) -> GradientTransformation:
-    """`tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.specialize`."""
+    """Returns `tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.specialize`."""
     return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
 
 
@@ -75,7 +77,7 @@ def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
 
     Args:
         tx: the rule.
-        params: a tree. Only structure, shapes and dtypes count.
+        params: tree. Only structure, shapes and dtypes are used.
 
     Example:
         >>> from shardfn.optim import masked, sgd
@@ -95,21 +97,21 @@ def join_needs(
     own: Callable[[Params], GradientTransformation] | None = None,
     in_turn: bool = True,
 ) -> Needs:
-    """Returns the needs of a rule that is made of others.
+    """Returns the needs of a rule that is made of inner rules.
 
     Args:
-        rules: the others.
-        rebuild: `rebuild(*rules)`: the same rule, made of these.
-        states: `states(state)`: the states of the others. The default fits a rule around one other, without a state of
-            its own.
-        sees: `sees(params, stats)`: the leaves of a tree and their measures that each of the rules gets. None = all
-            leaves; measures go to the first only.
-        own: `own(params) -> rule`: the same rule, whose own functions of the tree have been called on whole leaves.
-            None = it has no such functions.
-        in_turn: whether each gets the updates of the one before it, else each has leaves of its own.
+        rules: inner rules.
+        rebuild: `rebuild(*rules)`: the same rule, made of other inner rules.
+        states: `states(state)`: states of the inner rules. The default is for a wrapper of one rule without additional
+            state.
+        sees: `sees(params, stats)`: leaves of a tree and measures that each of the rules gets. None: all leaves. Only
+            the first rule gets measures.
+        own: `own(params) -> rule`: the same rule, after the rule's functions of the tree were called on whole leaves.
+            None: no such functions.
+        in_turn: whether each rule gets the updates of the previous rule. Else each rule has separate leaves.
 
     Returns:
-        Their needs, joined by the table of this file.
+        The needs, joined by the table of this file.
 
     Example:
         >>> from shardfn.optim import clip_by_global_norm, sgd
@@ -123,31 +125,35 @@ def join_needs(
     """
     rules = tuple(rules)
 
-    def views(params: Params, stats: Tensor | None) -> Views:
+    def default_views(params: Params, stats: Tensor | None) -> Views:
         # Only the first sees the measured gradients. The next gets the updates of the first.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
-    look = sees or views
+    look = sees or default_views
 
-    def decide(params: Params) -> GradientTransformation:
+    def decide_rules(params: Params) -> GradientTransformation:
         if own is not None:
-            # First its own functions, then those of the rules inside: `own` gives a rule that has no more of its own.
+            # First the functions of this rule (`own` returns a rule without such functions), then the functions of
+            # inner rules.
             return decided(own(params), params)
         return rebuild(*(decided(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_rules(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         return rebuild(*(given(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True)))
 
-    measure, one = _in_turn(rules, states) if in_turn else _side_by_side(rules)
+    measure, one = _chain_measure(rules, states) if in_turn else _side_by_side(rules)
     granularity = coarsest(rule.needs.granularity for rule in rules) if one else "tree"
     whole = any(rule.needs.whole for rule in rules)
-    return Needs(granularity, measure, decide, on, _phases(rules, states), whole)
+    return Needs(granularity, measure, decide_rules, specialize_rules, _find_phases(rules, states), whole)
 
 
-def _in_turn(
+def _chain_measure(
     rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
 ) -> tuple[Measure | None, bool]:
-    """Returns the first's measure, and whether no other has one: a later one would measure the updates of the first."""
+    """Returns the first rule's measure, and whether no later rule has a measure.
+
+    A later rule would measure the updates of the first.
+    """
     measure, *late = (rule.needs.measure for rule in rules)
     if measure is not None and (ahead := measure.ahead) is not None:
         measure = measure._replace(ahead=lambda state: ahead(states(state)[0]))
@@ -155,14 +161,19 @@ def _in_turn(
 
 
 def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | None, bool]:
-    """Their measure, and whether it is the same for all: leaves are measured before they are divided among rules."""
-    # By the function: rules that take the same measure share it.
+    """Returns the common measure, and whether the measure is the same for all rules.
+
+    Leaves are measured before the division among rules.
+    """
+    # By the function: rules with the same measure share the result.
     kinds = dict.fromkeys(rule.needs.measure.of for rule in rules if rule.needs.measure is not None)
     return next((Measure(of) for of in kinds), None), len(kinds) < 2
 
 
-def _phases(rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]) -> Phases | None:
-    """Those of the one rule that has any."""
+def _find_phases(
+    rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
+) -> Phases | None:
+    """Returns the phases of the rule that has phases, or None."""
     own = [(i, rule.needs.phases) for i, rule in enumerate(rules) if rule.needs.phases is not None]
     if not own:
         return None
@@ -171,14 +182,14 @@ def _phases(rules: Sequence[GradientTransformation], states: Callable[[OptState]
 
 
 def refuse_phases(who: str, *txs: GradientTransformation) -> None:
-    """Refuses rules that average for themselves, where their leaves would not be all leaves, or not this step's.
+    """Refuses rules that average gradients, where a rule would not get all leaves, or not this step's leaves.
 
     Raises:
-        ValueError: a rule averages for itself; the message names its axes.
+        ValueError: a rule averages gradients. The message names the axes.
     """
     for i, tx in enumerate(txs):
         if tx.needs.phases is not None:
             raise ValueError(
                 f"{who} takes no rule that averages gradients for itself, as rule {i} does over"
-                f" {tx.needs.phases.axes}; put such a rule outside, or use its own options."
+                f" {tx.needs.phases.axes}. Put such a rule outside, or use its own options."
             )

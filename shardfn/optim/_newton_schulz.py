@@ -50,7 +50,7 @@ class NewtonSchulz:
             finite("NewtonSchulz", coefficients=x)
 
     def __call__(self, x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """Returns the matrix with its singular values mapped; computed in `dtype`."""
+        """Returns the matrix with mapped singular values, computed in `dtype`."""
         a, b, c = self.coefficients
         tall = x.shape[0] > x.shape[1]
         y = wide(x.mT if tall else x)

@@ -1,4 +1,4 @@
-"""The error's text for an argument that is not an optimizer: its kind, and the remedy."""
+"""Error texts for arguments that are not optimizers: the kind, and the remedy."""
 
 import inspect
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 from shardfn.core import did_you_mean
 
-# The rules that have one of torch's of the same name.
+# The rules with the name of an optimizer of torch.
 _TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RAdam": "radam", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 _NAMES = (
     *("adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb"),
@@ -29,11 +29,11 @@ MEANT = {
 
 def no_rule(tx: Any) -> str:
     """Returns the message for an argument that is not a rule."""
-    return f"an optimizer is a pair of functions (init, update), but this is {_shown(tx)}. {_remedy(tx)}"
+    return f"an optimizer is a pair of functions (init, update), but this is {_show_object(tx)}. {_remedy_for(tx)}"
 
 
 def no_rate(who: str, rate: Any) -> str | None:
-    """Returns the message for a learning rate that is something else, or None where it may be one."""
+    """Returns the message for an argument that is not a learning rate, or None for a possible learning rate."""
     kind = rate if isinstance(rate, type) else type(rate)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         return (
@@ -52,7 +52,7 @@ def no_rate(who: str, rate: Any) -> str | None:
     return None
 
 
-def _shown(tx: Any) -> str:
+def _show_object(tx: Any) -> str:
     if isinstance(tx, type):
         return f"the class {tx.__module__.removesuffix('.' + tx.__name__.lower())}.{tx.__name__}"
     if isinstance(tx, list | tuple):
@@ -62,7 +62,7 @@ def _shown(tx: Any) -> str:
     return repr(tx) if isinstance(tx, str | int | float) else f"an object of type {type(tx).__name__}"
 
 
-def _remedy(tx: Any) -> str:
+def _remedy_for(tx: Any) -> str:
     kind = tx if isinstance(tx, type) else type(tx)
     if issubclass(kind, torch.optim.Optimizer):
         rate = getattr(tx, "defaults", {}).get("lr", 1e-3)

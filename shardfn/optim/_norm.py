@@ -1,7 +1,8 @@
 """Norms of trees whose leaves may be cut in blocks over the mesh.
 
-The sum of squares of a leaf is the sum over its blocks, so it is one `psum` over the axes that cut the leaf, and only
-those: an axis that replicates a leaf must not count it twice. Leaves cut over the same axes travel as one vector.
+The sum of squares of a leaf is the sum over its blocks, so a `psum` over exactly the axes that cut the leaf is needed:
+an axis that replicates a leaf must not count elements twice. Leaves that are cut over the same axes are sent as one
+vector.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from ._kernels import foreach_norm
 from ._leaves import spec_leaves, wide
 from ._types import Specs
 
-# torch's CPU norm adds in float32 lanes one element after another: over 17M elements it is off by 1.3e-3. Rows of this
-# length, then a sum of rows in float64, are as fast and off by 1e-8 (by 1e-6 at most where the leaf is bfloat16).
+# torch's CPU norm adds in float32 lanes one element after another: over 17M elements the error is 1.3e-3. Rows of this
+# length, then a sum of rows in float64, are as fast, with an error of 1e-8 (at most 1e-6 for bfloat16).
 _ROW = 1024
 _LARGE = 4 * _ROW
 
@@ -30,11 +31,11 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
 
     Args:
         tree: tree of tensors, each the local block of a leaf.
-        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
+        specs: tree (or prefix) of `P`: specs of the blocks. None: leaves are whole.
 
     Returns:
-        One entry a leaf in flattening order; the same on every rank that shares the blocks. float32, and float64 where
-        a leaf is float64.
+        One entry a leaf in flattening order, equal on every rank that shares the blocks. float32, or float64 if a leaf
+        is float64.
 
     Raises:
         ValueError: `specs` does not match `tree`, or names an axis that is not in the mesh.
@@ -49,13 +50,13 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
 def squares_of(
     leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, " num_leaves"]:
-    """`sum_squares` of a flattened tree, in a dtype. None is that of `sum_squares`."""
+    """Returns `sum_squares` of a flattened tree, in a dtype. None: the dtype of `sum_squares`."""
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
     if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
-    local = _local(leaves, dtype)
+    local = _local_norm(leaves, dtype)
     return local if specs is None else over_blocks(local, specs)
 
 
@@ -66,12 +67,12 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         >>> block_squares(torch.tensor([3.0, 4.0]))
         tensor(25.)
     """
-    return _local([block], dtype_of_squares([block]))[0]
+    return _local_norm([block], dtype_of_squares([block]))[0]
 
 
 @contextlib.contextmanager
 def summing_exactly() -> Iterator[None]:
-    """While it is active, sums of squares are made of integers: how leaves are cut over the mesh changes no bit."""
+    """Sums squares as integers while the context is open, so that the specs of leaves change no bit."""
     with _EXACT.bound(True):
         yield
 
@@ -94,7 +95,7 @@ def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor,
 
 
 def largest(x: Tensor) -> Float[Tensor, ""]:
-    """Returns the largest absolute value, float64; NaN where there is one, 0 of no elements."""
+    """Returns the largest absolute value, in float64: NaN if an element is NaN, 0 without elements."""
     return x.detach().abs().max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
 
 
@@ -102,10 +103,11 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
     """Returns the sum of squares of at most 2^32 elements as two integers, in units of top^2 2^-30 and top^2 2^-60.
 
     `top` is rounded up to a power of two, so that only the squares of float64 elements are rounded, and parts below
-    2^-60 of the largest square are dropped: each element by itself. The sum of integers has no order.
+    2^-60 of the largest square are dropped, for each element separately. A sum of integers does not depend on the
+    order.
 
     Args:
-        x: any shape.
+        x: tensor of any shape.
         top: float64, 0-d: at least the largest absolute value.
     """
     scale = exact_scale(top)
@@ -119,36 +121,38 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
 
 def exact_scale(top: Tensor) -> Tensor:
     """Returns the power of two that brings the largest absolute value `top` to at most 1."""
-    return torch.ldexp(torch.ones_like(top), -_exponent(top))
+    return torch.ldexp(torch.ones_like(top), -_scale_exponent(top))
 
 
 def of_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
-    """Returns the sum that `exact_limbs` has taken, float64, not finite where `top` is not."""
+    """Returns the sum of the limbs of `exact_limbs` in float64. Not finite where `top` is not."""
     high, low = limbs.double().unbind()
     exact = (high + low / float(1 << 30)) / float(1 << 30)
-    return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _exponent(top)), top)
+    return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _scale_exponent(top)), top)
 
 
-def _exponent(top: Tensor) -> Tensor:
+def _scale_exponent(top: Tensor) -> Tensor:
     return torch.frexp(top.nan_to_num(1.0, 1.0, 1.0)).exponent
 
 
 def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
-    """Returns the dtype in which sums of squares are added up: float32, or float64 where a leaf is."""
+    """Returns the dtype in which sums of squares are added up: float32, or float64 if a leaf is float64."""
     return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
 def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
-    """Returns the norm of a whole tree, as of one vector: Euclidean, the sum of absolute values, or the largest one.
+    """Returns the norm of a whole tree, as of one vector.
+
+    Euclidean, the sum of absolute values, or the largest absolute value.
 
     Args:
         tree: tree of tensors, each the local block of a leaf.
-        specs: tree (or prefix) of `P`: how the blocks are cut. None: leaves are whole.
-        ord: 2 or None: `sqrt(sum over leaves and blocks of x^2)`; 1: `sum |x|`; `math.inf` or "inf": `max |x|`, which
-            cannot be differentiated over several ranks.
+        specs: tree (or prefix) of `P`: specs of the blocks. None: leaves are whole.
+        ord: 2 or None: `sqrt(sum over leaves and blocks of x^2)`; 1: `sum |x|`; `math.inf` or "inf": `max |x|`, not
+            differentiable over several ranks.
 
     Returns:
-        0-d: float32, or float64 where a leaf is float64; NaN where an element is.
+        0-d: float32, or float64 if a leaf is float64. NaN if an element is NaN.
 
     Raises:
         ValueError: `ord` is another order, or `specs` do not match `tree`.
@@ -174,23 +178,23 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
     return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 
-def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+def _local_norm(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
-    if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
+    if transforming():  # no rule for the kernel below, and no derivative of a norm at 0
         # By functions that torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
-    norms = iter(_norms([wide(x) for x in small if x is not None]))
+    norms = iter(_leaf_norms([wide(x) for x in small if x is not None]))
     squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
 
 def is_small(x: Tensor) -> bool:
-    """Returns whether the norm of `x` is taken together with others'."""
+    """Returns whether the norm of `x` is computed together with other norms."""
     return x.device.type == "cuda" or x.numel() < _LARGE
 
 
-def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
+def _leaf_norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
     return foreach_norm(leaves) if leaves else []
 
 
@@ -206,12 +210,12 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 def over_blocks(
     local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
-    """Returns the sum (or another `reduce`) over blocks of one number a leaf, or a few.
+    """Returns the sum (or another `reduce`) over blocks, of one or a few numbers a leaf.
 
     One call for each set of axes.
     """
     mesh = current_mesh()
-    # By axes in the mesh's order, so that specs which name them in another order share a call.
+    # By axes in the mesh's order, so that specs with another order of axes share a call.
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         axes = mesh.axes(spec.axes)

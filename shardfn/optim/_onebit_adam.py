@@ -1,4 +1,4 @@
-"""1-bit Adam and APMSqueeze: Adam while the variance is learnt, then momentum that travels compressed."""
+"""1-bit Adam and APMSqueeze: Adam while the variance is learnt, then compressed momentum."""
 
 import functools
 import math
@@ -32,10 +32,10 @@ class OneBitAdamState(NamedTuple):
     """The state of `onebit_adam` and `apmsqueeze`.
 
     Attributes:
-        freeze: counters, and when the variance was frozen.
-        adam: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
-        residual: tree like params: a `Residual` each, the errors of compression, or None at exact leaves.
-        codes: tree like params: the codes of the averaged momentum, where ZeRO keeps rows of it, else `()`.
+        freeze: counters, and the step of the freeze.
+        adam: state of the warm-up's rule, used also afterwards: `mu` is the averaged momentum, `nu` the variance.
+        residual: tree like params: a `Residual` for each leaf, the errors of compression, or None at exact leaves.
+        codes: tree like params: the codes of the averaged momentum, where ZeRO keeps rows of the momentum, else `()`.
     """
 
     freeze: FreezeState
@@ -61,7 +61,7 @@ def onebit_adam(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`adamw` for `freeze_step` steps. Then its variance stays, and its momentum is averaged at one bit per element.
+    """`adamw` for `freeze_step` steps. Then the variance is frozen, and the momentum is sent at one bit per element.
 
     With `g_i` the gradient of rank i along `axis`, and F the step of the freeze:
 
@@ -70,8 +70,9 @@ def onebit_adam(
                  p = p - lr (m / (1 - b1^t) / (sqrt(nu / (1 - b2^F)) + eps) + weight_decay p)
 
     The warm-up is bitwise identical to `adamw`. Elements whose variance is still zero at the freeze do not move
-    afterwards, as one bit cannot represent zero and they have no scale. Each leaf is compressed separately, with error
-    feedback: the error of one step is added in the next.
+    afterwards, because one bit cannot represent zero. Each leaf is compressed separately, with error feedback: the
+    error of a step is added in the next step. For example, a gradient of 0.3 that is sent as 1.0 leaves an error of
+    -0.7.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -79,27 +80,29 @@ def onebit_adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
-        freeze_step: F: a number of steps, 15 to 25 percent of all as a rule, or "auto", a `VarianceStability()`.
-        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
-        outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
-        compressor: how the momentum travels.
-        feedback: whether errors are added to the next step. False is for experiments only: training then diverges.
-        bias_correction: whether moments are corrected, as the `adam` of this library does, and DeepSpeed's does not.
-        exact: leaves that go on as in the warm-up, averaged without compression: a tree (or prefix) of bools, or a
-            function from params to one. Small leaves (`lambda params: tree_map(lambda p: p.ndim < 2, params)`), or such
-            whose variance is not stable.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
+        freeze_step: F: number of steps, usually 15 to 25 percent of all steps, or "auto", a `VarianceStability()`.
+        axis: mesh axes over which the rule averages gradients. Axes that cut a leaf as experts are left out for the
+            leaf.
+        outer: slow axes among several axes. Along fast axes the mean is exact. See `compressed_pmean`.
+        compressor: compressor of the momentum, such as `int4()`.
+        feedback: whether to use error feedback. False is only for experiments: training then diverges.
+        bias_correction: whether moments are corrected, as in the `adam` of this library. DeepSpeed does not correct
+            moments.
+        exact: leaves that are averaged without compression, as in the warm-up: a tree (or prefix) of bools, or a
+            function from params to such a tree. Useful for small leaves, for example `lambda params: tree_map(lambda p:
+            p.ndim < 2, params)`, or leaves without a stable variance.
 
     Returns:
-        A rule with an `OneBitAdamState`. The engine reads the phase from it: "warmup", "probe" (the warm-up's steps at
-        which "auto" takes a norm), "switch" (the first compressed step, where ZeRO keeps rows), "compressed".
+        A rule with an `OneBitAdamState`. The engine reads the phase from the state: "warmup", "probe" (the warm-up's
+        steps at which "auto" takes a norm), "switch" (the first compressed step, where ZeRO keeps rows), "compressed".
 
     Raises:
-        ValueError: a number is out of range; (on use) trees do not match.
+        ValueError: a number is out of range, or (on use) trees do not match.
         TypeError: `compressor` is not a `Compressor`.
 
-    A gradient that is not finite spoils the errors for good: let the step leave such steps out (`skip_nonfinite`, or a
-    loss scale). Clipping by a norm before it is refused, for ranks have different norms.
+    A gradient that is not finite spoils the errors permanently: let the step skip such gradients (`skip_nonfinite`, or
+    a loss scale). Clipping by a norm before the rule is refused, because ranks have different norms.
 
     Example:
         >>> tx = onebit_adam(0.1, freeze_step=1)
@@ -135,30 +138,31 @@ def apmsqueeze(
     feedback: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """APMSqueeze: `adam` for `freeze_step` steps, then momentum preconditioned by its variance, which stays.
+    """APMSqueeze: `adam` for `freeze_step` steps, then momentum preconditioned by the frozen variance.
 
         t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   p = p - lr m / (sqrt(nu_F / (1 - b2^F)) + eps)
 
-    The predecessor of 1-bit Adam: with any compressor, without decay, and with the plain momentum, which needs no
-    correction by then.
+    The predecessor of 1-bit Adam: with any compressor, without decay, and with the plain momentum, because no
+    correction is needed after the warm-up.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
-        freeze_step: F. See `onebit_adam`, as for the arguments below.
-        compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
-        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
-        outer: of several axes the slow ones.
-        feedback: whether errors are fed back.
-        exact: leaves that go on as in the warm-up.
+        freeze_step: F. See `onebit_adam`, also for the arguments below.
+        compressor: compressor of the momentum, such as `int4()` or `top_k(0.01)`.
+        axis: mesh axes over which the rule averages gradients. Axes that cut a leaf as experts are left out for the
+            leaf.
+        outer: slow axes among several axes.
+        feedback: whether to use error feedback.
+        exact: leaves that are averaged as in the warm-up.
 
     Returns:
         A rule with an `OneBitAdamState` and the phases of `onebit_adam`.
 
     Raises:
-        ValueError: a number is out of range; (on use) trees do not match.
+        ValueError: a number is out of range, or (on use) trees do not match.
         TypeError: `compressor` is not a `Compressor`.
 
     Example:
@@ -181,7 +185,7 @@ def apmsqueeze(
 
 @dataclass(frozen=True, kw_only=True)
 class _OneBitAdam(Phased):
-    """The rule; `unbiased`: whether the momentum is corrected after the freeze, too."""
+    """The rule. `unbiased`: whether the momentum is also corrected after the freeze."""
 
     state = OneBitAdamState
     unbiased: bool
@@ -199,10 +203,10 @@ class _OneBitAdam(Phased):
         state, now = self.begin(state, params)
         if not now.local:
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
-            return us, self._learnt(state, adam, specs, now)
-        leaves, mus, nus, step = self._local(updates, state, params, specs)
+            return us, self._advance_state(state, adam, specs, now)
+        leaves, mus, nus, step = self._local_step(updates, state, params, specs)
         exact, adam = leaves.exactly(self.adam.update, state.adam, mus, nus)
-        ms, residual, codes = self._average(leaves, mus, state, now, donate=False)
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=False)
         rows = zip(*map(leaves.pick, (leaves.ps, mus, nus, step.decays)), ms, strict=True)
         new = [(step.update(p, m, nu, on).to(p.dtype), m.to(mu.dtype)) for p, mu, nu, on, m in rows]
         adam = leaves.joined(adam, [m for _, m in new], leaves.pick(nus))
@@ -214,21 +218,21 @@ class _OneBitAdam(Phased):
         state, now = self.begin(state, params)
         if not now.local:
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
-            return params, self._learnt(state, adam, specs, now)
-        leaves, mus, nus, step = self._local(grads, state, params, specs)
-        # Advances the counters, too, so all numbers that depend on them were read before.
+            return params, self._advance_state(state, adam, specs, now)
+        leaves, mus, nus, step = self._local_step(grads, state, params, specs)
+        # Also advances the counters, so all numbers that depend on counters were read before.
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
-        ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
         for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
             step.descend(p, m, nu, decays)
         adam = leaves.joined(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
-    def _learnt(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
+    def _advance_state(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
         return state._replace(adam=adam, freeze=self.freeze.learning(state.freeze, adam[0].nu, specs, now))
 
-    def _local(
+    def _local_step(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
     ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
         """Returns the operands of a step on local gradients. Counters are read here, before anything is written."""
@@ -240,13 +244,13 @@ class _OneBitAdam(Phased):
         step = StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
         return leaves, mus, nus, step
 
-    def _average(
+    def _average_momentum(
         self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
     ) -> tuple[list[Tensor], PyTree, PyTree]:
-        """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
+        """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
         wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)
-        # A whole that was gathered or decoded is not part of a state.
+        # A gathered or decoded whole is not part of a state.
         xs = [blend(m, g, self.b1, donate=donate or s.cut) for m, (g, s) in zip(wholes, rows, strict=True)]
         means, residual, codes = leaves.mean(xs, state.residual, donate=donate)
         return leaves.rows(means), residual, codes
@@ -254,7 +258,7 @@ class _OneBitAdam(Phased):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step; `None` where a correction is not made."""
+    """Numbers of a step. `None` for a correction that is not made."""
 
     lr: float | int | Tensor
     c1: Tensor | None
@@ -264,16 +268,18 @@ class StepNumbers:
     decays: Sequence[bool]
 
     def root(self, nu: Tensor) -> Tensor:
-        """`sqrt(nu / c2) + eps`; infinite where nu is 0. In float32 with the bits of `preconditioned_step`."""
+        """Returns `sqrt(nu / c2) + eps`, infinite where nu is 0. Bitwise as in `preconditioned_step` in float32."""
         d = torch.nn.functional.threshold(wide(nu), 0.0, math.inf)
         d = d if self.c2 is None else d / self.c2
         return rounded_root(d) + self.eps
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
-        """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`. The first term is 0 where nu is."""
+        """Returns `-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`. The first term is 0 where nu is 0."""
         p, m, nu = wide(p), wide(m), wide(nu)
         if _are_float([p, m, nu]) and not is_differentiated((p, m, nu, self.lr)):
-            return preconditioned_step(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+            return preconditioned_step(
+                p, m, nu, *self._kernel_numbers, eps=self.eps, weight_decay=self._decay_of(decays)
+            )
         d = self.root(nu)
         u = (m if self.c1 is None else m / self.c1) / d
         return (u + self.weight_decay * p if decays else u) * -self.lr
@@ -281,17 +287,17 @@ class StepNumbers:
     def descend(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> None:
         """Adds the update to p in place, rounded once."""
         if _are_float([p, m, nu]) and p.is_contiguous():
-            preconditioned_step_(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+            preconditioned_step_(p, m, nu, *self._kernel_numbers, eps=self.eps, weight_decay=self._decay_of(decays))
             return
         for part, mean, square in pieces([p], [m], [nu]):
             add_(part, self.update(part, mean, square, decays))
 
     @functools.cached_property
-    def _numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the rate and the corrections as the kernel takes them."""
+    def _kernel_numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the rate and the corrections for the kernel."""
         return torch.as_tensor(self.lr).float(), self.c1, self.c2
 
-    def _decay(self, decays: bool) -> float:
+    def _decay_of(self, decays: bool) -> float:
         return self.weight_decay if decays else 0.0
 
 

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB while variance and trust ratios are learnt, then momentum that travels at one bit per element."""
+"""1-bit LAMB: LAMB while variance and trust ratios are learnt, then momentum at one bit per element."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -36,15 +36,15 @@ class OneBitLambState(NamedTuple):
     """The state of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
 
     Attributes:
-        freeze: counters, and when the variance was frozen.
-        lamb: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
+        freeze: counters, and the step of the freeze.
+        lamb: state of the warm-up's rule, used also afterwards: `mu` is the averaged momentum, `nu` the variance.
         coeff: vector: the mean of the warm-up's trust ratios.
-        weight: vector: the sum of that mean's weights.
+        weight: vector: sum of the weights of the mean `coeff`.
         factor: vector: the factor of `coeff` in the last step.
-        scaling: vector: the factor of momentum on the wire, or 0 before the first compressed step.
+        scaling: vector: the factor of the momentum in messages, or 0 before the first compressed step.
         fresh: tree like params: the variance of the gradients that averaged momentum shows, or None at exact leaves.
         residual: a `Residual` for each message.
-        codes: the codes of each message, where ZeRO keeps rows of leaves in it, else `()`.
+        codes: codes of each message with leaves that ZeRO keeps as rows, else `()`.
     """
 
     freeze: FreezeState
@@ -81,10 +81,10 @@ def onebit_lamb(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`lamb` for `freeze_step` steps. Then its variance stays, and its momentum is averaged at one bit per element.
+    """`lamb` for `freeze_step` steps. Then the variance is frozen, and the momentum is sent at one bit per element.
 
-    In the warm-up, which has the bits of `lamb`, the trust ratios c of each leaf that are not 1 are averaged, to
-    `coeff`. Afterwards, with `g_i` the gradient of rank i and `d = sqrt(nu) + eps`, leaf by leaf:
+    In the warm-up, bitwise identical to `lamb`, the trust ratios c of each leaf that are not 1 are averaged to `coeff`.
+    Afterwards, with `g_i` the gradient of rank i and `d = sqrt(nu) + eps`, leaf by leaf:
 
         m' = compressed_mean_i(scaling (b1 m + (1 - b1) g_i)) / scaling
         fresh = b2 fresh + (1 - b2) ((m' - b1 m) / (1 - b1))^2          fresh = nu at first
@@ -92,9 +92,9 @@ def onebit_lamb(
         f = clamp(max(d / (sqrt(fresh) + eps)) r + 1 - r, factor_min, factor_max), within factor_threshold of the last
         p = p - lr sqrt(1 - b2^F) / (1 - b1^t) coeff f u
 
-    All leaves travel in one message and share its scale, so `scaling` makes their momenta equally large: the mean over
-    leaves of their root mean square at the freeze, over their own. Leaves that are cut along different axes travel in
-    different ones. Norms and maxima are over whole leaves.
+    All leaves are sent in one message with a common scale, so `scaling` makes the momenta equally large. `scaling` is
+    the mean over leaves of the root mean square at the freeze, divided by the leaf's root mean square. Leaves that are
+    cut along different axes are sent in different messages. Norms and maxima are over whole leaves.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -102,30 +102,31 @@ def onebit_lamb(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
         freeze_step: F. See `onebit_adam`.
         min_coeff: lower bound of the warm-up's trust ratio.
-        max_coeff: upper bound of it.
+        max_coeff: upper bound of the warm-up's trust ratio.
         coeff_beta: rate of the mean of trust ratios, in [0, 1).
         factor_max: upper bound of f.
         factor_min: lower bound of f.
-        factor_threshold: by how much of itself f may change in a step.
-        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
-        outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
-        compressor: how the momentum travels.
-        feedback: whether errors are fed back.
-        bias_correction: whether steps are corrected as `lamb`'s are, and `coeff` for having started at zero.
-        exact: leaves that go on as in the warm-up. See `onebit_adam`.
+        factor_threshold: largest relative change of f in a step, for example 0.1 for 10 percent.
+        axis: mesh axes over which the rule averages gradients. Axes that cut a leaf as experts are left out for the
+            leaf.
+        outer: slow axes among several axes. Along fast axes the mean is exact. See `compressed_pmean`.
+        compressor: compressor of the momentum, such as `int4()`.
+        feedback: whether to use error feedback.
+        bias_correction: whether steps are corrected as in `lamb`, and `coeff` for the start at zero.
+        exact: leaves that are averaged as in the warm-up. See `onebit_adam`.
 
     Returns:
         A rule with an `OneBitLambState` and the phases "warmup", "probe", "switch" (the first compressed step) and
         "compressed".
 
     Raises:
-        ValueError: a number is out of range; (on use) trees do not match.
+        ValueError: a number is out of range, or (on use) trees do not match.
         TypeError: `compressor` is not a `Compressor`.
 
-    A gradient that is not finite spoils the errors, and elements whose variance is zero do not move: see `onebit_adam`.
+    A gradient that is not finite spoils the errors, and elements with zero variance do not move: see `onebit_adam`.
 
     Example:
         >>> tx = onebit_lamb(0.1, freeze_step=1)
@@ -193,7 +194,7 @@ class _OneBitLamb(Phased):
         leaves = apart(self.averaging, params, params, None, self.whole, self.exact)
         freeze = self.freeze.init(params)
         zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
-        coeff, weight, factor, scaling = (_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
+        coeff, weight, factor, scaling = (_replicated_tensor(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
         moments, trust = self.before.init(params), scale_by_trust_ratio().init(params)
         fresh = zeros_like(leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps)))
         made = [self.averaging.init(m.share, zero.device) for m in messages_of(leaves)]
@@ -213,22 +214,22 @@ class _OneBitLamb(Phased):
         ratios = trust_ratios(tree_leaves(params), leaves, cuts, *self.bounds) if leaves else torch.zeros(0)
         us = tree_unflatten(treedef, scaled(leaves, ratios, cuts))
         us, after = self.after.update(us, state.lamb[3:], params, specs=specs)
-        return us, self._learnt(state, (*before, state.lamb[2], *after), ratios, specs, now)
+        return us, self._advance_state(state, (*before, state.lamb[2], *after), ratios, specs, now)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         state, now = self.begin(state, params)
         if not now.local:
             params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
-            return params, self._learnt(state, lamb, ratios, specs, now)
+            return params, self._advance_state(state, lamb, ratios, specs, now)
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
         # Before `exactly`, which advances the counters.
         rate = self._corrected_rate(state)
         _, lamb = leaves.exactly(lambda *args, **kwargs: self.in_place(*args, **kwargs)[:2], state.lamb, mus, nus)
         mus, nus = leaves.pick(mus), leaves.pick(nus)
-        state = self._switched(leaves, mus, nus, state) if now == SWITCH else state
-        ms, residual, codes = self._average(leaves, mus, state, now)
+        state = self._switch_state(leaves, mus, nus, state) if now == SWITCH else state
+        ms, residual, codes = self._average_momentum(leaves, mus, state, now)
         freshs = leaves.pick(leaves.treedef.flatten_up_to(state.fresh))
         for fresh, m, mu in zip(freshs, ms, mus, strict=True):
             g = (m - self.b1 * wide(mu)).div_(1 - self.b1)
@@ -236,15 +237,15 @@ class _OneBitLamb(Phased):
         ms = [written(mu, m) for mu, m in zip(mus, ms, strict=True)]
         factor = state.factor
         if ms:
-            us, f = self._directions(leaves, ms, nus, freshs, params, specs)
-            factor = self._descend(leaves, us, f, rate, state)
+            us, f = self._leaf_directions(leaves, ms, nus, freshs, params, specs)
+            factor = self._descend_leaves(leaves, us, f, rate, state)
         state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
 
-    def _learnt(
+    def _advance_state(
         self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
     ) -> OneBitLambState:
-        """After a step of the warm-up. The state of compressed steps starts anew."""
+        """Returns the state after a step of the warm-up. The state of compressed steps is reset."""
         beta, c = self.coeff_beta, ratios.to(state.coeff)
         # A ratio of 1 means that LAMB did not scale the leaf, and is not part of the mean.
         coeff, weight = (
@@ -260,31 +261,33 @@ class _OneBitLamb(Phased):
         )
 
     def _corrected_rate(self, state: OneBitLambState) -> Any:
-        """Returns the learning rate with its correction; counters are read here, before anything is written."""
+        """Returns the corrected learning rate. Counters are read here, before anything is written."""
         lr = self.rate(state.lamb)
         at = self.freeze.frozen(state.freeze)
         return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
 
-    def _switched(self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState) -> OneBitLambState:
-        """Returns the state at the first compressed step; unchanged where there was one before, with other ranks."""
+    def _switch_state(
+        self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState
+    ) -> OneBitLambState:
+        """Returns the state at the first compressed step. Unchanged after earlier compressed steps with other ranks."""
         first, specs = (state.scaling == 0).all(), leaves.pick(leaves.specs)
         numel = torch.tensor([float(mu.numel()) for mu in mus], device=state.scaling.device)
         rms = (sum_squares(mus, specs) / over_blocks(numel, specs)).sqrt() if mus else numel
         even = torch.where(rms > 0, rms.mean() / torch.where(rms > 0, rms, 1.0), 1.0)
-        scaling = self._vector(leaves, even, torch.ones_like(state.scaling))
+        scaling = self._merge_values(leaves, even, torch.ones_like(state.scaling))
         for fresh, nu in zip(leaves.pick(leaves.treedef.flatten_up_to(state.fresh)), nus, strict=True):
             fresh.copy_(torch.where(first, nu, fresh))
-        # Errors from before a return to the warm-up are of momenta that were scaled otherwise.
+        # Errors from before a return to the warm-up belong to momenta with another scale.
         residual = tree_map(lambda e: torch.where(first, 0.0, e), state.residual)
         return state._replace(scaling=torch.where(first, scaling, state.scaling), residual=residual)
 
-    def _average(
+    def _average_momentum(
         self, leaves: Apart, mus: list[Tensor], state: OneBitLambState, now: Phase
     ) -> tuple[list[Tensor], PyTree, PyTree]:
-        """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
+        """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
         messages = messages_of(leaves)
-        # Whole leaves with the bits that were sent: gathered at the switch, when there is no code yet; then decoded.
+        # Whole leaves with the bits that were sent: gathered at the switch, without codes so far, and decoded later.
         old: list[Any] = list(mus)
         for message, codes in zip(messages, state.codes, strict=True):
             like = [gs[i] for i in message.leaves]
@@ -299,7 +302,7 @@ class _OneBitLamb(Phased):
                     old[i] = (m / scales[i]).to(mus[i].dtype) if shares[i].cut else mus[i]
         xs = [blend(m, g, self.b1, donate=False).mul_(s) for m, g, s in zip(old, gs, scales, strict=True)]
         flats = [torch.cat([xs[i].reshape(-1) for i in message.leaves]) for message in messages]
-        # Wholes of all leaves: they must not live beside the messages.
+        # Wholes of all leaves: freed before the messages are allocated.
         del old
         means, residual, codes = self.averaging.mean(flats, state.residual, [m.share for m in messages], donate=True)
         for message, mean in zip(messages, means, strict=True):
@@ -307,17 +310,17 @@ class _OneBitLamb(Phased):
                 xs[i] = self.averaging.rows(m / scales[i], specs[i], shares[i])
         return xs, residual, codes
 
-    def _directions(
+    def _leaf_directions(
         self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], params: Params, specs: Specs
     ) -> tuple[list[Tensor], Tensor]:
-        """For the compressed leaves u, and f before it is bounded."""
+        """Returns u for the compressed leaves, and f without bounds."""
         ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
         cuts = None if specs is None else leaves.pick(leaves.specs)
         step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
-        # Roots of one kind: where fresh is still nu, their ratio is 1.
+        # Roots of one kind: where fresh is still nu, the ratio is 1.
         pairs = zip(ds, freshs, strict=True)
-        ratios = torch.stack([_largest(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
+        ratios = torch.stack([_largest_ratio(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
         f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
         us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
         if not any(decays):
@@ -329,38 +332,38 @@ class _OneBitLamb(Phased):
         r = torch.where(u > 0, w / torch.where(u > 0, u, 1.0), 1.0).clamp(max=1.0)
         return us, f * r + (1 - r)
 
-    def _descend(
+    def _descend_leaves(
         self, leaves: Apart, us: list[Tensor], f: Tensor, rate: float | Tensor, state: OneBitLambState
     ) -> Tensor:
-        """Steps the compressed leaves along u; their new factors."""
+        """Steps the compressed leaves along u, and returns the new factors."""
         least, most, threshold = self.factors
         last = torch.stack(leaves.pick(state.factor.unbind()))
         f = f.to(last.device).clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
-        coeff = torch.stack(leaves.pick(self._coeff(state).unbind()))
+        coeff = torch.stack(leaves.pick(self._mean_trust_ratios(state).unbind()))
         for p, u, c in zip(leaves.pick(leaves.ps), us, (rate * coeff * f).unbind(), strict=True):
             add_(p, u.mul_(-c.to(u.device)))
-        return self._vector(leaves, f, state.factor)
+        return self._merge_values(leaves, f, state.factor)
 
-    def _coeff(self, state: OneBitLambState) -> Tensor:
-        """Returns the mean trust ratio; 1, as LAMB has it, where there was none."""
+    def _mean_trust_ratios(self, state: OneBitLambState) -> Tensor:
+        """Returns the mean trust ratio, or 1 (as in LAMB) without a ratio so far."""
         if not self.corrected:
             return state.coeff
         some = state.weight > 0
         return torch.where(some, state.coeff / torch.where(some, state.weight, 1.0), 1.0)
 
-    def _vector(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
-        """Returns a vector over all leaves, of the values of the compressed ones."""
+    def _merge_values(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
+        """Returns a vector over all leaves, with new values for the compressed leaves."""
         if not any(leaves.exact):
             return values.to(others.device)
         these = iter(values.to(others.device).unbind())
         return torch.stack([x if on else next(these) for x, on in zip(others.unbind(), leaves.exact, strict=True)])
 
 
-def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
-    """Returns the largest `d / fresh` where d is finite, 0 if it is nowhere."""
+def _largest_ratio(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
+    """Returns the largest `d / fresh` where d is finite, or 0 if d is nowhere finite."""
     ratio = torch.where(d.isinf(), 0.0, d / fresh)
     return ratio.amax() if ratio.numel() else ratio.new_zeros(())
 
 
-def _everywhere(x: Tensor) -> GlobalTensor:
+def _replicated_tensor(x: Tensor) -> GlobalTensor:
     return GlobalTensor(x, x.shape, P(), current_mesh())

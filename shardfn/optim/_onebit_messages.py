@@ -1,4 +1,4 @@
-"""The messages in which `onebit_lamb`'s momenta travel: leaves that are cut alike share one, and its scale."""
+"""Messages of `onebit_lamb`'s momenta. Leaves with the same cut share a message and a scale."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,17 @@ from ._compressed import Share
 
 
 class LeafGroup(NamedTuple):
-    """Leaves that travel together: indices among the compressed ones, and their averaged part."""
+    """Leaves of one message: indices among the compressed leaves, and the averaged part."""
 
     leaves: list[int]
     share: Share
 
 
 def messages_of(leaves: Apart) -> list[LeafGroup]:
-    """One message for all leaves that are cut along the same axes: others would not agree on its scale."""
+    """Returns a message for each group of leaves that are cut along the same axes.
+
+    Leaves with other axes would not agree on the scale.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     shares = leaves.pick(leaves.shares)
     for i, share in enumerate(shares):
@@ -28,6 +31,6 @@ def messages_of(leaves: Apart) -> list[LeafGroup]:
 
 
 def split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Returns the parts of a message that are of the leaves `like`, as views. A message may end in padding."""
+    """Returns the parts of a message for the leaves `like`, as views. A message may end in padding."""
     parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
     return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]

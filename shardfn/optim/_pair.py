@@ -1,13 +1,13 @@
-"""Rules of one's own: any pair of functions `(init, update)`, as optax has them.
+"""User-defined rules: any pair of functions `(init, update)`, as in optax.
 
-A rule whose `update` takes no `specs` cannot distinguish a block from a leaf: a norm would be that of the block. So it
-gets whole leaves, unless its `needs` state that every element steps for itself:
+A rule whose `update` takes no `specs` cannot distinguish a block from a leaf: for example, a norm would be the norm of
+the block. So the rule gets whole leaves, unless `needs` states that every element is stepped separately:
 
     A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
 
-Leaves of its state that belong to a parameter are kept as the parameter's rows are, and gathered with them. All others
-are kept whole, by every rank. The results are those of one device. The costs are a gather of gradients, parameters and
-state a step, and the memory of the wholes while it lasts.
+State leaves that belong to a parameter are kept as rows like the parameter, and gathered with the parameter. All other
+leaves are kept whole by every rank. The results are equal to the results on one device. The costs are a gather of
+gradients, parameters and state in each step, and the memory of the whole leaves during the step.
 """
 
 import functools
@@ -42,18 +42,18 @@ from ._types import OptState, Params, Specs, Updates
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
-    """Returns a rule as everything here takes it, from one that may be just `(init, update)`.
+    """Returns a `GradientTransformation` for a rule that may be only a pair `(init, update)`.
 
-    `sharded_step`, `chain`, `masked` and the others call it on their arguments.
+    Functions that take rules, such as `sharded_step`, `chain` and `masked`, call `as_transformation` first.
 
     Args:
         tx: a `GradientTransformation`, or any pair of functions `init(params) -> state` and `update(updates, state,
             params) -> (updates, state)`. An `update` without `specs` is given whole leaves, unless `needs.granularity`
-            is "element": then it is given blocks, for it treats every element alike. In a pair that is no
+            is "element": then blocks are given, because every element is treated equally. In a pair that is not a
             `GradientTransformation`, keywords (`**extra`) do not count as `specs`.
 
     Returns:
-        `tx` itself where it takes `specs`.
+        A rule, `tx` unchanged if `update` takes `specs`.
 
     Raises:
         TypeError: `tx` is neither.
@@ -74,12 +74,16 @@ def as_transformation(tx: Any) -> GradientTransformation:
         raise TypeError(no_rule(tx))
     # A block is as good as the leaf.
     if tx.needs.granularity == "element":
-        return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
+        return tx._replace(update=_ignore_specs(tx.update), apply=tx.apply and _ignore_specs(tx.apply))
     return _OnWholes(tx).rule()
 
 
 def owners(state: PyTree, params: PyTree) -> list[int | None]:
-    """For each leaf of a state the parameter whose path ends its own, and whose shape it has, or None without one."""
+    """Returns the number of the parameter to which each leaf of a state belongs, or None.
+
+    A leaf belongs to a parameter of the same shape, with a path that is the end of the leaf's path. For example,
+    `.mu['w']` belongs to `['w']`.
+    """
     at = {path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))}
     out: list[int | None] = []
     for path, x in zip(tree_entries(state), tree_leaves(state), strict=True):
@@ -96,42 +100,42 @@ def _takes_specs(f: Callable[..., Any], *, keywords: bool) -> bool:
     return "specs" in parameters or (keywords and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
-def _without_specs(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
+def _ignore_specs(f: Callable[..., Any]) -> Callable[..., Any]:
+    def call_pair(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
         del specs
         return f(updates, state, params)
 
-    return call
+    return call_pair
 
 
 class _WholeLeaf(NamedTuple):
-    """A whole leaf: its shape, and how it is cut; no spec where only each step has it."""
+    """Whole leaf: shape and spec. No spec if only the step has the spec."""
 
     shape: torch.Size
     spec: P | None
 
     def join(self, block: Tensor, spec: P) -> Tensor:
-        """Returns the leaf that has this block. Collective."""
-        return _carried(block, self.shape, spec, P())
+        """Returns the whole leaf of a block. Collective."""
+        return _carry_block(block, self.shape, spec, P())
 
     def first(self, block: Tensor) -> Tensor:
-        """Returns the leaf that a state is made of. Collective, where blocks have values."""
+        """Returns the leaf for making a state. Collective if blocks have values."""
         if isinstance(block, FakeTensor) or block.device.type == "meta":
             return block.new_empty(self.shape)
         return self.join(block, self.spec or P())
 
 
-def _cut(x: Tensor, spec: P) -> Tensor:
-    """This rank's block of a leaf."""
-    return _carried(x, x.shape, P(), spec)
+def _cut_block(x: Tensor, spec: P) -> Tensor:
+    """Returns this rank's block of a leaf."""
+    return _carry_block(x, x.shape, P(), spec)
 
 
-def _carried(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
-    return carry(x, _route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
+def _carry_block(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
+    return carry(x, _find_route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
 
 
 @functools.lru_cache(maxsize=4096)
-def _route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
+def _find_route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
     # Without coordinates: a route is the same on all ranks, and the cache keeps no mesh alive.
     mesh = Mesh(dict(sizes), torch.device("cpu"), abstract=True)
     return route(shape, Placement(src, dtype=dtype), Placement(dst, dtype=dtype), mesh)
@@ -139,14 +143,14 @@ def _route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[t
 
 @dataclass(frozen=True)
 class _OnWholes:
-    """A rule that is applied to whole leaves, though it is given blocks.
+    """Rule that is given blocks, but applied to whole leaves.
 
-    It gets the shapes of whole leaves when it is decided, which a step does first: from `GlobalTensor`s with their
-    specs, from plain tensors without. `update` gets the specs anew. The wholes that it makes live while it runs.
+    The shapes of whole leaves are given by `decide`, which a step calls first: `GlobalTensor`s also give specs, plain
+    tensors do not. `update` gets the specs again. Whole leaves exist only during a call.
 
     Attributes:
         inner: the rule, whose `update` takes no `specs`.
-        leaves: a `_WholeLeaf` for each leaf of the tree it was decided on, or None before.
+        leaves: a `_WholeLeaf` for each leaf of the tree, or None before `decide`.
     """
 
     inner: GradientTransformation
@@ -183,7 +187,7 @@ class _OnWholes:
         _check_tensors(state, leaves)
         own = owners(state, whole)
         cuts = [None if i is None else wholes[i].spec or P() for i in own]
-        kept = tree_unflatten(of, [_kept(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
+        kept = tree_unflatten(of, [_store_block(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
         _check_owners(kept, own, owners(kept, params))
         return kept
 
@@ -203,24 +207,24 @@ class _OnWholes:
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(updates)
         (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)
 
-        def joined(leaves: list[Tensor]) -> PyTree:
+        def join_leaves(leaves: list[Tensor]) -> PyTree:
             rows = zip(wholes, leaves, cuts, strict=True)
             return tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
 
-        # In the order of the tree: each is a collective, and all ranks make the same ones.
+        # In the order of the tree: each call is a collective, and all ranks make the same calls.
         full = [x if i is None else wholes[i].join(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
-        ps = None if params is None else joined(leaves_like(params, treedef, "params", "updates"))
-        new, after = self.inner.update(joined(gs), tree_unflatten(of, full), ps)
-        us = [_cut(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
+        ps = None if params is None else join_leaves(leaves_like(params, treedef, "params", "updates"))
+        new, after = self.inner.update(join_leaves(gs), tree_unflatten(of, full), ps)
+        us = [_cut_block(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
         ss = leaves_like(after, of, "the new state", "the state")
-        ss = [x if i is None else _cut(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
+        ss = [x if i is None else _cut_block(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
         return tree_unflatten(treedef, us), tree_unflatten(of, ss)
 
 
-def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
-    """Returns a leaf of a first state in its stored form: cut as its parameter is, or whole on every rank."""
+def _store_block(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
+    """Returns a leaf of a first state in the stored form: cut like the parameter, or whole on every rank."""
     if spec is not None or not x.ndim:
-        return _cut(x, spec or P())
+        return _cut_block(x, spec or P())
     return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
 
 
@@ -246,7 +250,7 @@ def _check_tensors(state: OptState, leaves: list[Any]) -> None:
 
 
 def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]) -> None:
-    """Cut leaves are recognised by their shapes. The result must be the same on every rank."""
+    """Checks that all ranks recognise the same leaves as cut. Cut leaves are recognised by shape."""
     rows = zip(tree_paths(state, "opt_state"), own, seen, strict=True)
     wrong = [path for path, i, j in rows if i != j]
     raise_all(

@@ -1,4 +1,4 @@
-"""`per_leaf`: a rule that keeps a state, and counters, for each leaf by itself."""
+"""`per_leaf`: a rule with a separate state, and counters, for each leaf."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 def per_leaf(inner: GradientTransformation | Pair) -> GradientTransformation:
-    """Applies `inner` to each leaf by itself, with counters of its own.
+    """Applies `inner` to each leaf separately, with separate counters.
 
-    So a leaf that is trained from the middle of a run on has its own bias correction, where a common counter would take
-    its moments for old ones, and its own warm-up, if `inner` has a schedule. For a common schedule put that outside:
-    `chain(per_leaf(scale_by_adam()), scale_by_learning_rate(schedule))`. A norm inside is that of each leaf. It costs
-    the kernels of each leaf one by one.
+    So a leaf that is trained from the middle of a run on has a separate bias correction, and a separate warm-up if
+    `inner` has a schedule. With a common counter, the new moments would be corrected too little. For a common schedule,
+    put the schedule outside, for example `chain(per_leaf(scale_by_adam()), scale_by_learning_rate(schedule))`. A norm
+    inside is the norm of each leaf. Kernels are launched for each leaf separately.
 
     Args:
         inner: the rule.
 
     Returns:
-        A rule whose state is a `MultiTransformState` by path.
+        A rule with a `MultiTransformState` by path.
 
     Raises:
         ValueError: the rule averages gradients for itself.
@@ -47,7 +47,7 @@ class _PerLeaf:
     tx: GradientTransformation
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         needs = multi_transform({"": self.tx}, "").needs._replace(decide=self.decide, specialize=None)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 

@@ -1,4 +1,4 @@
-"""The common part of rules that learn a variance first, and then average for themselves."""
+"""Common part of rules that learn a variance first, and then average gradients."""
 
 import abc
 import functools
@@ -28,11 +28,11 @@ from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 @dataclass(frozen=True, kw_only=True)
 class Phased(abc.ABC):
-    """Such a rule, with its knowledge of the tree and of the step: `whole` and `now`.
+    """Rule with a warm-up, for a tree `whole` and a step in the phase `now`.
 
     Attributes:
-        state: the type of its state.
-        last: whether it must be the last of a chain.
+        state: type of the state.
+        last: whether the rule must be the last of a chain.
     """
 
     state: ClassVar[type]
@@ -76,7 +76,7 @@ class Phased(abc.ABC):
 
     @functools.cached_property
     def adam(self) -> GradientTransformation:
-        """Adam, as the warm-up and exact leaves have it."""
+        """Returns Adam, for the warm-up and for exact leaves."""
         if self.corrected:
             return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
         return chain(
@@ -103,21 +103,21 @@ class Phased(abc.ABC):
         return self.next_phase(state)
 
     def begin(self, state: OptState, params: Params) -> tuple[Any, Phase]:
-        """This rank's blocks of the state, and the phase of the step."""
+        """Returns this rank's blocks of the state, and the phase of the step."""
         check_state(self.who, state, self.state)
         check_params(self.who, params)
         state = local(state)
         return state, self.now or self.phase(state)
 
     def rate(self, chained: Any) -> float | int | Tensor:
-        """Returns the learning rate, of a chain's state that ends in its counter.
+        """Returns the learning rate, from a chain's state that ends in the rate's counter.
 
-        To be read before anything is written.
+        Must be read before anything is written.
         """
         rate = self.learning_rate
         return scheduled(rate, chained[-1].count.clone()) if callable(rate) else rate
 
     def decays(self, leaves: Apart, params: Params) -> Sequence[bool]:
-        """Which leaves decay."""
+        """Returns for each leaf whether the leaf decays."""
         cuts = tree_unflatten(leaves.treedef, leaves.specs)
         return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef, cuts)

@@ -1,4 +1,4 @@
-"""RAdam: Adam whose step is rectified while its second moment rests on few gradients."""
+"""RAdam: Adam with a rectified step while the second moment is the mean of few gradients."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def scale_by_radam(
     """Rectified Adam: `u = r * mu_hat / (sqrt(nu_hat + eps_root) + eps)`, and `u = mu_hat` at the first steps.
 
     With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is `r^2 = (rho - 4) (rho -
-    2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`. The first steps are those with `rho < threshold`. The moments are
-    those of `scale_by_adam`.
+    2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`. The first steps are the steps with `rho < threshold`. The moments
+    are as in `scale_by_adam`.
 
     Args:
         b1: rate of the mean, in [0, 1).
@@ -57,7 +57,7 @@ def scale_by_radam(
     decay_rate("scale_by_radam", b1=b1, b2=b2)
     not_negative("scale_by_radam", eps=eps, eps_root=eps_root, threshold=threshold)
 
-    def numbers(count: Tensor) -> dict[str, Any]:
+    def corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
         ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
         most = 2 / (1 - b2) - 1
@@ -68,7 +68,7 @@ def scale_by_radam(
         more = {"c1": c1, "c2": c2, "ahead": ahead, "rho": rho, "r": r}
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "threshold": threshold} | more
 
-    return elementwise("scale_by_radam", ScaleByAdamState, _direction, {"mu": same, "nu": same}, numbers)
+    return elementwise("scale_by_radam", ScaleByAdamState, _leaf_direction, {"mu": same, "nu": same}, corrections_at)
 
 
 @explains_keywords(**MEANT)
@@ -82,7 +82,7 @@ def radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """RAdam: `p = p - lr * u`. See `scale_by_radam`. It needs no warm-up of the learning rate.
+    """RAdam: `p = p - lr * u`. See `scale_by_radam`. No warm-up of the learning rate is needed.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -112,11 +112,11 @@ def radam(
     return chain(direction, scale_by_learning_rate(learning_rate))
 
 
-def _direction(
+def _leaf_direction(
     g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
     ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the update of one leaf, and its next moments."""
+    """Returns the update of a leaf, and the next moments."""
     dtype = nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
     mean = corrected_mean(g, mu, b1, c1, ahead)

@@ -1,4 +1,4 @@
-"""`rebalanced`: the state of an optimizer that compresses, for another number of ranks."""
+"""`rebalanced`: converts the state of a compressing optimizer for another number of ranks."""
 
 from typing import Any
 
@@ -19,19 +19,19 @@ _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
     """Returns the state of a compressing optimizer for another number of ranks. No error is lost.
 
-    Every new rank's error is the mean of the old ranks'. The errors that ranks keep as servers are cut anew. So
+    Every new rank's error is the mean of the old ranks' errors. The errors that ranks keep as servers are cut again. So
 
         mean_i e_i' + server' = mean_i e_i + server
 
-    at every element, and the mean of the next momentum does not change. Codes of the last momentum are of the old
-    ranks' chunks: the next step gathers the rows of it instead, once.
+    at every element, and the mean of the next momentum does not change. Codes of the last momentum belong to the old
+    ranks' chunks. The next step gathers the momentum's rows instead, once.
 
-    Only the number of ranks that errors are averaged over may change: how leaves are cut along other axes (those of a
-    tensor parallelism, and those along which the mean is exact) must be the same.
+    Only the number of ranks that errors are averaged over may change, for example from 8 to 4. The specs along other
+    axes (of tensor parallelism, and axes with an exact mean) must be the same.
 
     Args:
-        opt_state: the whole state, as `unshard` gives it or a checkpoint has it. `GlobalTensor`s are gathered, which is
-            collective. It may be within the states of a `chain` or of `master_weights`.
+        opt_state: whole state, from `unshard` or a checkpoint. `GlobalTensor`s are gathered, a collective. The state
+            may be inside the states of a `chain` or of `master_weights`.
         like: a state of the new step (`step.init(params).opt_state`), with the placement of each leaf.
         compressor: compressor of the optimizer.
 
@@ -39,9 +39,9 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         A tree like `like`.
 
     Raises:
-        ValueError: a leaf has another shape than in `like`, every one is listed; errors do not fit their leaves, or are
-            of leaves that were cut otherwise (seen where they are `GlobalTensor`s), or ranks of `zero_one_adam` are
-            between two rounds, where each has parameters of its own.
+        ValueError: leaves have other shapes than in `like` (all are listed), or errors do not fit the leaves, or leaves
+            were cut by another spec (known for `GlobalTensor`s), or ranks of `zero_one_adam` are between two rounds,
+            with different parameters.
 
     Example:
         >>> from shardfn.optim import onebit_adam
@@ -58,7 +58,7 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
     states, treedef = tree_flatten(unshard(opt_state), is_leaf=compresses)
     fitting = compressor if compressor.remembers else error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
-    return tree_unflatten(treedef, [_moved(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+    return tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
 
 
 def _check_blocks(opt_state: OptState, like: OptState) -> None:
@@ -80,37 +80,39 @@ def _num_blocks(worker: Any) -> int | None:
     return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else None
 
 
-def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
+def _move_states(state: Any, like: Any, compressor: Compressor) -> Any:
     if not compresses(state):
-        return _placed(state, like)
+        return _place_leaves(state, like)
     check_in_round(state)
     rest, other = state._replace(residual=()), like._replace(residual=())
     if not isinstance(state, ZeroOneAdamState):
-        # Codes are of another cut: the next compressed step gathers, as the first one did.
+        # Codes are of another cut: the next compressed step gathers, as the first step did.
         freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
         none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
         rest = rest._replace(freeze=freeze, codes=none)
-    rest = _placed(rest, other)
+    rest = _place_leaves(rest, other)
     residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
-    new = [_recut(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
+    new = [
+        _recut_residual(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)
+    ]
     return rest._replace(residual=tree_unflatten(treedef, new))
 
 
-def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
+def _recut_residual(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
     if not isinstance(residual.worker, Tensor):
         return like
-    # Rows of the first dim are ranks. Blocks lie along the second.
+    # Rows of the first dim are ranks. Blocks are along the second dim.
     ranks, blocks = like.worker.shape[0], 1
     if isinstance(like.worker, GlobalTensor):
         blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
-    # Old and new padding may differ; real elements come before both.
+    # Old and new padding may differ. Real elements come before the padding.
     n = min(residual.worker.shape[1], like.worker.shape[1]) // blocks
     new = recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
-    return _placed(new, like)
+    return _place_leaves(new, like)
 
 
-def _placed(state: PyTree, like: PyTree) -> PyTree:
-    """Whole leaves, kept as those of `like` are."""
+def _place_leaves(state: PyTree, like: PyTree) -> PyTree:
+    """Returns whole leaves, placed as the leaves of `like`."""
     leaves, treedef = tree_flatten(state)
     likes = treedef.flatten_up_to(like)
     pairs = list(zip(leaves, likes, tree_paths(state, "opt_state"), strict=True))
@@ -121,7 +123,7 @@ def _placed(state: PyTree, like: PyTree) -> PyTree:
 
 
 def compresses(x: Any) -> bool:
-    """Returns whether a part of a state is that of an optimizer that compresses, whose errors `rebalanced` cuts anew.
+    """Returns whether a part of a state is the state of a compressing optimizer, for `rebalanced`.
 
     Example:
         >>> from shardfn.optim import onebit_adam, sgd
@@ -132,16 +134,16 @@ def compresses(x: Any) -> bool:
 
 
 def check_in_round(tree: PyTree) -> None:
-    """Refuses a state in which each rank has parameters of its own, which its leaves do not show.
+    """Refuses a state in which ranks have different parameters, although the leaves seem equal.
 
     Raises:
-        ValueError: it is from between two rounds of `zero_one_adam`.
+        ValueError: the state is from between two rounds of `zero_one_adam`.
     """
     for state in tree_leaves(tree, is_leaf=compresses):
         if isinstance(state, ZeroOneAdamState) and not in_round(state):
             raise ValueError(
                 "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
-                " its own, and it holds those of one rank; save after a step that leaves optim.in_round(opt_state)"
+                " its own, and it holds those of one rank. Save after a step that leaves optim.in_round(opt_state)"
                 " true."
             )
 

@@ -27,7 +27,7 @@ class ScaleByRmsState(NamedTuple):
     Attributes:
         nu: tree like params: mean of the squares of the gradients.
         mu: tree like params: mean of the gradients. `()` unless the rule is centered.
-        count: int32, 0-d: steps taken; `()` unless the rule corrects the bias of its moments.
+        count: int32, 0-d: steps taken. `()` unless the rule corrects the bias of the moments.
     """
 
     nu: PyTree
@@ -52,13 +52,13 @@ def scale_by_rms(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """Divides the gradient by its root mean square: `nu = decay nu + (1 - decay) g^2; u = g / sqrt(nu + eps)`.
+    """Divides the gradient by the root mean square: `nu = decay nu + (1 - decay) g^2; u = g / sqrt(nu + eps)`.
 
     Args:
         decay: rate of the squares, in [0, 1).
-        eps: >= 0.
+        eps: constant in the denominator, >= 0.
         initial_scale: the first value of `nu`, >= 0.
-        eps_in_sqrt: whether `eps` is added inside the root. If not, `u = g / (sqrt(nu) + eps)`, as torch has it.
+        eps_in_sqrt: whether `eps` is added inside the root. If not, `u = g / (sqrt(nu) + eps)`, as in torch.
         bias_correction: whether `nu` is divided by `1 - decay^t`.
 
     Returns:
@@ -76,7 +76,7 @@ def scale_by_rms(
         Hinton et al., Overview of mini-batch gradient descent, 2012,
         https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf
     """
-    return _scale("scale_by_rms", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
+    return _scale_by_moments("scale_by_rms", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
 
 
 def scale_by_stddev(
@@ -86,16 +86,16 @@ def scale_by_stddev(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """Divides the gradient by its standard deviation: `u = g / sqrt(nu - mu^2 + eps)`.
+    """Divides the gradient by the standard deviation: `u = g / sqrt(nu - mu^2 + eps)`.
 
-    The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. Where rounding makes `nu -
-    mu^2` negative, it is taken as 0.
+    The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. A `nu - mu^2` that is
+    negative by rounding counts as 0.
 
     Args:
         decay: rate of both moments, in [0, 1).
-        eps: >= 0.
+        eps: constant in the denominator, >= 0.
         initial_scale: the first value of `nu`, >= 0.
-        eps_in_sqrt: whether `eps` is added inside the root. If not, it is added to the root, as torch has it.
+        eps_in_sqrt: whether `eps` is added inside the root. If not, `eps` is added to the root, as in torch.
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
     Returns:
@@ -112,20 +112,22 @@ def scale_by_stddev(
     References:
         Graves, Generating Sequences With Recurrent Neural Networks, 2013, https://arxiv.org/abs/1308.0850
     """
-    return _scale("scale_by_stddev", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
+    return _scale_by_moments("scale_by_stddev", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
 
 
-def _scale(
+def _scale_by_moments(
     who: str, decay: Number, eps: Number, initial_scale: Number, eps_in_sqrt: bool, corrects: bool, centered: bool
 ) -> GradientTransformation:
     decay_rate(who, decay=decay)
     not_negative(who, eps=eps, initial_scale=initial_scale)
 
-    def numbers(count: Any) -> dict[str, Any]:
+    def bias_correction_at(count: Any) -> dict[str, Any]:
         c = bias_corrections(count, decay, decay)[0] if corrects else 1.0
         return {"decay": decay, "eps": eps, "c": c}
 
-    def step(g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None) -> tuple[Tensor, ...]:
+    def scale_leaf(
+        g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         dtype = nu.dtype
         g, nu = g.to(wide(nu).dtype), wide(nu)
         new, rest = decay * nu + (1 - decay) * g.square(), []
@@ -137,7 +139,7 @@ def _scale(
         return ((g / below).to(dtype), new.to(dtype), *rest)
 
     start = {"nu": filled(initial_scale)} | ({"mu": same} if centered else {})
-    return elementwise(who, ScaleByRmsState, step, start, numbers, corrects)
+    return elementwise(who, ScaleByRmsState, scale_leaf, start, bias_correction_at, corrects)
 
 
 @explains_keywords(**MEANT)
@@ -159,12 +161,12 @@ def rmsprop(
     Args:
         learning_rate: a number >= 0, or a schedule.
         decay: rate of the squares, in [0, 1).
-        eps: >= 0.
+        eps: constant in the denominator, >= 0.
         initial_scale: the first value of `nu`, >= 0.
         eps_in_sqrt: whether `eps` is added inside the root.
-        centered: whether the gradient is divided by its standard deviation. See `scale_by_stddev`.
+        centered: whether the gradient is divided by the standard deviation. See `scale_by_stddev`.
         momentum: momentum in [0, 1). None keeps no trace.
-        nesterov: whether the trace looks one step ahead; needs momentum.
+        nesterov: whether the trace looks one step ahead. Needs momentum.
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
     Returns:
@@ -184,14 +186,14 @@ def rmsprop(
     """
     check_rate("rmsprop", learning_rate)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"rmsprop: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"rmsprop: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     scale = scale_by_stddev if centered else scale_by_rms
     rules = [scale(decay, eps, initial_scale, eps_in_sqrt, bias_correction), scale_by_learning_rate(learning_rate)]
     return chain(*rules, *([] if momentum is None else [trace(momentum, nesterov)]))
 
 
 def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) -> GradientTransformation:
-    """Divides the gradient by the root of the sum of its squares: `s = s + g^2; u = g / sqrt(s + eps)`, 0 where s is 0.
+    """Divides by the root of the sum of squared gradients: `s = s + g^2; u = g / sqrt(s + eps)`, 0 where s is 0.
 
     Args:
         initial_accumulator_value: the first value of s, >= 0.
@@ -214,15 +216,15 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
     """
     not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
-    def step(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
+    def scale_leaf(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
         dtype = sum_of_squares.dtype
         g = g.to(wide(sum_of_squares).dtype)
         new = wide(sum_of_squares) + g.square()
-        u = g / root(torch.where(new > 0, new + eps, 1.0))  # where it is 0, so is g
+        u = g / root(torch.where(new > 0, new + eps, 1.0))  # where s is 0, g is 0 too
         return u.to(dtype), new.to(dtype)
 
     start = {"sum_of_squares": filled(initial_accumulator_value)}
-    return elementwise("scale_by_rss", ScaleByRssState, step, start, lambda count: {"eps": eps}, counts=False)
+    return elementwise("scale_by_rss", ScaleByRssState, scale_leaf, start, lambda count: {"eps": eps}, counts=False)
 
 
 @explains_keywords(**MEANT)
@@ -231,7 +233,7 @@ def adagrad(
 ) -> GradientTransformation:
     """Adagrad: `s = s + g^2; p = p - lr * g / sqrt(s + eps)`. See `scale_by_rss`.
 
-    The defaults are optax's. Torch's Adagrad begins with s = 0, and adds its eps outside the root.
+    The defaults are optax's. Torch's Adagrad begins with s = 0, and adds eps outside the root.
 
     Args:
         learning_rate: a number >= 0, or a schedule.

@@ -30,7 +30,7 @@ class ScheduleFreeState(NamedTuple):
         weight_sum: 0-d: the sum of the weights of all steps.
         max_lr: 0-d: the largest learning rate so far.
         base_optimizer_state: the state of the rule.
-        z: tree like params.
+        z: tree like params: the sequence.
     """
 
     step_count: Int[Tensor, ""]
@@ -50,15 +50,16 @@ def schedule_free(
     """Trains at `y = (1 - b1) z + b1 x`, where the rule steps `z` and `x` is the average of all `z`.
 
     The weight of a step in the average is the largest learning rate so far to the power `weight_lr_power`. The
-    parameters of the step are y. Those to evaluate and export are x, which `sf.eval_state(state)` computes. Give the
-    rule no momentum (`adamw(lr, b1=0.0)`), and a learning rate that warms up and does not decay. Put it outermost.
+    parameters of the step are y. The parameters to evaluate and export are x, from `sf.eval_state(state)`. Use a rule
+    without momentum, for example `adamw(lr, b1=0.0)`, and a learning rate that warms up and does not decay. Put the
+    rule outermost.
 
     Args:
         base_optimizer: the rule that steps z.
         learning_rate: learning rate of the rule. A schedule is called with the number of this step, from 1 on, as in
             optax.
-        b1: in (0, 1).
-        weight_lr_power: >= 0.
+        b1: part of the average in y, in (0, 1).
+        weight_lr_power: power of the learning rate in the weights, >= 0.
 
     Returns:
         A rule with a `ScheduleFreeState`.
@@ -92,7 +93,7 @@ class _ScheduleFree:
     power: float
 
     def rule(self) -> GradientTransformation:
-        """As an optimizer."""
+        """Returns the rule as a `GradientTransformation`."""
         again = lambda tx: _ScheduleFree(tx, self.learning_rate, self.b1, self.power).rule()  # noqa: E731
         needs = join_needs([self.tx], again, states=lambda s: (s.base_optimizer_state,))
         return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
@@ -122,16 +123,16 @@ class _ScheduleFree:
         updates, inner = self.tx.update(updates, state.base_optimizer_state, params, specs=specs)
         z = apply_updates(state.z, updates)
         out = [
-            self._moved(y, before, after, c)
+            self._leaf_update(y, before, after, c)
             for y, before, after, c in zip(ys, old, tree_leaves(z), beside(ys, part, params, specs), strict=True)
         ]
         new = ScheduleFreeState(count, state.b1, total, largest, inner, z)
         return tree_unflatten(treedef, out), new
 
-    def _moved(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
-        """Returns the update of y, in a dtype that holds it exactly."""
+    def _leaf_update(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
+        """Returns the update of y, in a dtype without rounding."""
         y, old, new = (wide(x).double() for x in (y, old, new))
-        x = _average(y, old, self.b1)
+        x = _average_leaf(y, old, self.b1)
         x = x + part * (new - x)
         return self.b1 * x + (1 - self.b1) * new - y
 
@@ -139,7 +140,7 @@ class _ScheduleFree:
 def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Params:
     """Returns the average x, at which to evaluate: `x = (y - (1 - b1) z) / b1`, where y are the parameters.
 
-    For trees of plain tensors, of one layout. `sf.eval_state` does it for the state of a step.
+    For trees of plain tensors, of the same layout. For the state of a step use `sf.eval_state`.
 
     Args:
         state: the state of `schedule_free`.
@@ -160,8 +161,8 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Param
     check_state("schedule_free_eval_params", state, ScheduleFreeState)
     ys, treedef = tree_flatten(params)
     pairs = zip(ys, leaves_like(state.z, treedef, "state.z", "params"), strict=True)
-    return tree_unflatten(treedef, [_average(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
+    return tree_unflatten(treedef, [_average_leaf(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
 
 
-def _average(y: Tensor, z: Tensor, b1: float | Tensor) -> Tensor:
+def _average_leaf(y: Tensor, z: Tensor, b1: float | Tensor) -> Tensor:
     return (y - (1 - b1) * z) / b1

@@ -1,7 +1,8 @@
 """Schedules: a count of steps to a learning rate.
 
-A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor there. It computes in
-float64 and never reads the count back to Python, so it can be captured in a graph. The names and arguments are optax's.
+A schedule takes a count (an int, or an int tensor on any device) and returns a float32 0-d tensor on the same device. A
+schedule computes in float64 and never reads the count back to Python, so graphs can capture schedules. The names and
+arguments are optax's.
 """
 
 import itertools
@@ -33,7 +34,7 @@ MEANT_BY_SCHEDULES = {
 
 
 def constant_schedule(value: Number) -> Schedule:
-    """The same value at every step.
+    """Returns a schedule with the same value at every step.
 
     Example:
         >>> constant_schedule(0.5)(7)
@@ -53,7 +54,7 @@ def linear_schedule(
         init_value: the value up to `transition_begin`.
         end_value: the value from `transition_begin + transition_steps` on.
         transition_steps: length of the line, >= 1.
-        transition_begin: where it starts, >= 0.
+        transition_begin: count at which the transition starts, >= 0.
 
     Raises:
         ValueError: a length is 0, negative or None, or a value is not finite.
@@ -66,11 +67,11 @@ def linear_schedule(
     num_steps("linear_schedule", transition_steps=transition_steps)
     not_negative("linear_schedule", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return (init_value * (1 - done) + end_value * done).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -82,9 +83,9 @@ def polynomial_schedule(
     Args:
         init_value: the value up to `transition_begin`.
         end_value: the value from `transition_begin + transition_steps` on.
-        power: > 0; 1 is `linear_schedule`.
+        power: power of the line, > 0. For example, 1 is `linear_schedule`.
         transition_steps: length of the transition, >= 1.
-        transition_begin: where it starts, >= 0.
+        transition_begin: count at which the transition starts, >= 0.
 
     Raises:
         ValueError: a length is 0, negative or None, the power is not positive, or a value is not finite.
@@ -98,11 +99,11 @@ def polynomial_schedule(
     num_steps("polynomial_schedule", transition_steps=transition_steps)
     not_negative("polynomial_schedule", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         left = 1 - ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return ((init_value - end_value) * left**power + end_value).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -119,10 +120,10 @@ def exponential_decay(
     Args:
         init_value: the value up to `transition_begin`.
         transition_steps: the steps after which the value is multiplied by `decay_rate`, >= 1.
-        decay_rate: > 0; above 1 the value grows.
-        transition_begin: where it starts, >= 0.
-        staircase: whether the exponent is rounded down, so that the value changes every `transition_steps` only.
-        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one. None: unbounded.
+        decay_rate: factor, > 0. Above 1 the value grows.
+        transition_begin: count at which the transition starts, >= 0.
+        staircase: whether the exponent is rounded down, so that the value changes only every `transition_steps`.
+        end_value: bound of the value: a lower bound if `decay_rate < 1`, else an upper bound. None: unbounded.
 
     Raises:
         ValueError: a length is 0, negative or None, the rate is not positive, or a value is not finite.
@@ -136,14 +137,14 @@ def exponential_decay(
     num_steps("exponential_decay", transition_steps=transition_steps)
     not_negative("exponential_decay", transition_begin=transition_begin)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         times = (float_count(count) - transition_begin).clamp(min=0) / transition_steps
         value = init_value * decay_rate ** (times.floor() if staircase else times)
         if end_value is not None:
             value = value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
         return value.float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -172,12 +173,12 @@ def cosine_decay_schedule(
     not_negative("cosine_decay_schedule", exponent=exponent)
     num_steps("cosine_decay_schedule", decay_steps=decay_steps)
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = (float_count(count) / decay_steps).clamp(0, 1)
         cosine = ((1 + torch.cos(math.pi * done)) / 2) ** exponent
         return (init_value * ((1 - alpha) * cosine + alpha)).float()
 
-    return schedule
+    return schedule_fn
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
@@ -250,21 +251,22 @@ def warmup_cosine_decay_schedule(
     _check_warmup("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
     finite("warmup_cosine_decay_schedule", peak_value=peak_value, end_value=end_value)
     if peak_value == 0:
-        raise ValueError("warmup_cosine_decay_schedule: peak_value=0 has no decay; use linear_schedule.")
+        raise ValueError("warmup_cosine_decay_schedule: peak_value=0 has no decay. Use linear_schedule.")
     up = linear_schedule(init_value, peak_value, warmup_steps)
     down = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, end_value / peak_value, exponent)
     return join_schedules([up, down], [warmup_steps])
 
 
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Schedules end to end: piece `i` rules from `boundaries[i - 1]` on and counts from there.
+    """Joins schedules: schedule `i` is used from `boundaries[i - 1]` on, and counts from there.
 
     Args:
         schedules: the pieces.
-        boundaries: the count at which each piece after the first begins; increasing, >= 1.
+        boundaries: counts at which each piece after the first begins, increasing and >= 1, for example [100, 1000] for
+            three pieces.
 
     Raises:
-        ValueError: there is not one boundary less than pieces, or they do not increase.
+        ValueError: the number of boundaries is not the number of pieces minus 1, or boundaries do not increase.
 
     Example:
         >>> joined = join_schedules([constant_schedule(1.0), constant_schedule(0.1)], [10])
@@ -280,17 +282,17 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"join_schedules: boundaries={list(boundaries)} must increase.")
 
-    def schedule(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
         value = schedules[0](count)
         for start, piece in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(float_count(count) < start, value, piece(count - start))
         return value
 
-    return schedule
+    return schedule_fn
 
 
 def float_count(count: Count) -> Float[Tensor, ""]:
-    """Returns a count in the dtype that schedules compute in."""
+    """Returns a count in the dtype of schedules, float64."""
     return torch.as_tensor(count).to(torch.float64)
 
 
@@ -298,6 +300,6 @@ def _check_warmup(who: str, warmup_steps: int, decay_steps: int) -> None:
     num_steps(who, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if decay_steps <= warmup_steps:
         raise ValueError(
-            f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps};"
-            f" did you mean {warmup_steps + decay_steps}?"
+            f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps}."
+            f" Did you mean {warmup_steps + decay_steps}?"
         )

@@ -31,14 +31,14 @@ class TraceState(NamedTuple):
 
 
 def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
-    """Heavy-ball momentum: `t = g + decay * t`; `u = t`, or `u = g + decay * t` with Nesterov's look-ahead.
+    """Heavy-ball momentum: `t = g + decay * t` and `u = t`, or with Nesterov `u = g + decay * t`.
 
     Args:
-        decay: decay in [0, 1); may be a 0-d tensor.
-        nesterov: look ahead.
+        decay: decay in [0, 1), or a 0-d tensor.
+        nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule whose state is the trace.
+        A rule with a `TraceState`.
 
     Raises:
         ValueError: `decay` is outside [0, 1).
@@ -55,23 +55,23 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """
     decay_rate("trace", decay=decay)
 
-    def step(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
+    def trace_leaf(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
         t = wide(g) + decay * wide(trace)
         u = wide(g) + decay * t if nesterov else t
         return u.to(trace.dtype), t.to(trace.dtype)
 
-    def init(params: Params) -> TraceState:
+    def init_fn(params: Params) -> TraceState:
         return TraceState(zeros_like(params))
 
-    def update(
+    def update_fn(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
         check_state("trace", state, TraceState)
-        us, new = leafwise(step, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
+        us, new = leafwise(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -88,7 +88,7 @@ def sgd(
     Args:
         learning_rate: a number >= 0, or a schedule.
         momentum: momentum in [0, 1). None keeps no trace.
-        nesterov: step along `g + momentum * t`; needs momentum.
+        nesterov: whether to step along `g + momentum * t`. Needs momentum.
         weight_decay: factor of the L2 penalty, >= 0.
 
     Returns:
@@ -105,14 +105,14 @@ def sgd(
     check_rate("sgd", learning_rate)
     not_negative("sgd", weight_decay=weight_decay)
     if nesterov and is_zero(momentum):
-        raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+        raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
     rules += [trace(momentum, nesterov)] if momentum is not None else []
     pure = chain(*rules, scale_by_learning_rate(learning_rate))
     num = len(rules) + 1
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         del specs
         check_chain("sgd", state, num)
         ps, treedef = tree_flatten(params)
@@ -121,23 +121,25 @@ def sgd(
             check_state("sgd", state[-2], TraceState)
         ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
         check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu, narrow=True)
+        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
             for p_, *t_, g_ in even([p, *t, g]):
-                _step(p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay))
+                _step_leaves(
+                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay)
+                )
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
 
 
-def _step(
+def _step_leaves(
     p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
     decay: float,
 ) -> None:  # fmt: skip
     by = number(momentum or 0.0)
-    if t and not by:  # torch's kernel takes a trace only with a momentum; this one is the gradient, kept
+    if t and not by:  # torch's kernel takes a trace only with a momentum: here the trace is the stored gradient
         foreach_mul_(t, by)
         foreach_add_(t, g)
         foreach_add_(t, p, alpha=decay)
@@ -148,6 +150,6 @@ def _step(
     )  # fmt: skip
 
 
-def _on_cpu(param: Tensor) -> bool:
-    # torch 2.13's fused SGD on a CPU leaves parameters of half precision where they are, but for a tail of 15 or less.
+def _is_on_cpu(param: Tensor) -> bool:
+    # torch 2.13's fused SGD on a CPU does not move parameters of half precision, except a tail of 15 or less.
     return param.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The trust ratio: each leaf scaled by its norm over that of its update, in LAMB and LARS."""
+"""The trust ratio: each leaf scaled by the ratio of the norms of parameter and update, in LAMB and LARS."""
 
 import math
 
@@ -26,13 +26,13 @@ def scale_by_trust_ratio(
 ) -> GradientTransformation:
     """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`, 1 if a norm is 0.
 
-    The norms are of the whole leaf, over all its blocks: one psum for both. optax's rule has no bounds:
+    The norms are over all blocks of a leaf: one psum for both. optax's rule has no bounds, like
     `scale_by_trust_ratio(0.0, math.inf)`.
 
     Args:
         min_coeff: lower bound, >= 0.
-        max_coeff: upper bound, >= `min_coeff`; may be infinite.
-        min_norm: both norms are at least this, >= 0.
+        max_coeff: upper bound, >= `min_coeff`, possibly infinite.
+        min_norm: lower bound of both norms, >= 0.
         trust_coefficient: factor of the ratio, >= 0.
         eps: added to the norm of the update, >= 0.
 
@@ -40,7 +40,7 @@ def scale_by_trust_ratio(
         A rule without memory.
 
     Raises:
-        ValueError: the bounds are out of range; (on use) params are missing or do not match.
+        ValueError: the bounds are out of range, or (on use) params are missing or do not match.
 
     Example:
         >>> scale_by_trust_ratio().update([torch.tensor([2.0])], (), [torch.tensor([1.0])])[0]
@@ -55,7 +55,7 @@ def scale_by_trust_ratio(
     if max_coeff < min_coeff:
         raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("scale_by_trust_ratio", params)
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
@@ -64,7 +64,7 @@ def scale_by_trust_ratio(
         ratios = trust_ratios(ps, us, cuts, min_coeff, max_coeff, min_norm, trust_coefficient, eps)
         return tree_unflatten(treedef, scaled(us, ratios, cuts))
 
-    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))
 
 
 def trust_ratios(
@@ -79,10 +79,10 @@ def trust_ratios(
 ) -> Float[Tensor, " num_leaves"]:
     """Returns the ratio of `scale_by_trust_ratio` for each leaf.
 
-    Norms of float64 leaves are float64, others float32.
+    Norms of float64 leaves are float64, all other norms float32.
     """
 
-    def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+    def ratios_in(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
         own = [column[i] for column in (ps, us) for i in index]
         cuts = None if specs is None else [specs[i] for i in index] * 2
         squares = squares_of(own, cuts, dtype)
@@ -92,13 +92,13 @@ def trust_ratios(
 
     narrow, wide = ([i for i, p in enumerate(ps) if (p.dtype == torch.float64) is w] for w in (False, True))
     if not (narrow and wide):
-        return ratios(narrow or wide, torch.float64 if wide else torch.float32)
-    found = dict(zip(narrow, ratios(narrow, torch.float32).double(), strict=True))
-    found |= zip(wide, ratios(wide, torch.float64), strict=True)
+        return ratios_in(narrow or wide, torch.float64 if wide else torch.float32)
+    found = dict(zip(narrow, ratios_in(narrow, torch.float32).double(), strict=True))
+    found |= zip(wide, ratios_in(wide, torch.float64), strict=True)
     return torch.stack([found[i] for i in range(len(ps))])
 
 
 def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
-    """Returns each leaf by its ratio."""
+    """Returns each leaf times the leaf's ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
     return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]

@@ -1,4 +1,4 @@
-"""The types of the room: the values that flow through an optimizer."""
+"""Types of the values that flow through an optimizer."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,9 +13,9 @@ Updates = PyTree
 OptState = PyTree
 Specs = PyTree
 Mask = PyTree | Callable[[Params], PyTree]
-# The smallest part of a tree that a rule can step for itself.
+# The smallest part of a tree that a rule can step separately.
 Grain = Literal["element", "leaf", "tree"]
-# A rule of one's own: `(init, update)`, the two fields of optax's GradientTransformation.
+# A user-defined rule: `(init, update)`, the two fields of optax's GradientTransformation.
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 Count = int | Int[Tensor, ""]
 Schedule = Callable[[Any], Float[Tensor, ""]]

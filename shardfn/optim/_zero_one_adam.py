@@ -1,4 +1,4 @@
-"""0/1 Adam: a variance that is learnt at ever rarer steps, then steps without communication."""
+"""0/1 Adam: a variance that is learnt at increasingly rare steps, then steps without communication."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 
 class Interval(NamedTuple):
-    """A number of steps that doubles each time it has been counted often enough: 0-d int32 tensors.
+    """Number of steps that doubles after a number of counts: 0-d int32 tensors.
 
     Attributes:
         steps: the interval.
-        counted: how often since it last grew.
+        counted: number of counts since the last growth.
     """
 
     steps: Int[Tensor, ""]
@@ -40,16 +40,16 @@ class ZeroOneAdamState(NamedTuple):
     """The state of `zero_one_adam`.
 
     Attributes:
-        freeze: counters, and when the variance was frozen.
+        freeze: counters, and the step of the freeze.
         num_var: int32, 0-d: steps that the variance has averaged.
-        var_interval: steps between two of them.
+        var_interval: steps between two updates of the variance.
         local_interval: steps between two rounds, after the freeze.
-        rates: float32, 0-d: the sum of the rates since the last round, by which `drift` is a mean.
-        decays: float32, 0-d: the sum of the learning rates since then.
-        adam: the state of the warm-up's rule; after the freeze its `mu` is each rank's own between rounds.
+        rates: float32, 0-d: sum of the rates since the last round, the divisor of `drift`.
+        decays: float32, 0-d: sum of the learning rates since the last round.
+        adam: state of the warm-up's rule. After the freeze, `mu` differs between ranks between rounds.
         start: tree like params: the parameters after the last round, or None at exact leaves.
-        drift: tree like params, float32: `sum_t rate_t m_t` since then, or None at exact leaves.
-        residual: tree like params: a `Residual` each, or None at exact leaves.
+        drift: tree like params, float32: `sum_t rate_t m_t` since the last round, or None at exact leaves.
+        residual: tree like params: a `Residual` for each leaf, or None at exact leaves.
     """
 
     freeze: FreezeState
@@ -84,7 +84,7 @@ def zero_one_adam(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """Adam whose variance is learnt at ever rarer steps, and whose ranks then communicate at ever rarer steps.
+    """Adam with a variance that is learnt at increasingly rare steps, and then with increasingly rare communication.
 
     With `g_i` the gradient of rank i along `axis`, and t counted from 1, up to `t = var_freeze_step + 1`:
 
@@ -92,19 +92,20 @@ def zero_one_adam(
         else:        g = compressed_mean_i(g_i);  m = b1 m + (1 - b1) g
         p = p - lr (m / (sqrt(nu) + eps) + weight_decay p)
 
-    K is 1 at first and doubles after each `var_update_scaler` steps of the first kind; while it is 1 the bits are those
-    of `adamw`. After that nu stays, errors start anew at zero, and with `d = sqrt(nu) + eps` every rank steps alone,
+    K is 1 at first and doubles after each `var_update_scaler` steps of the first kind. While K is 1, the steps are
+    bitwise identical to `adamw`. After the freeze nu is constant, errors start again at zero, and with `d = sqrt(nu) +
+    eps` every rank steps separately,
 
         m_i = b1 m_i + (1 - b1) g_i;   s_i = s_i + lr m_i;   p_i = p_i - lr m_i / d
 
-    but for a round at each `t % H == 0`, H doubling from 1 to at most `local_step_clipper` each `local_step_scaler`
+    except for a round at each `t % H == 0`, H doubling from 1 to at most `local_step_clipper` each `local_step_scaler`
     steps: from the parameters p of the last round,
 
         s = compressed_mean_i(s_i);   m = s / sum(lr);   p = p - s / d - weight_decay sum(lr) p;   s_i = 0
 
-    So decay happens in rounds and is not part of the momentum, and after a round all ranks have the same bits. Between
-    rounds they have parameters of their own, each rank in its copy of one tensor of the state: evaluate and save right
-    after a round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
+    So decay is applied in rounds, outside the momentum, and after a round all ranks have the same bits. Between rounds
+    the ranks have different parameters, in copies of the same tensor of the state: evaluate and save right after a
+    round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -112,16 +113,17 @@ def zero_one_adam(
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
-        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one. None: all.
-        var_freeze_step: steps after which (and one more) the variance stays, or "auto", a `VarianceStability()`.
+        mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
+        var_freeze_step: steps after which (and one more) the variance is frozen, or "auto", a `VarianceStability()`.
         var_update_scaler: steps with a full mean after which K doubles.
         local_step_scaler: steps after which H doubles.
         local_step_clipper: the largest H.
-        axis: the mesh axes over which it averages gradients itself. Each leaf over those that do not cut it as experts.
-        outer: of several axes the slow ones; along the others means are exact. See `compressed_pmean`.
-        compressor: how gradients and sums travel.
-        feedback: whether errors are fed back.
-        bias_correction: whether moments are corrected, each by the steps that it has averaged.
+        axis: mesh axes over which the rule averages gradients. Axes that cut a leaf as experts are left out for the
+            leaf.
+        outer: slow axes among several axes. Along fast axes means are exact. See `compressed_pmean`.
+        compressor: compressor of gradients and sums.
+        feedback: whether to use error feedback.
+        bias_correction: whether each moment is corrected, by the number of averaged steps.
         exact: leaves that are averaged at each step without compression, as in `adamw`. See `onebit_adam`.
 
     Returns:
@@ -129,10 +131,10 @@ def zero_one_adam(
         "switch" (the first round), "local" and "round".
 
     Raises:
-        ValueError: a number is out of range; (on use) trees do not match, or ZeRO cuts a leaf along `axis`.
+        ValueError: a number is out of range, or (on use) trees do not match, or ZeRO cuts a leaf along `axis`.
         TypeError: `compressor` is not a `Compressor`.
 
-    Elements whose variance is zero do not move once K is 2, and a gradient that is not finite spoils the errors: see
+    Elements with zero variance do not move once K is 2, and a gradient that is not finite spoils the errors: see
     `onebit_adam`.
 
     Example:
@@ -187,7 +189,7 @@ class _ZeroOneAdam(Phased):
         num_steps(self.who, local_step_clipper=self.local_clipper)
 
     def next_phase(self, state: ZeroOneAdamState) -> Phase:
-        # From counters alone, which are the same on all ranks: so all ranks are in one phase.
+        # Computed only from counters, equal on all ranks: so all ranks are in the same phase.
         now, t = self.freeze.phase(state.freeze, switches=True), int(state.freeze.count) + 1
         if now == SWITCH:
             return now
@@ -198,7 +200,7 @@ class _ZeroOneAdam(Phased):
         return Phase(kind + (", probe" if now == PROBE else ""), kind == "onebit")
 
     def init(self, params: Params) -> ZeroOneAdamState:
-        leaves = self._apart(params, params, None)
+        leaves = self._split_leaves(params, params, None)
         one = zero_count(params) + 1
         interval = Interval(one, one - 1)
         rate = torch.zeros((), device=one.device)
@@ -215,7 +217,7 @@ class _ZeroOneAdam(Phased):
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
-            return us, self._learnt(state, adam, specs, now)
+            return us, self._advance_state(state, adam, specs, now)
         return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
 
     @torch.no_grad()
@@ -223,19 +225,19 @@ class _ZeroOneAdam(Phased):
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
-            return params, self._learnt(state, adam, specs, now)
-        leaves = self._apart(grads, params, specs)
+            return params, self._advance_state(state, adam, specs, now)
+        leaves = self._split_leaves(grads, params, specs)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         # Before `exactly`, which advances the counters of the chain.
-        step = self._step(state, leaves, params, now)
+        step = self._step_numbers(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
         state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
         rows = _LocalRows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
         if now.name.startswith(("full", "onebit")):
-            return params, self._learn(leaves, rows, step, state, specs, now)
-        return params, self._alone(leaves, rows, step, state, now)
+            return params, self._warmup_step(leaves, rows, step, state, specs, now)
+        return params, self._local_step(leaves, rows, step, state, now)
 
-    def _apart(self, grads: Updates, params: Params, specs: Specs) -> Apart:
+    def _split_leaves(self, grads: Updates, params: Params, specs: Specs) -> Apart:
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         if any(share.cut for share in leaves.shares):
             paths = zip(tree_paths(params, "params"), leaves.shares, strict=True)
@@ -247,24 +249,24 @@ class _ZeroOneAdam(Phased):
             )
         return leaves
 
-    def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
-        """Returns the numbers of the step; counters are read here, before anything is written."""
+    def _step_numbers(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
+        """Returns the numbers of the step. Counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
         return StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
 
-    def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
-        """After a step whose gradients the variance has averaged, or which it has left out."""
+    def _advance_state(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
+        """Returns the state after a step of the warm-up, with or without an update of the variance."""
         num_var = state.num_var + int(not now.local)
         phase = PROBE if "probe" in now.name else WARMUP
         freeze = self.freeze.learning(state.freeze, adam[0].nu, specs, phase, num_var)
         if now.local:
             return state._replace(adam=adam, freeze=freeze)
-        grown = _counted(state.var_interval, self.var_scaler, None)
+        grown = _count_interval(state.var_interval, self.var_scaler, None)
         return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
-    def _learn(
+    def _warmup_step(
         self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
@@ -275,28 +277,29 @@ class _ZeroOneAdam(Phased):
             if not now.local:
                 written(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
             step.descend(p, m, nu, decays)
-        return self._learnt(state._replace(residual=residual), state.adam, specs, now)
+        return self._advance_state(state._replace(residual=residual), state.adam, specs, now)
 
-    def _alone(
+    def _local_step(
         self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
     ) -> ZeroOneAdamState:
-        # Here ranks still have the same parameters: this is where they start from.
-        state = self._fresh(rows, leaves, state) if now == SWITCH else state
+        # Here ranks still have the same parameters: the start of the local steps.
+        state = self._begin_local_steps(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
         state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
         starts, drifts = (leaves.pick(leaves.treedef.flatten_up_to(x)) for x in (state.start, state.drift))
         for p, g, mu, nu, drift in pieces(rows.ps, rows.gs, rows.mus, rows.nus, drifts):
             m = rate * wide(written(mu, blend(mu, g, self.b1, donate=True)))
-            # Linear in the gradients, and nu stays: so the mean of drifts, preconditioned, is the mean of ranks' steps.
+            # Linear in the gradients with constant nu: so the mean of drifts, preconditioned, is the mean of ranks'
+            # steps.
             drift.add_(m)
             if now.name == "local":
                 add_(p, m.div_(step.root(nu)).neg_())
         if now.name != "local":
-            state = self._round(leaves, rows, step, state, starts, drifts)
-        interval = _counted(state.local_interval, self.local_scaler, self.local_clipper)
+            state = self._sync_step(leaves, rows, step, state, starts, drifts)
+        interval = _count_interval(state.local_interval, self.local_scaler, self.local_clipper)
         return state._replace(freeze=self.freeze.frozen(state.freeze), local_interval=interval)
 
-    def _round(
+    def _sync_step(
         self,
         leaves: Apart,
         rows: "_LocalRows",
@@ -309,18 +312,18 @@ class _ZeroOneAdam(Phased):
         shrink = 1 - self.weight_decay * state.decays
         table = rows.ps, rows.mus, rows.nus, starts, drifts, sums, rows.decays
         for p, mu, nu, start, drift, total, decays in pieces(*table):
-            # A rate that was 0 all along has left no trace of the momentum.
+            # If all rates were 0, the sum has no trace of the momentum.
             mu.copy_(torch.where(state.rates > 0, total / state.rates, wide(mu)))
             p.copy_(wide(start) * (shrink if decays else 1.0) - total / step.root(nu))
-            # All ranks have it of the same mean, so with the same bits: they are one again.
+            # All ranks compute from the same mean, so the parameters are bitwise equal again.
             start.copy_(p)
             drift.zero_()
         return state._replace(
             residual=residual, rates=torch.zeros_like(state.rates), decays=torch.zeros_like(state.decays)
         )
 
-    def _fresh(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
-        """Returns the state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
+    def _begin_local_steps(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
+        """Returns the state at the first local step. Errors are reset, because sums are sent instead of gradients."""
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)
         one = torch.ones_like(state.local_interval.steps)
@@ -343,8 +346,8 @@ class _LocalRows(NamedTuple):
     decays: list[bool]
 
 
-def _counted(interval: Interval, often: int, most: int | None) -> Interval:
-    """Returns the interval, counted once more."""
+def _count_interval(interval: Interval, often: int, most: int | None) -> Interval:
+    """Returns the interval after one more count."""
     counted = interval.counted + 1
     grown = 2 * interval.steps if most is None else (2 * interval.steps).clamp(max=most)
     full = counted == often

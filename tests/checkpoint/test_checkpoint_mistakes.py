@@ -12,14 +12,14 @@ from tests.mistakes import Mistake, begun, cases, check, check_on_all_ranks, mad
 sf: Any = shardfn  # many of these are errors of types, too
 _WHERE, _HERE = "/a/directory/that/is/missing", pathlib.Path(__file__).parent
 
-_FIRST = "the directory of checkpoints comes first ... and this is a TrainState"
+_FIRST = "the directory of checkpoints must be a path or a URL, got a TrainState"
 MISTAKES = [
     Mistake("save has its arguments swapped", using(lambda step, state: sf.checkpoint.save(state, _WHERE)),
             TypeError, _FIRST, "save(directory, state)"),
     Mistake("restore has its arguments swapped", using(lambda step, state: sf.checkpoint.restore(state, _WHERE)),
             TypeError, _FIRST, "restore(directory, state)"),
     Mistake("a step is restored", lambda: sf.checkpoint.restore(_WHERE, made()),
-            TypeError, "a tree of tensors, and this is a ShardedStep", "restore(directory, step.init(params))"),
+            TypeError, "expected a tree of tensors, got a ShardedStep", "restore(directory, step.init(params))"),
     Mistake("the directory does not exist", using(lambda step, state: sf.checkpoint.restore(_WHERE, state)),
             FileNotFoundError, f"no checkpoint in {_WHERE}, which does not exist", "steps(directory)"),
     Mistake("the directory has other files", using(lambda step, state: sf.checkpoint.restore(_HERE, state)),

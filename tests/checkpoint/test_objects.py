@@ -177,7 +177,7 @@ def test_objects_that_changed_or_are_gone(url: str) -> None:
 def test_malformed_places(url: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint in memory"):
         checkpoint.restore(url, tree(0))
-    with pytest.raises(ValueError, match="pass it as a string"):
+    with pytest.raises(ValueError, match="Pass it as a string"):
         checkpoint.save(pathlib.Path("s3://bucket/run"), tree(0), 1)
     with pytest.raises(ValueError, match="nothing"):
         checkpoint.save("nothing://bucket", tree(0), 1)

@@ -153,7 +153,7 @@ def test_a_second_signal_ends_at_once_but_an_echo_does_not() -> None:
 def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Preemption() as preemption:
-        assert signal.getsignal(signal.SIGTERM) == preemption._handle
+        assert signal.getsignal(signal.SIGTERM) == preemption._handle_signal
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(ValueError, match=r"signals\[SIGUSR1\]=256"):
         Preemption(signals={signal.SIGUSR1: 256})

@@ -57,9 +57,9 @@ def test_memory_under_way_is_not_given_to_others() -> None:
 
 def test_directions_have_streams_of_their_own() -> None:
     index = torch.cuda.current_device()
-    up, down = (memory._transfer._stream(index, way) for way in ("up", "down"))
+    up, down = (memory._transfer._copy_stream(index, way) for way in ("up", "down"))
     assert len({up.cuda_stream, down.cuda_stream, torch.cuda.current_stream().cuda_stream}) == 3
-    assert memory._transfer._stream(index, "up") is up
+    assert memory._transfer._copy_stream(index, "up") is up
 
 
 def test_the_ledger_reads_the_allocator() -> None:

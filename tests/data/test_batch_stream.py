@@ -140,7 +140,7 @@ def test_options_and_places_that_do_not_fit() -> None:
         Stream([1], ends="last")
     with pytest.raises(ValueError, match="saved by 2 ranks, and there are 1"):
         Stream([1], resume="replay").at({"pass": 0, "next": 1, "ranks": 2})
-    with pytest.raises(ValueError, match="saved with resume='replay'; pass that"):
+    with pytest.raises(ValueError, match=r"saved with resume='replay'. Pass that"):
         Stream([1]).at({"pass": 0, "next": 1, "ranks": 1})
     with pytest.raises(ValueError, match="keep copies of the Numbers, which its set_epoch does not reach"):
         Stream(DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True))

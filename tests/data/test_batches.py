@@ -116,7 +116,7 @@ def test_split_again(source: TokenFile) -> None:
     [0.0, pytest.param(0.001, marks=pytest.mark.nightly), pytest.param(1.0, marks=pytest.mark.nightly), -0.5],
 )
 def test_split_refuses_an_empty_part(source: TokenFile, fraction: float) -> None:
-    with pytest.raises(ValueError, match="both parts need"):
+    with pytest.raises(ValueError, match="Both parts need"):
         Batches(source, 4, 10).split(fraction)
 
 

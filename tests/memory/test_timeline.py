@@ -60,7 +60,7 @@ def test_mistakes_are_named(tmp_path: pathlib.Path) -> None:
         assert not memory.is_recorded()
     with pytest.raises(ValueError, match=r"keeps no timeline: open it by memory.ledger\(timeline=True\)"):
         book.plot(tmp_path / "memory.svg")
-    with pytest.raises(ValueError, match=r"memory.png'\): the picture is SVG; pass a name that ends in .svg"):
+    with pytest.raises(ValueError, match=r"memory.png'\): the name must end in .svg"):
         book.plot(tmp_path / "memory.png")
     with pytest.raises(ValueError, match=r"ledger\(timeline=True\) on meta: its allocator reports sums alone"):
         with memory.ledger("meta", timeline=True):

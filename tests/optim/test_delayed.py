@@ -123,7 +123,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="warmup=-1 must be an int >= 0"):
         optim.delayed(optim.sgd(0.1), -1)
     tx = optim.delayed(optim.sgd(0.1))
-    with pytest.raises(ValueError, match="delayed keeps a DelayedState"):
+    with pytest.raises(ValueError, match="delayed expected a DelayedState"):
         optim.inplace(tx)([torch.ones(1)], optim.EmptyState(), [torch.ones(1)])
     with pytest.raises(ValueError, match=r"pending\[0\] has shape \(1,\)"):
         optim.inplace(tx)([torch.ones(2)], tx.init([torch.ones(1)]), [torch.ones(2)])
@@ -132,7 +132,7 @@ def test_refusals() -> None:
 def test_a_clip_inside_begins_without_measures_after_the_warm_up_only() -> None:
     tx, params = optim.delayed(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0)), 1), [torch.zeros(2)]
     pieces, state, grad = optim.in_pieces(tx, params), tx.init(params), torch.tensor([3.0, 4.0])
-    with pytest.raises(ValueError, match="given no measures, but the rule needs those of this step's gradients"):
+    with pytest.raises(ValueError, match="got no measures, but the rule needs the measures of this step's gradients"):
         pieces.begin(state, None)
     for _ in range(3):  # a plain step, one that moves nothing, one along waiting gradients
         assert pieces.measure is not None

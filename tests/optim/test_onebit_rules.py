@@ -189,7 +189,7 @@ def test_senseless_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rules \[0\] of a chain remember gradients, but rule 1"):
         optim.chain(optim.trace(0.9), optim.onebit_adam(0.1, freeze_step=1)).init([torch.ones(1)])
     for wrapped in (lambda tx: tx, optim.master_weights, optim.chain):
-        with pytest.raises(ValueError, match=r"none may change its steps; put rules \[1\] before it"):
+        with pytest.raises(ValueError, match=r"none may change its steps. Put rules \[1\] before it"):
             optim.chain(wrapped(MAKE["zero_one_adam"]()), optim.clip(1.0))
     _, state, _ = walk(MAKE["zero_one_adam"](), 9)
     assert not optim.in_round(state)

@@ -120,9 +120,9 @@ def test_the_empty_chain_is_the_identity(in_place: bool) -> None:
 
 def test_chain_refuses_the_state_of_another_chain() -> None:
     tx = optim.chain(optim.clip(1.0), optim.sgd(0.1))
-    with pytest.raises(ValueError, match="keeps a tuple of 2 states, but was given a tuple of 3"):
+    with pytest.raises(ValueError, match="expected a tuple of 2 states, got a tuple of 3"):
         tx.update([torch.ones(1)], (optim.EmptyState(),) * 3, [torch.ones(1)])
-    with pytest.raises(ValueError, match="but was given a EmptyState"):
+    with pytest.raises(ValueError, match="got a EmptyState"):
         optim.inplace(tx)([torch.ones(1)], optim.EmptyState(), [torch.ones(1)])
 
 

@@ -43,7 +43,7 @@ MISTAKES = [
     Mistake("the optimizer is a text", lambda: made(optimizer="adamw"),
             TypeError, _PAIR + "'adamw'", "Write optim.adamw(1e-3)"),
     Mistake("the state is of another optimizer", using(lambda step, state: _run(optim.sgd(0.1), state)),
-            ValueError, "sgd keeps a tuple of 1 states, but was given a tuple of 3", "that init(params) returned"),
+            ValueError, "sgd expected a tuple of 1 states, got a tuple of 3", "that init(params) returned"),
     Mistake("the optimizer is asked for a step", lambda: optim.adamw(0.1).step(),
             AttributeError, "'GradientTransformation' object has no attribute 'step'", "state, metrics = "),
     Mistake("the optimizer is asked to set gradients to zero", lambda: optim.adamw(0.1).zero_grad(),
@@ -73,9 +73,10 @@ MISTAKES = [
     Mistake("the number of steps is a float", lambda: optim.linear_schedule(0.0, 1.0, 1e3),
             ValueError, "linear_schedule: transition_steps=1000.0 must be an int >= 1", "Write 1000."),
     Mistake("the schedule returns a text", lambda: _run(optim.adamw(lambda count: "0.1")),
-            TypeError, "the schedule '<lambda>' returned a str", "returns a number or a 0-d tensor"),
+            TypeError, "the schedule '<lambda>' returned a str", "must return a number or a 0-d tensor"),
     Mistake("the schedule returns a list", lambda: _run(optim.sgd(lambda count: torch.ones(2))),
-            TypeError, "the schedule '<lambda>' returned a tensor of shape (2,)", "returns a number or a 0-d tensor"),
+            TypeError, "the schedule '<lambda>' returned a tensor of shape (2,)",
+            "must return a number or a 0-d tensor"),
 ]  # fmt: skip
 
 

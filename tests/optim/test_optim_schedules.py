@@ -131,7 +131,7 @@ def test_refusals_name_the_argument(size: int) -> None:
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match="must exceed warmup_steps=10; did you mean 20"):
+    with pytest.raises(ValueError, match=r"must exceed warmup_steps=10. Did you mean 20"):
         optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10)
     with pytest.raises(ValueError, match="peak_value=0"):
         optim.warmup_cosine_decay_schedule(0.0, 0.0, 10, 20)

@@ -206,7 +206,7 @@ def test_parts_that_are_no_parts_are_refused() -> None:
     refused({**params, "w": params["w"][2:4]}, r"params\['w'\] has shape \(2, 9\), rows of \(7, 9\); give the whole")
     refused({**params, "w": params["w"].t()}, r"params\['w'\] has shape \(9, 7\), which is no rows of \(7, 9\)")
     refused({**params, "none": torch.ones(2)}, r"params\['none'\] is given, but is None in the whole")
-    refused({"w": params["w"]}, "keep every container")
+    refused({"w": params["w"]}, "Keep every container")
     with pytest.raises(ValueError, match=r"no counter at 3\.0"):
         pieces.begin(())
 
@@ -214,7 +214,7 @@ def test_parts_that_are_no_parts_are_refused() -> None:
 def test_measures_that_are_missing_are_asked_for() -> None:
     tx, params = ELEMENT["clip, adamw"](), make_params()
     pieces = optim.in_pieces(tx, params)
-    with pytest.raises(ValueError, match="0 measures for 6 leaves"):
+    with pytest.raises(ValueError, match="a measure for each of 6 leaves, got 0"):
         pieces.begin(tx.init(params))
 
 
