@@ -14,22 +14,22 @@ _NEAR = 0.9
 
 def advice(made: JobPlan) -> tuple[str, ...]:
     """Changes that make a run fit, or make it faster by at least a tenth, empty without any."""
-    return _to_fit(made) if not made.fits else _to_be_faster(made)
+    return _suggest_fit(made) if not made.fits else _suggest_speed(made)
 
 
-def _to_fit(made: JobPlan) -> tuple[str, ...]:
+def _suggest_fit(made: JobPlan) -> tuple[str, ...]:
     s = made.setup
-    tried = [(" and ".join(words), p) for words, setup in _smaller(s) for p in [plan(setup)] if p.fits]
+    tried = [(" and ".join(words), p) for words, setup in _smaller_setups(s) for p in [plan(setup)] if p.fits]
     if tried:
         words, p = tried[0]
-        return (f"{_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
+        return (f"{_make_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
     return (
         "No stage, number of microbatches or --remat makes it fit on this mesh: take more ranks (--mesh), a larger"
         " --device, or let shardfn plan --search find how many microbatches and ranks along tp it takes.",
     )
 
 
-def _smaller(s: Setup) -> Iterator[tuple[list[str], Setup]]:
+def _smaller_setups(s: Setup) -> Iterator[tuple[list[str], Setup]]:
     """Settings that take less memory, the cheapest change first."""
     for stage in range(s.zero.stage, 4):
         for k in dict.fromkeys((s.accumulate, s.batch)):
@@ -42,7 +42,7 @@ def _smaller(s: Setup) -> Iterator[tuple[list[str], Setup]]:
                     yield words, dataclasses.replace(s, zero=zero, accumulate=k, remat=remat)
 
 
-def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
+def _suggest_speed(made: JobPlan) -> tuple[str, ...]:
     s, cost = made.setup, made.cost
     if cost.dominates == "computation" and cost.mfu > 0.5 * s.efficiency:
         return ()
@@ -69,5 +69,5 @@ def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
     )
 
 
-def _sentence(words: str) -> str:
+def _make_sentence(words: str) -> str:
     return "Take" + words.removeprefix("take") if words.startswith("take") else f"Take {words}"

@@ -57,7 +57,7 @@ def bench(args: argparse.Namespace) -> int:
     made = summary(found, time.monotonic() - began)
     print(json.dumps(made) if args.json else table(made))
     if args.png:
-        _draw(found, args.png)
+        _draw_delays(found, args.png)
     for text in sorted({one.error for one in found if one.error})[:3]:
         print(f"shardfn bench: error: {text}", file=sys.stderr)
     return 1 if made["failed"] else 0
@@ -83,7 +83,9 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
-        "delays": {name: {f"p{part}": _percentile(values, part) for part in _PARTS} for name, values in rows.items()},
+        "delays": {
+            name: {f"p{part}": _find_percentile(values, part) for part in _PARTS} for name, values in rows.items()
+        },
     }
 
 
@@ -106,12 +108,12 @@ def table(made: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{made['requests']} requests, {made['failed']} failed; {rate}"])
 
 
-def _percentile(values: Sequence[float], part: int) -> float:
+def _find_percentile(values: Sequence[float], part: int) -> float:
     """Returns the least value that is not below this part of them, or 0 without any."""
     return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 
-def _draw(found: Sequence[Delays], path: str) -> None:
+def _draw_delays(found: Sequence[Delays], path: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")

@@ -22,7 +22,7 @@ def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
         ValueError: the device is not known.
     """
     known = cluster(name)
-    return _with_memory(known, machine_memory() // _here(known, shape)) if known.device.name == "cpu" else known
+    return _limit_memory(known, machine_memory() // _local_ranks(known, shape)) if known.device.name == "cpu" else known
 
 
 def local_cluster(shape: Mapping[str, int]) -> Cluster:
@@ -35,13 +35,13 @@ def local_cluster(shape: Mapping[str, int]) -> Cluster:
         return device_cluster("cpu", shape)
     about = torch.cuda.get_device_properties(0)
     name = next((device for part, device in _NAMES.items() if part in about.name.lower()), "a100-80")
-    return _with_memory(cluster(name), about.total_memory)
+    return _limit_memory(cluster(name), about.total_memory)
 
 
-def _here(known: Cluster, shape: Mapping[str, int]) -> int:
+def _local_ranks(known: Cluster, shape: Mapping[str, int]) -> int:
     """Returns the number of ranks on one machine."""
     return max(1, min(math.prod(shape.values()), known.per_node))
 
 
-def _with_memory(known: Cluster, memory: int) -> Cluster:
+def _limit_memory(known: Cluster, memory: int) -> Cluster:
     return dataclasses.replace(known, device=dataclasses.replace(known.device, memory=memory))

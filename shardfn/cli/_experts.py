@@ -73,7 +73,7 @@ def router_weights(config: gpt.Config) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _active(config: gpt.Config) -> int:
+def _active_params(config: gpt.Config) -> int:
     from shardfn.models import moe
 
     return moe.num_active_params(config)
@@ -106,7 +106,9 @@ def experts_plan(setup: Setup) -> ExpertsPlan | None:
         remat=setup.remat,
     )
     times = len(c.expert_layers) * setup.accumulate / setup.axis("pp")
-    return ExpertsPlan(len(c.expert_layers), _active(c), each.tokens * times, each.most * times, each.weights * times)
+    return ExpertsPlan(
+        len(c.expert_layers), _active_params(c), each.tokens * times, each.most * times, each.weights * times
+    )
 
 
 def expert_problems(s: Setup) -> list[str]:

@@ -78,11 +78,11 @@ class FinetuneJob:
     @property
     def shape(self) -> dict[str, int]:
         """Returns the sizes of the axes, with that of `-1` filled in."""
-        given = dict(_sizes(self.mesh))
+        given = dict(_parse_sizes(self.mesh))
         known = 1
         for size in given.values():
             known *= max(size, 1)
-        return {axis: _world() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
+        return {axis: _world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
 
 
 # They change no number of the run, so that a run that goes on may change them.
@@ -116,12 +116,12 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
     given = {name: value for name, value in vars(args).items() if name in names}
-    job = FinetuneJob(**(_of_file(args.config) | given))
-    raise_all(ValueError, "this run cannot start:", [*_problems(job)])
+    job = FinetuneJob(**(_read_settings(args.config) | given))
+    raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
 
 
-def _of_file(path: str | None) -> dict[str, Any]:
+def _read_settings(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
@@ -143,7 +143,7 @@ def _of_file(path: str | None) -> dict[str, Any]:
     return out
 
 
-def _problems(job: FinetuneJob) -> Iterator[str]:
+def _find_problems(job: FinetuneJob) -> Iterator[str]:
     if importlib.util.find_spec("transformers") is None:
         yield "transformers is not installed: pip install 'shardfn[hf]'"
     yield from _wrong_model(pathlib.Path(job.model))
@@ -170,7 +170,7 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
     if job.precision not in ("bf16", "fp32"):
         yield f"--precision {job.precision}: it is bf16 or fp32.{did_you_mean(job.precision, ('bf16', 'fp32'))}"
     yield from _wrong_mesh(job)
-    yield from _other_run(job)
+    yield from _find_differences(job)
 
 
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
-    sizes, world, before = _sizes(job.mesh), _world(), True
+    sizes, world, before = _parse_sizes(job.mesh), _world_size(), True
     for axis, size in sizes:
         if axis not in _AXES:
             before = False
@@ -225,7 +225,7 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
         yield f"--remat is for a mesh without tp, and this one is {job.mesh}"
 
 
-def _other_run(job: FinetuneJob) -> Iterator[str]:
+def _find_differences(job: FinetuneJob) -> Iterator[str]:
     """Yields the settings in which an interrupted run in the same directory differs."""
     record = pathlib.Path(job.out, "run.json")
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
@@ -255,7 +255,7 @@ def settings(job: FinetuneJob) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
 
 
-def _sizes(text: str) -> list[tuple[str, Any]]:
+def _parse_sizes(text: str) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for item in filter(None, (i.strip() for i in text.split(","))):
         axis, _, size = (part.strip() for part in item.partition("="))
@@ -263,5 +263,5 @@ def _sizes(text: str) -> list[tuple[str, Any]]:
     return out
 
 
-def _world() -> int:
+def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -42,7 +42,7 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     module = _empty_module(job)
     params, (_, apply) = module_from_hf(module, job.model), from_module(module)
 
-    def loss(params: PyTree, batch: PyTree) -> WeightedMean:
+    def batch_loss(params: PyTree, batch: PyTree) -> WeightedMean:
         inputs = {"input_ids": batch["tokens"], "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
         out = apply(params, **inputs, use_cache=False, num_items_in_batch=1)  # of a sum, divided by 1
         return WeightedMean(out.loss, batch["weight"].sum())
@@ -51,18 +51,18 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     specs: Any = P()
     if cut:
         rows = -(-job.batch // mesh.axis_size("dp") // job.accumulate)
-        specs = propose_specs(loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
+        specs = propose_specs(batch_loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
     lora = None
     if job.lora:
-        targets, transposed = _targets(module)
+        targets, transposed = _lora_targets(module)
         codes: Any = job.codes or None
         lora = LoRA.of(
             params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
         )
         if codes:
-            specs = _in_codes(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
+            specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
         specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
-    whole = loss if lora is None else lora.adapt(loss)
+    whole = batch_loss if lora is None else lora.adapt(batch_loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
     whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
@@ -103,7 +103,7 @@ def _empty_module(job: FinetuneJob) -> Any:
     return module
 
 
-def _targets(module: Any) -> tuple[list[str], bool]:
+def _lora_targets(module: Any) -> tuple[list[str], bool]:
     """Returns all linear layers but the head, as regular expressions, and whether their weights are `[in, out]`."""
     head = module.get_output_embeddings()
     kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
@@ -117,7 +117,7 @@ def _targets(module: Any) -> tuple[list[str], bool]:
     return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
 
 
-def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
+def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
     """Returns the specs of a base whose weights with an adapter are in codes.
 
     A cut of the last dim between elements that share a scale becomes one of dim 0.
@@ -128,11 +128,11 @@ def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sha
         num: ranks along `tp`.
     """
 
-    def own(name: str, spec: P) -> P | Sharding:
+    def quantized_spec(name: str, spec: P) -> P | Sharding:
         if name not in lora.sites:
             return spec
         *first, last = lora.sites[name].shape
         apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
         return Sharding(P("tp") if apart else spec, codes=lora.codes)
 
-    return {name: own(name, spec) for name, spec in specs.items()}
+    return {name: quantized_spec(name, spec) for name, spec in specs.items()}

@@ -38,11 +38,11 @@ def scan_rows(path: str, learn: str) -> Scan:
         learn: "answers" or "everything"; answers need a message of the assistant.
     """
     about = os.stat(path)
-    return _scan(path, learn, (about.st_mtime_ns, about.st_size))
+    return _scan_rows(path, learn, (about.st_mtime_ns, about.st_size))
 
 
 @functools.lru_cache(maxsize=4)
-def _scan(path: str, learn: str, version: tuple[int, int]) -> Scan:
+def _scan_rows(path: str, learn: str, version: tuple[int, int]) -> Scan:
     del version
     problems, samples = list[str](), dict[Any, tuple[str, Any]]()
     any_row = False
@@ -197,9 +197,9 @@ def _has_answer(messages: Any) -> bool:
 def _form_of(row: Mapping[str, Any]) -> Any:
     """Returns a key that is equal for rows that a chat template treats alike."""
     if "messages" in row:
-        return "messages", _roles(row["messages"]), bool(row.get("tools"))
+        return "messages", _message_roles(row["messages"]), bool(row.get("tools"))
     if _is_pair(row) and isinstance(row["prompt"], list):
-        return "pair", _roles(row["prompt"]), _roles(row["completion"]), bool(row.get("tools"))
+        return "pair", _message_roles(row["prompt"]), _message_roles(row["completion"]), bool(row.get("tools"))
     return _is_pair(row)
 
 
@@ -207,5 +207,5 @@ def _is_pair(row: Mapping[str, Any]) -> bool:
     return {"prompt", "completion"} <= row.keys()
 
 
-def _roles(messages: list[Mapping[str, Any]]) -> tuple[Any, ...]:
+def _message_roles(messages: list[Mapping[str, Any]]) -> tuple[Any, ...]:
     return tuple((m["role"], bool(m.get("tool_calls")), type(m.get("content")).__name__) for m in messages)

@@ -146,8 +146,8 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a job that `add_weights_arguments` describes, or a message in place of each wrong value."""
-    codes, memory, fits = _pair(args.weights, ("int8", "int4"), ("host", "disk"))
-    dtype, cache_memory, cache_fits = _pair(args.cache, CACHE_DTYPES, ("host",))
+    codes, memory, fits = _parse_pair(args.weights, ("int8", "int4"), ("host", "disk"))
+    dtype, cache_memory, cache_fits = _parse_pair(args.cache, CACHE_DTYPES, ("host",))
     found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
     found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
     if not cache_fits:
@@ -166,7 +166,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
+def _parse_pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
     """A word of each of two kinds from an option such as "int4,disk", or None; and whether it has no other words."""
     words = [] if given is None else given.split(",")
     one, other = ([w for w in words if w in of] for of in known)
@@ -203,7 +203,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         ValueError: has everything that is wrong, each with its remedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n")
-    grammar, kind = _grammar(args), kind_of(pathlib.Path(args.model))
+    grammar, kind = _parse_grammar(args), kind_of(pathlib.Path(args.model))
     recommended = recommended_of(args, kind)
     defaults: dict[str, Any] = {"temperature": _TEMPERATURE} | ({} if isinstance(recommended, Problem) else recommended)
     sampling = Sampling(
@@ -211,9 +211,9 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         stop=tuple(args.stop),
         grammar=None if isinstance(grammar, Problem) else grammar,
     )
-    found = {"ranks": _ranks(args.mesh), "kind": kind, "grammar": grammar, "recommended": recommended}
+    found = {"ranks": _parse_ranks(args.mesh), "kind": kind, "grammar": grammar, "recommended": recommended}
     found |= weights_of(args)
-    problems = [*(value for value in found.values() if isinstance(value, Problem)), *_problems(args, sampling)]
+    problems = [*(value for value in found.values() if isinstance(value, Problem)), *_find_problems(args, sampling)]
     if problems:
         raise ValueError("; ".join(problems))
     fields = {field.name for field in dataclasses.fields(GenerateJob)}
@@ -236,7 +236,7 @@ def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
         return Problem(error)
 
 
-def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
+def _find_problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     high = 1 << 40
     anything = Limits(vocab=high, context=high, blocks=high)
     if args.max_tokens is not None:
@@ -257,7 +257,7 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
 
 
-def _grammar(args: argparse.Namespace) -> Any:
+def _parse_grammar(args: argparse.Namespace) -> Any:
     """The grammar of the completions, None, or a message."""
     if args.json_schema is not None and args.regex is not None:
         return Problem("--json-schema and --regex are two grammars of one text; leave one of them out")
@@ -312,7 +312,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
     return next((place for place in places if (place / "model.json").is_file()), None)
 
 
-def _ranks(mesh: str) -> Any:
+def _parse_ranks(mesh: str) -> Any:
     """The number of ranks, or a message."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if not mesh:

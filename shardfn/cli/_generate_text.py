@@ -38,7 +38,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         ends: tokens that end a completion, by the model's files.
     """
 
-    def chat(messages: list[dict[str, str]]) -> str:
+    def render_chat(messages: list[dict[str, str]]) -> str:
         try:
             check_template(tokenizer.get_chat_template())
             return rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -53,7 +53,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         plain=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         tokenizer=tokenizer,
         token=vocabulary.get,
-        chat=chat if tokenizer.chat_template else None,
+        chat=render_chat if tokenizer.chat_template else None,
         ends=ends | {*own},
     )
 
@@ -66,11 +66,11 @@ def reason_of(error: Exception) -> str:
 def text_of_data(tokenizer: Tokenizer) -> Text:
     """Returns a tokenizer of `shardfn.data`."""
 
-    def token(text: str) -> int | None:
+    def token_id(text: str) -> int | None:
         ids = tokenizer.encode(text).tolist()
         return ids[0] if len(ids) == 1 else None
 
-    def encode(text: str) -> list[int]:
+    def encode_text(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
-    return Text(tokenizer.vocab_size, encode, encode, tokenizer, token)
+    return Text(tokenizer.vocab_size, encode_text, encode_text, tokenizer, token_id)

@@ -103,8 +103,8 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
     raise_all(ValueError, "plan --longest:", [*wrong, *problems(own)])
     room = int(setup.cluster.device.memory * (1 - HEADROOM)) if limit is None else limit
     best: dict[tuple[bool, bool, bool], LongestSequence] = {}
-    for settings in _candidates():
-        tokens = _most(own, settings, room)
+    for settings in _list_candidates():
+        tokens = _most_tokens(own, settings, room)
         found = LongestSequence(settings, tokens, peak_bytes(own, settings, tokens))
         if settings.kind not in best or found.tokens > best[settings.kind].tokens:
             best[settings.kind] = found
@@ -129,7 +129,7 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     return stay + max(loss + 2 * t * c.d_model * size + kept, block + max(last, first), update)
 
 
-def _candidates() -> Iterator[LongSettings]:
+def _list_candidates() -> Iterator[LongSettings]:
     """Settings to try, each kind with one technique more than the kind before, and all sizes of tiles of the loss."""
     yield LongSettings()
     for tiled_mlp, offload in ((False, False), (True, False), (True, True)):
@@ -137,7 +137,7 @@ def _candidates() -> Iterator[LongSettings]:
             yield LongSettings(n, tiled_mlp, offload)
 
 
-def _most(setup: Setup, settings: LongSettings, room: int) -> int:
+def _most_tokens(setup: Setup, settings: LongSettings, room: int) -> int:
     """Returns the largest number of tokens that fits; bytes grow with tokens."""
     end = setup.config.max_len if setup.config.position == "learned" else _END
     low, high = 0, end + 1

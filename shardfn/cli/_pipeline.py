@@ -43,7 +43,7 @@ def pipeline(setup: Setup) -> Pipeline:
         >>> pipeline(run)
         Pipeline(num_chunks=1, held=(4, 3, 2, 1), idle=3.0, sends=2, hops=6)
     """
-    return _pipeline(setup.schedule, setup.axis("pp"), setup.accumulate, setup.remat)
+    return _plan_pipeline(setup.schedule, setup.axis("pp"), setup.accumulate, setup.remat)
 
 
 def pipeline_problems(setup: Setup) -> list[str]:
@@ -76,7 +76,7 @@ def _num_chunks(name: str, p: int, m: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
+def _plan_pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
     if p == 1:
         return Pipeline(1, (1,), 0.0, 0, 0)
     if name in ("gpipe", "1f1b"):  # the timeline's results in closed form

@@ -93,7 +93,7 @@ def plan(setup: Setup) -> JobPlan:
     }
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
     cost, experts = step_cost(setup), experts_plan(setup)
-    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _notes(setup), experts)
+    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _list_notes(setup), experts)
 
 
 def by_ep(p: JobPlan) -> list[JobPlan]:
@@ -141,7 +141,7 @@ def problems(s: Setup) -> list[str]:
     return out
 
 
-def _notes(s: Setup) -> tuple[str, ...]:
+def _list_notes(s: Setup) -> tuple[str, ...]:
     notes = []
     if s.zero.stage == 1:
         notes.append(

@@ -93,13 +93,13 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         ValueError: has everything that is wrong, each with its remedy.
     """
     path = pathlib.Path(args.model)
-    kind, ranks = kind_of(path), _ranks(args.mesh)
+    kind, ranks = kind_of(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
     recommended = recommended_of(args, kind)
     wrong += [value for value in (*weights.values(), recommended) if isinstance(value, Problem)]
-    problems = [*wrong, *_problems(args)]
+    problems = [*wrong, *_find_problems(args)]
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
@@ -125,7 +125,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
 
 
-def _ranks(mesh: str) -> int | str:
+def _parse_ranks(mesh: str) -> int | str:
     """Returns the number of ranks, or a message."""
     found = re.fullmatch(r"tp=(\d+)", mesh or "tp=1")
     if found is None or int(found[1]) < 1:
@@ -133,7 +133,7 @@ def _ranks(mesh: str) -> int | str:
     return int(found[1])
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
+def _find_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.context is not None and args.context < 2:
         yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
     if not args.cache_gib > 0:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     end = socket.socket(fileno=args.socket)
     try:
         job = parse_serve(args)
-        engine, ready = _warm(job)
+        engine, ready = _warm_up(job)
         run_rank(engine, end, ready)
         return 0
     except (ValueError, OSError, ImportError) as error:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             dist.destroy_process_group()
 
 
-def _warm(job: ServeJob) -> tuple[Engine, Ready]:
+def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
     """Returns an engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
@@ -59,7 +59,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             served = load(model, mesh, held)
         limits = limits_of(
             served.decoder,
-            context=_context(job, served.decoder.context),
+            context=_find_context(job, served.decoder.context),
             cache_bytes=int(model.cache_gib * 2**30),
             running=job.running,
             buckets=job.buckets,
@@ -71,13 +71,13 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
-    width = _width(engine, model.model) if embeds else 0
+    width = _embedding_width(engine, model.model) if embeds else 0
     lines = about(model, served, engine, drafter)
     end_start()
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 
 
-def _width(engine: Engine, path: str) -> int:
+def _embedding_width(engine: Engine, path: str) -> int:
     """Returns the width of embeddings."""
     try:
         return engine.embed([[0]]).shape[1]
@@ -85,7 +85,7 @@ def _width(engine: Engine, path: str) -> int:
         raise ValueError(f"{path}: its weights have values that are not finite: {error}") from error
 
 
-def _context(job: ServeJob, most: int) -> int:
+def _find_context(job: ServeJob, most: int) -> int:
     given = job.model.context
     if given is not None and given > most:
         raise ValueError(f"--context {given}: the longest sequence of {job.model.model} has {most} tokens.")

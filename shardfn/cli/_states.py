@@ -176,11 +176,11 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
     # Heads that tp does not divide need leaves by heads, of which the first ranks have more.
     config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
-    return _states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
+    return _model_states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 
 
 @functools.lru_cache(maxsize=256)
-def _states(
+def _model_states(
     config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int, ep: int
 ) -> States:
     size, dp = PRECISIONS[precision], dict(shape).get("dp", 1)
@@ -189,10 +189,10 @@ def _states(
         shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
         zero = dataclasses.replace(zero, axis=("dp", "ep"))
     mesh = Mesh(dict(shape), torch.device("cpu"))
-    before, blocks, after = _layout(config, mesh, zero, getattr(torch, size.dtype), num_layers)
+    before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
 
-    def sent(unit: Any) -> float:
+    def sent_bytes(unit: Any) -> float:
         """Bytes whose ring over all ranks of dp sends as much as the unit's own ring."""
         own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
         return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
@@ -208,17 +208,18 @@ def _states(
     gathered = sum(u.nbytes for u in gathers)
     ratio = size.grads / size.params
     return States(
-        params=size.params * sum(_largest(x.used) for x in leaves),
+        params=size.params * sum(_largest_piece(x.used) for x in leaves),
         # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
-        grads=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
-        optimizer=size.optimizer * sum(_largest(x.pieces) for x in leaves),
+        grads=size.grads * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
+        optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
-        gathered=int(sum(map(sent, gathers))),
-        refreshed=int(sum(map(sent, refreshes))),
-        scattered=int(ratio * sum(map(sent, cut))),
-        summed=int(ratio * sum(map(sent, whole))),
-        shared=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
+        gathered=int(sum(map(sent_bytes, gathers))),
+        refreshed=int(sum(map(sent_bytes, refreshes))),
+        scattered=int(ratio * sum(map(sent_bytes, cut))),
+        summed=int(ratio * sum(map(sent_bytes, whole))),
+        shared=size.grads
+        * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
             "gathered": len(gathers),
             "refreshed": len(refreshes),
@@ -228,7 +229,7 @@ def _states(
     )
 
 
-def _largest(cuts: Cuts) -> int:
+def _largest_piece(cuts: Cuts) -> int:
     """Returns the elements of the first rank's piece, which is the largest."""
     if cuts.dim is None:
         return cuts.whole.numel()
@@ -236,7 +237,7 @@ def _largest(cuts: Cuts) -> int:
     return cuts.whole.numel() // cuts.whole[cuts.dim] * (hi - lo)
 
 
-def _layout(
+def _place_leaves(
     config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
     """Returns the layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
@@ -246,25 +247,27 @@ def _layout(
     axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
 
     @functools.cache
-    def layout(size: torch.Size, compute: P) -> LeafLayout:
+    def place_leaf(size: torch.Size, compute: P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
     # Layers of a stack are cut, gathered and reduced one by one, as those of a list are.
     experts, cut = config.experts, mesh.axis_size("tp") > 1
     one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None)
-    before, block, after = ([layout(*leaf) for leaf in part] for part in _leaves(one, cut))
+    before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
     if experts is None:
         return before, block * num_layers, after
     exchange = Tokens("ep") if "ep" in mesh.shape else Local()
     first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
-    _, mixture, _ = ([layout(*leaf) for leaf in part] for part in _leaves(dataclasses.replace(one, experts=first), cut))
+    _, mixture, _ = (
+        [place_leaf(*leaf) for leaf in part] for part in _list_leaves(dataclasses.replace(one, experts=first), cut)
+    )
     # The fullest stage of a pipeline has layers with experts alone, until none is left.
     num = min(num_layers, len(config.expert_layers))
     return before, block * (num_layers - num) + mixture * num, after
 
 
 @functools.lru_cache(maxsize=64)
-def _leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
+def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
     """Returns the shape and compute spec of the leaves of a model with one block.
 
     Those before it, in it, and after it.

@@ -40,14 +40,14 @@ def rendered(render: Callable[[], str]) -> str:
     """
     end = time.thread_time() + TEMPLATE_SECONDS
 
-    def watch(frame: Any, event: str, value: Any) -> Any:
+    def watch_frame(frame: Any, event: str, value: Any) -> Any:
         del frame, event, value
         if time.thread_time() > end:
             raise TimeoutError(f"it takes more than {TEMPLATE_SECONDS:g} s of a processor")
-        return watch
+        return watch_frame
 
     before = sys.gettrace()
-    sys.settrace(watch)
+    sys.settrace(watch_frame)
     try:
         return render()
     finally:

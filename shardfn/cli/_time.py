@@ -105,11 +105,11 @@ def step_cost(setup: Setup) -> Cost:
     peak = device.rate(setup.bytes_of.dtype) * setup.world
     compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
-    exposed = _exposed(setup, compute, data)
+    exposed = _exposed_time(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
     tokens = expert_transfers(setup)
     summed, exchanged = (sum(t.seconds for t in kind) for kind in (tensor, tokens))
-    waiting = _waiting(setup, compute + summed + exchanged, line)
+    waiting = _waiting_time(setup, compute + summed + exchanged, line)
     seconds = compute + exposed + summed + exchanged + waiting + update
     return Cost(
         (*data, *tensor, *tokens, *line),
@@ -140,7 +140,7 @@ def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
         ("gradients, summed whole", states.summed, reduces + 1, "summed"),
         ("parameters made whole after the update", states.refreshed, 1, "refreshed"),
     )
-    made = [_transfer(setup, "dp", what, n * size, n * states.messages[name]) for what, size, n, name in rows]
+    made = [_time_transfer(setup, "dp", what, n * size, n * states.messages[name]) for what, size, n, name in rows]
     return tuple(t for t in made if t.nbytes > 0)
 
 
@@ -152,7 +152,7 @@ def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
     c, k = setup.config, setup.accumulate
     sums = (6 if setup.remat else 4) * stage_layers(setup) * k
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
-    made = _transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
+    made = _time_transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
     return (made,) if made.nbytes > 0 else ()
 
 
@@ -180,10 +180,10 @@ def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, .
     link, messages = setup.cluster.link(setup.mesh, "pp"), line.sends * setup.accumulate
     between = link.seconds(messages * size, messages)
     sends = PlannedTransfer("pp", "activations and their gradients", messages * size, messages, link.bandwidth, between)
-    return sends, _transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
+    return sends, _time_transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
 
 
-def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> PlannedTransfer:
+def _time_transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> PlannedTransfer:
     n = setup.axis(axis)
     if n == 1:
         return PlannedTransfer(axis, what, 0.0, 0, math.inf, 0.0)
@@ -192,7 +192,7 @@ def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) 
     return PlannedTransfer(axis, what, sent, messages, link.bandwidth, link.seconds(sent, hops))
 
 
-def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
+def _exposed_time(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
     """Waiting for transfers: of layers with longer transfers, the first gather, the last gradient, the refresh."""
     layers = stage_layers(setup)
     forward = compute / (4 if setup.remat else 3)
@@ -205,7 +205,7 @@ def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) ->
     return max(0.0, ahead - forward) + max(0.0, behind - (compute - forward)) + ends + refresh
 
 
-def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
+def _waiting_time(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
     """Returns the extra time of the slowest stage compared with the mean, plus the idle time of its rank.
 
     Args:
@@ -216,13 +216,13 @@ def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> fl
     if not sent:
         return 0.0
     line, (between, shared) = pipeline(setup), sent
-    one = busy / setup.accumulate * _imbalance(setup)
+    one = busy / setup.accumulate * _stage_imbalance(setup)
     behind = max(0.0, between.seconds - one * setup.accumulate)
     ends = line.hops * between.seconds / between.messages
     return one * (setup.accumulate + line.idle) - busy + behind + ends + shared.seconds
 
 
-def _imbalance(setup: Setup) -> float:
+def _stage_imbalance(setup: Setup) -> float:
     """Returns the work of the slowest stage divided by the mean. The last stage has the output layer."""
     layer = _block_flops_per_token(setup.config, setup.seq) / setup.config.num_layers * (4 / 3 if setup.remat else 1)
     whole, last = layer * setup.config.num_layers, 6.0 * setup.config.vocab_size * setup.config.d_model

@@ -11,12 +11,12 @@ def gib(nbytes: float) -> str:
         >>> gib(3 << 30), gib(80 << 30), gib(1 << 20)
         ('3.000', '80.00', '0.000977')
     """
-    return _number(nbytes / 2**30)
+    return _format_number(nbytes / 2**30)
 
 
 def gb(nbytes: float) -> str:
     """Bytes in GB, to at least three figures."""
-    return _number(nbytes / 1e9)
+    return _format_number(nbytes / 1e9)
 
 
 class Unit(NamedTuple):
@@ -32,7 +32,7 @@ class Unit(NamedTuple):
 
     def of(self, nbytes: float) -> str:
         """Bytes in this unit, without its name."""
-        return _number(nbytes / self.nbytes)
+        return _format_number(nbytes / self.nbytes)
 
 
 def unit_of(nbytes: float) -> Unit:
@@ -90,7 +90,7 @@ def seconds(t: float) -> str:
     return f"{t:,.1f} s" if t >= 100 else f"{t:.3g} s" if t >= 1 else f"{t * 1e3:.3g} ms"
 
 
-def _number(x: float) -> str:
+def _format_number(x: float) -> str:
     if 0 < x < 0.1:
         return f"{x:.{2 - math.floor(math.log10(x))}f}"
     return f"{x:.3f}" if x < 10 else f"{x:,.2f}"

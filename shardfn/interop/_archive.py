@@ -162,7 +162,7 @@ class ArchiveWriter:
         ]
         raise_all(TypeError, "safetensors files have no such dtype; convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
-        self.total, groups = sum(sizes.values()), _grouped(sizes, file_bytes)
+        self.total, groups = sum(sizes.values()), _group_by_size(sizes, file_bytes)
         self._numel = sum(math.prod(shape) for _, shape in entries.values())
         many = len(groups) > 1
         self._names = [
@@ -171,10 +171,10 @@ class ArchiveWriter:
         ]
         self._at: dict[str, tuple[int, SafetensorsEntry]] = {}
         for i, group in enumerate(groups):
-            self._begin(i, {name: entries[name] for name in group})
+            self._create_file(i, {name: entries[name] for name in group})
         self._left = set(entries)
 
-    def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def _create_file(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Makes a file of its full length, with its header; on an error all files are removed."""
         path = self.directory / f"{self._names[number]}.tmp"
         entries = dict(sorted(entries.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
@@ -188,10 +188,10 @@ class ArchiveWriter:
                 f.write(text)
                 f.truncate(at)
         except BaseException:
-            self._remove()
+            self._remove_files()
             raise
 
-    def _remove(self) -> None:
+    def _remove_files(self) -> None:
         for name in self._names:
             (self.directory / f"{name}.tmp").unlink(missing_ok=True)
 
@@ -214,7 +214,7 @@ class ArchiveWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._remove()
+            self._remove_files()
             return
         paths = [self.directory / f"{name}.tmp" for name in self._names]
         try:
@@ -224,12 +224,12 @@ class ArchiveWriter:
             for path in paths:
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
-            self._name(paths)
+            self._rename_files(paths)
         except BaseException:
-            self._remove()
+            self._remove_files()
             raise
 
-    def _name(self, paths: list[pathlib.Path]) -> None:
+    def _rename_files(self, paths: list[pathlib.Path]) -> None:
         """Gives files their names. A reader meanwhile, or after a kill, finds the old weights, the new or no file."""
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
         if len(paths) == 1:
@@ -257,7 +257,7 @@ class ArchiveWriter:
         one.unlink(missing_ok=True)
 
 
-def _grouped(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+def _group_by_size(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():

@@ -62,7 +62,7 @@ def export_checkpoint(
     names = {rest: dotted(rest) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
-    kept = {path: _kept(leaves[path].dtype, dtype) for path in sources.values()}
+    kept = {path: _file_dtype(leaves[path].dtype, dtype) for path in sources.values()}
     entries = {names[rest]: (kept[path], tuple(leaves[path].shape)) for rest, path in sources.items()}
     with ArchiveWriter(out, entries) as writer:
         for name, (path, x) in zip(entries, read_leaves(directory, sources.values(), step), strict=True):
@@ -94,7 +94,7 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
     return list(tree)
 
 
-def _kept(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
+def _file_dtype(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
     """Returns the dtype that a leaf has in the file."""
     if wanted is None or not dtype.is_floating_point:
         return dtype

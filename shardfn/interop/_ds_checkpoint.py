@@ -81,7 +81,7 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
             checkpoint is of several model-parallel ranks, of stage 0, or has experts: see `read_deepspeed_experts`.
     """
     place = place_of(pathlib.Path(directory), tag)
-    return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
+    return _read_universal(place) if (place / "zero").is_dir() else _read_partitions(place)
 
 
 def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
@@ -142,7 +142,7 @@ def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
     return optims
 
 
-def _partitioned(place: pathlib.Path) -> DeepSpeedState:
+def _read_partitions(place: pathlib.Path) -> DeepSpeedState:
     experts = [p.name for p in place.iterdir() if "_expert_" in p.name or p.name.startswith("expp_rank_")]
     if experts:
         raise ValueError(
@@ -158,10 +158,10 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
         raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(optims)} have written.")
     states: dict[str, dict[str, Tensor]] = {}
     step = 0
-    ranks = [(_thirds if third else groups_of)(x) for x in optims]
+    ranks = [(_read_stage_three if third else groups_of)(x) for x in optims]
     groups = models[0]["param_shapes"]
     # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
-    for number, shapes in enumerate([_union(groups)] if third else groups):
+    for number, shapes in enumerate([_join_groups(groups)] if third else groups):
         parts = [own[number] for own in ranks]
         step = max(step, parts[0].step)
         gaps = gaps_of(optims[0], number, shapes)
@@ -177,7 +177,7 @@ def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: D
         return own
     _check_twice(place, own.params, models[0])
     return own._replace(
-        params=own.params | _frozen(place, models, own.params),
+        params=own.params | _read_frozen(place, models, own.params),
         step=own.step or updates_of(models[0]),
         shared=shared_of(models[0]),
         buffers=buffers_of(models[0]),
@@ -195,25 +195,25 @@ def groups_of(optim: Mapping[str, Any]) -> list[_Flat]:
     """Returns a rank's parts of the groups, below stage 3."""
     inner = optim["base_optimizer_state"].get("state", {})
     flat = optim["single_partition_of_fp32_groups"]
-    return [_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
+    return [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
 
 
-def _thirds(optim: Mapping[str, Any]) -> list[_Flat]:
+def _read_stage_three(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
-    parts = [_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
+    parts = [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
     # A state that one flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
 
 
-def _flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
+def _read_flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
     # The last ranks' may be shorter than their "fp32", by its padding.
     states = {k: x for k, x in inner.items() if isinstance(x, Tensor) and x.ndim == 1 and k != "step"}
     return _Flat(int(inner.get("step", 0)), {"fp32": fp32.detach().flatten(), **states})
 
 
-def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
+def _join_groups(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
@@ -239,7 +239,7 @@ def updates_of(model: Mapping[str, Any]) -> int:
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
 
-def _frozen(
+def _read_frozen(
     place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Parameters outside of the optimizer: in fragments where they are cut, else whole in the module."""
@@ -283,10 +283,10 @@ def states_of(
     """Returns the parameters of a group, "fp32", and each of their states, by kind and name."""
     kinds = ["fp32", *sorted(parts[0].states.keys() - {"fp32"})]
     flats = {kind: [x.states[kind] for x in parts if kind in x.states] for kind in kinds}
-    return {k: _cut(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
+    return {k: _cut_params(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
 
 
-def _cut(
+def _cut_params(
     flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool, where: str
 ) -> dict[str, Tensor]:
     """Returns the parameters of a group, from its ranks' flat parts."""
@@ -313,10 +313,10 @@ def _cut(
     return out
 
 
-def _universal(place: pathlib.Path) -> DeepSpeedState:
+def _read_universal(place: pathlib.Path) -> DeepSpeedState:
     models = models_of(place)
     model = models[0] if models else {}
-    shapes = _union(model.get("param_shapes") or ())
+    shapes = _join_groups(model.get("param_shapes") or ())
     shared, buffers = shared_of(model), buffers_of(model)
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -329,10 +329,10 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
         for state in sorted(p for p in path.glob("*.pt") if p.stem not in _APART):
             moments.setdefault(state.stem, {})[name] = _state_of(state, shapes.get(name))
         if (path / "step.pt").is_file():
-            step = max(step, *_steps(loaded(path / "step.pt")))
+            step = max(step, *_read_steps(loaded(path / "step.pt")))
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
-        step = max([0, *_steps(loaded(own))])
+        step = max([0, *_read_steps(loaded(own))])
     return with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
@@ -351,7 +351,7 @@ def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     return tensor.float().reshape(shape).clone()
 
 
-def _steps(found: Any) -> list[int]:
+def _read_steps(found: Any) -> list[int]:
     """Returns the steps in a state: a number, one by each rank, or those of a whole optimizer."""
     if not isinstance(found, dict):
         return [int(found)]

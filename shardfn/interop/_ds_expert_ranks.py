@@ -60,7 +60,7 @@ class Experts(NamedTuple):
 
     def local(self, name: str) -> tuple[int, str]:
         """Returns the experts' rank that has an expert's tensor, and its name there."""
-        layer, number, rest = _parts(name)
+        layer, number, rest = _name_parts(name)
         rank, local = divmod(number, self.numbers[layer] // self.ranks)
         return rank, _NAME.format(layer, local, rest)
 
@@ -68,7 +68,7 @@ class Experts(NamedTuple):
         """Returns the tensor that an experts' rank has under a name of one rank."""
         if not self.has(name):
             return name
-        layer, number, rest = _parts(name)
+        layer, number, rest = _name_parts(name)
         return _NAME.format(layer, rank * (self.numbers[layer] // self.ranks) + number, rest)
 
     def everywhere(self, name: str) -> set[str]:
@@ -77,7 +77,7 @@ class Experts(NamedTuple):
 
     def at(self, name: str) -> tuple[int, int]:
         """Returns the number of an expert's layer, and the expert's in it."""
-        layer, number, _ = _parts(name)
+        layer, number, _ = _name_parts(name)
         return list(self.numbers).index(layer), number
 
 
@@ -155,16 +155,16 @@ def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.
             problems.append(
                 f"group {i} has experts alone, and DeepSpeed leaves an empty group there: join it to another"
             )
-    local = [_of_one_rank(i, names, experts, problems) for i, (names, _) in enumerate(groups)]
+    local = [_split_by_rank(i, names, experts, problems) for i, (names, _) in enumerate(groups)]
     raise_all(ValueError, "DeepSpeed does not split such groups of the optimizer:", problems)
     out = [((names, own), False) for names, (_, own) in zip(dense, groups, strict=True)]
     title = {"name": f"ep_size_{experts.ranks}", "moe": True}
     for names, (_, own) in zip(local, groups, strict=True):
-        out += [((some, own | title), True) for some in _runs(names, shapes)]
+        out += [((some, own | title), True) for some in _split_names(names, shapes)]
     return out
 
 
-def _of_one_rank(i: int, names: Sequence[str], experts: Experts, problems: list[str]) -> list[str]:
+def _split_by_rank(i: int, names: Sequence[str], experts: Experts, problems: list[str]) -> list[str]:
     by_rank: list[list[str]] = [[] for _ in range(experts.ranks)]
     for name in filter(experts.has, names):
         rank, local = experts.local(name)
@@ -177,7 +177,7 @@ def _of_one_rank(i: int, names: Sequence[str], experts: Experts, problems: list[
     return by_rank[0]
 
 
-def _runs(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[str, ...]]:
+def _split_names(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[str, ...]]:
     """Parameters in order, up to a number of elements."""
     out: list[list[str]] = []
     held = 0
@@ -191,7 +191,7 @@ def _runs(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[
     return [tuple(x) for x in out]
 
 
-def _parts(name: str) -> tuple[str, int, str]:
+def _name_parts(name: str) -> tuple[str, int, str]:
     found = _EXPERT.fullmatch(name)
     assert found is not None
     return found[1], int(found[2]), found[3]

@@ -57,13 +57,13 @@ def flat_groups(
         for owner, ((names, _), _) in enumerate(groups):
             ranks = sharing[0]
             for some in _sub_groups(names, shapes, ranks, int(zero.get("sub_group_size", 1e9))):
-                yield _pieces(owner, {name: shapes[name] for name in some}, ranks)
+                yield _place_pieces(owner, {name: shapes[name] for name in some}, ranks)
         return
     align = math.lcm(_ALIGNED_BYTES, dtype.itemsize) // dtype.itemsize if zero.get("parameter_alignment") else 1
     for owner, ((names, _), experts) in enumerate(groups):
         ranks = sharing[experts] if stage else 1
         order = [x for r in range(ranks) for x in names[r::ranks]] if zero.get("round_robin_gradients") else names
-        yield _row(owner, {name: shapes[name] for name in order}, ranks, align)._replace(experts=experts)
+        yield _place_row(owner, {name: shapes[name] for name in order}, ranks, align)._replace(experts=experts)
 
 
 def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
@@ -80,7 +80,7 @@ def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: i
         yield some
 
 
-def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
+def _place_pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
     starts: dict[str, int] = {}
     at = 0
     for name, shape in shapes.items():
@@ -89,7 +89,7 @@ def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
     return FlatGroup(owner, shapes, starts, (0,) * len(shapes), at * ranks, at, ranks)
 
 
-def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
+def _place_row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
     starts: dict[str, int] = {}
     paddings: list[int] = []
     at = 0

@@ -36,7 +36,7 @@ class Flats:
     def make(self) -> None:
         """Makes the files."""
         self._directory.mkdir(parents=True)
-        for name, count, dtype in self._files():
+        for name, count, dtype in self._list_files():
             if not count:
                 continue
             # A write to a mapped file that finds the disk full would end the process.
@@ -46,11 +46,11 @@ class Flats:
 
     def open(self) -> None:
         """Maps the files that a rank has made."""
-        for kind, number, group in self._groups():
-            flat = self._mapped(f"{kind}.{number}", group.size * group.ranks, torch.float32)
+        for kind, number, group in self._list_groups():
+            flat = self._map_file(f"{kind}.{number}", group.size * group.ranks, torch.float32)
             self._flats[kind, number] = flat.view(group.ranks, group.size)
-        there = self._weights()
-        whole = self._mapped("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
+        there = self._weight_shapes()
+        whole = self._map_file("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
         for (name, shape), x in zip(there.items(), whole.split([s.numel() for s in there.values()]), strict=True):
             self.weights[name] = x.view(shape)
 
@@ -77,20 +77,20 @@ class Flats:
         """Returns a rank's part of a group, counted among the ranks that share it."""
         return self._flats[kind, number][rank].clone()
 
-    def _groups(self) -> Iterator[tuple[str, int, FlatGroup]]:
+    def _list_groups(self) -> Iterator[tuple[str, int, FlatGroup]]:
         dense = [(number, group) for number, group in enumerate(self._cut.groups) if not group.experts]
         return ((kind, number, group) for number, group in dense for kind in ("fp32", *self._cut.states))
 
-    def _files(self) -> Iterator[tuple[str, int, torch.dtype]]:
-        for kind, number, group in self._groups():
+    def _list_files(self) -> Iterator[tuple[str, int, torch.dtype]]:
+        for kind, number, group in self._list_groups():
             yield f"{kind}.{number}", group.size * group.ranks, torch.float32
-        yield "weights", sum(s.numel() for s in self._weights().values()), self._cut.dtype
+        yield "weights", sum(s.numel() for s in self._weight_shapes().values()), self._cut.dtype
 
-    def _weights(self) -> dict[str, torch.Size]:
+    def _weight_shapes(self) -> dict[str, torch.Size]:
         every = {n: s for n, s in self._cut.shapes.items() if not self._cut.experts.has(n)}
         return {n: s for n, s in every.items() if self._cut.stage < 3 or n not in self._trained}
 
-    def _mapped(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    def _map_file(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
         return torch.from_file(str(self._directory / name), shared=True, size=count, dtype=dtype)

@@ -144,7 +144,9 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
             message lists all.
     """
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
-    raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
+    raise_all(
+        ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _find_problems(config, job)
+    )
     recipe = from_deepspeed_config(config, ranks=job.ranks)
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
@@ -153,9 +155,9 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     experts = experts_of(shapes, order, job.ep_size, data_first=data_first)
     dtype = torch.float32 if recipe.policy is None else recipe.policy.compute
     _check_experts(experts, config, job, recipe, dtype)
-    given = _groups(job, leaves, experts)
+    given = _param_groups(job, leaves, experts)
     kind = str(config["optimizer"]["type"]).lower()
-    own = _settings(kind, config["optimizer"].get("params") or {}, rate)
+    own = _group_settings(kind, config["optimizer"].get("params") or {}, rate)
     groups = split([(names, own | x) for names, x in given], experts, shapes)
     has_momentum = kind != "sgd" or any(x["momentum"] for (_, x), _ in groups)
     sharing = (job.ranks, job.ranks // job.ep_size)
@@ -177,7 +179,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     )
 
 
-def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
+def _param_groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
     """Returns the optimizer's groups: names, and the settings of each."""
     # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
@@ -188,7 +190,7 @@ def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Expe
     return out
 
 
-def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
+def _find_problems(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     zero = config.get("zero_optimization") or {}
     kind = str((config.get("optimizer") or {}).get("type"))
     out = []
@@ -256,7 +258,7 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
     raise_all(ValueError, "groups of the optimizer have the parameters that the module trains, each once:", problems)
 
 
-def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
+def _group_settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """Returns a group of the optimizer as it saves one."""
     had = {k: v for k, v in params.items() if k not in ("lr", "torch_adam", "adam_w_mode", "fp32_optimizer_states")}
     if kind == "sgd" or params.get("torch_adam"):

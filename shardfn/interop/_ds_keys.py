@@ -229,7 +229,7 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
             problems.append(f"{path} is no key of DeepSpeed.{did_you_mean(key, known)}")
         elif value == "auto" and key in BATCH:
             continue  # derived from the others
-        elif value == "auto" and _matters(kind):
+        elif value == "auto" and _is_needed(kind):
             problems.append(f'{path} is "auto", which transformers\' Trainer fills in; give a value')
         elif isinstance(kind, dict):
             if not isinstance(value, dict):
@@ -248,6 +248,6 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
     return rows, problems
 
 
-def _matters(kind: Any) -> bool:
+def _is_needed(kind: Any) -> bool:
     """Returns whether a value that DeepSpeed does not choose by itself would be needed."""
     return kind == TAKEN or isinstance(kind, dict) or (isinstance(kind, Refused) and "auto" not in kind.off)

@@ -38,7 +38,7 @@ class FilesInTheMaking(ABC):
     def __enter__(self) -> Self:
         shutil.rmtree(self._making, ignore_errors=True)
         try:
-            self._begin()
+            self._make_directory()
         except BaseException:
             shutil.rmtree(self._making, ignore_errors=True)
             raise
@@ -49,7 +49,7 @@ class FilesInTheMaking(ABC):
     ) -> None:
         try:
             if error is None:
-                self._finish()
+                self._write_files()
                 give_name(self._place, self._newest)
         finally:
             # A complete checkpoint has been renamed already.
@@ -59,10 +59,10 @@ class FilesInTheMaking(ABC):
     def put(self, name: StatePart, x: Tensor) -> None:
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
 
-    def _begin(self) -> None:
+    def _make_directory(self) -> None:
         """Makes the directory."""
         self._making.mkdir(parents=True)
 
     @abstractmethod
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         """Writes the files that need all leaves."""

@@ -72,10 +72,12 @@ def optimizer_of(
         problems.append(f"optimizer.params.dampening = {had['dampening']!r} has no counterpart.")
     if problems:
         return None, 0.0, problems
-    return (lambda rate: _made(name, had, rate, axis)), float(had["lr"]), []
+    return (lambda rate: _make_optimizer(name, had, rate, axis)), float(had["lr"]), []
 
 
-def _made(name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, ...]) -> optim.GradientTransformation:
+def _make_optimizer(
+    name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, ...]
+) -> optim.GradientTransformation:
     decay = had["weight_decay"]
     if name == "sgd":
         return optim.sgd(rate, momentum=had["momentum"] or None, nesterov=had["nesterov"], weight_decay=decay)

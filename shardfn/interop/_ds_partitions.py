@@ -33,7 +33,7 @@ class PartitionedFiles(FilesInTheMaking):
         self._flats = Flats(self._making / "flat", cut)
         self._records = Records(cut, counters, self._flats.part)
 
-    def _begin(self) -> None:
+    def _make_directory(self) -> None:
         self._flats.make()
 
     def __exit__(
@@ -49,7 +49,7 @@ class PartitionedFiles(FilesInTheMaking):
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
         self._flats.put(name, x)
 
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         third = self._cut.stage == 3
         for rank in range(self._cut.ranks):
             save_objects(self._records.optimizer(rank), self._making / self._cut.optimizer_file(rank))

@@ -36,7 +36,7 @@ def placed(
         ValueError: the state is not one of this module and optimizer, or a buffer has no values. The message lists all.
     """
     firsts = {name: first for first, names in cut.names.items() for name in names}
-    buffers = _buffers(module)
+    buffers = _saved_buffers(module)
     out = [
         PlacedPart(StatePart("buffer", name), x)
         for name, x in buffers.items()
@@ -56,15 +56,15 @@ def placed(
             out.append(PlacedPart(part._replace(name=name), x))
             if shape != cut.shapes[name]:
                 problems.append(f"{part.name} is {tuple(shape)}, but {tuple(cut.shapes[name])} in the module")
-        elif layers := _layers(part.name, shape, cut.shapes) or _layers(own[part], shape, cut.shapes, names):
+        elif layers := _find_layers(part.name, shape, cut.shapes) or _find_layers(own[part], shape, cut.shapes, names):
             out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
             problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
-    raise_all(ValueError, "the state is not one of this job's module:", problems + _unlike(out, cut))
+    raise_all(ValueError, "the state is not one of this job's module:", problems + _check_states(out, cut))
     return out
 
 
-def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
+def _check_states(out: list[PlacedPart], cut: Partition) -> list[str]:
     kinds: dict[str, set[str]] = {kind: set() for kind in ("fp32", *cut.states)}
     for x in out:
         if x.part.kind != "buffer":
@@ -84,7 +84,7 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
     return problems
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors that the module saves besides parameters."""
     weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
     kept = zip(state_names(module), module.state_dict().values(), strict=True)
@@ -94,7 +94,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return rest
 
 
-def _layers(
+def _find_layers(
     name: str, shape: torch.Size, shapes: Mapping[str, torch.Size], names: Names = lambda name: name
 ) -> list[str] | None:
     """Returns the layers of a stack, if the module has all of them, with an index between the parts of the name."""

@@ -63,10 +63,10 @@ def restore_deepspeed(
         kinds = {part.kind for part in there.values()}
         tensors = {key: x for key, x in tensors.items() if key.split(" of ")[0] in kinds}
 
-    def rename(path: str) -> str | None:
+    def rename_path(path: str) -> str | None:
         part = part_of(path, names)
         if part is None:
             return None if path == "key" or path.startswith("loss_scale") else path
         return key_of(part._replace(name=found.shared.get(part.name, part.name)))
 
-    return restore_tensors(tensors, like, at=at, rename=rename, cast=True, donate=donate)
+    return restore_tensors(tensors, like, at=at, rename=rename_path, cast=True, donate=donate)

@@ -126,7 +126,7 @@ def save_deepspeed(
             if weights_only:
                 found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
                 cut = cut._replace(states=())
-            entries = placed(found, cut, job.module, _own_names(state, names), names)
+            entries = placed(found, cut, job.module, _path_names(state, names), names)
         if weights_only and (cut is None or not cut.experts.numbers):
             raise ValueError(
                 "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
@@ -134,23 +134,25 @@ def save_deepspeed(
             )
         if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
-    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
+    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_join_keys(entries)}", ()))
     with torch.no_grad():
         if cut is None or counters is None:
-            _by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
+            _write_by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
         elif cut.experts.numbers:
             save_experts(ExpertFiles(place, cut, counters, weights_only=weights_only), entries, cut, mesh)
         else:
-            _by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
+            _write_by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
 
 
-def _by_first(leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]) -> None:
+def _write_by_first(
+    leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]
+) -> None:
     with WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x, layer in entries:
             out.put(part, whole(x) if layer is None else layer_of(x, layer))
 
 
-def _said(entries: Sequence[PlacedPart]) -> str:
+def _join_keys(entries: Sequence[PlacedPart]) -> str:
     return ", ".join(key_of(x.part) for x in entries)
 
 
@@ -179,7 +181,7 @@ class _Files(FilesInTheMaking):
         if part.kind == "exp_avg":
             torch.save(torch.tensor(float(self._step)), folder / "step.pt")
 
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         step = torch.tensor(float(self._step))
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
         # Settings that the groups lack here stay those of the loading job, which has at most one group per parameter.
@@ -228,7 +230,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     return out
 
 
-def _own_names(state: TrainState, names: Names) -> dict[StatePart, str]:
+def _path_names(state: TrainState, names: Names) -> dict[StatePart, str]:
     paths = [path.removeprefix(".") for path in tree_paths(state)]
     parts = [(part_of(path, names), part_of(path, lambda name: name)) for path in paths]
     return {part: own.name for part, own in parts if part is not None and own is not None}

@@ -48,11 +48,11 @@ def eval_state(state: TrainState) -> TrainState:
     check_passed(state, call="sf.eval_state(state)")
     check_alive(state)
     nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, _KINDS))
-    trained = _by_path(master_params(state))
+    trained = _leaves_by_path(master_params(state))
     found: dict[Any, GlobalTensor] = {}
     for node in nodes:
         if isinstance(node, _KINDS):
-            found |= _evaluated(node, trained)
+            found |= _evaluated_params(node, trained)
     if not found:
         raise ValueError(
             "eval_state: the optimizer averages no parameters; wrap it, as in optim.average_params(optim.adamw(1e-3)),"
@@ -68,18 +68,18 @@ def eval_state(state: TrainState) -> TrainState:
     return state._replace(params=tree_unflatten(treedef, params), opt_state=masters)
 
 
-def _by_path(tree: PyTree) -> dict[Any, Any]:
+def _leaves_by_path(tree: PyTree) -> dict[Any, Any]:
     return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
 
 
-def _evaluated(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
+def _evaluated_params(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
     """By path, the parameters to evaluate, from the state of an averaging rule."""
     if isinstance(node, AverageParamsState):
-        return _by_path(node.average)
+        return _leaves_by_path(node.average)
     if isinstance(node, LookaheadState):
-        return _by_path(node.slow)
+        return _leaves_by_path(node.slow)
     out = {}
-    for path, z in _by_path(node.z).items():
+    for path, z in _leaves_by_path(node.z).items():
         here, there = (reshard(x, z.spec) for x in (trained[path], z))
         own = node._replace(b1=node.b1.local, z=there.local)
         out[path] = GlobalTensor(schedule_free_eval_params(own, here.local), here.shape, here.spec, here.mesh)

@@ -105,23 +105,23 @@ class WrittenByFirst:
     def __enter__(self) -> "WrittenByFirst":
         if self._comms is not None:
             self._stack.enter_context(losing_no_peer(self._comms))
-        self._do(self._open)
+        self._do_unless_failed(self._open_writer)
         return self
 
     def put(self, name: Any, x: Tensor) -> None:
         """Writes a leaf, on the first rank, unless an error came before."""
         if self._writer is not None:
-            self._do(self._writer.put, name, x)
+            self._do_unless_failed(self._writer.put, name, x)
 
     def put_all(self, made: Callable[[], Mapping[str, Tensor]]) -> None:
         """Writes the tensors that are made of a leaf. They are made on the first rank alone."""
 
-        def put(writer: Writer) -> None:
+        def put_leaf(writer: Writer) -> None:
             for name, x in made().items():
                 writer.put(name, x)
 
         if self._writer is not None:
-            self._do(put, self._writer)
+            self._do_unless_failed(put_leaf, self._writer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,23 +130,23 @@ class WrittenByFirst:
         if self._writer is not None and failed is not None:
             self._writer.__exit__(type(failed), failed, failed.__traceback__)
         elif self._writer is not None:
-            self._do(self._writer.__exit__, None, None, None)
+            self._do_unless_failed(self._writer.__exit__, None, None, None)
         self._stack.__exit__(kind, error, trace)
         if error is not None:
             return
-        self._do(self._then)
+        self._do_unless_failed(self._then)
         with contextlib.nullcontext() if self._comms is None else told_before(self._comms.control):
             if self._failed is not None:
                 raise self._failed
         if self._comms is not None:
             agree_on_step(self._comms.control, f"{self._what}, written")
 
-    def _open(self) -> None:
+    def _open_writer(self) -> None:
         writer = self._opened()
         writer.__enter__()
         self._writer = writer
 
-    def _do(self, work: Callable[..., object], *args: Any) -> None:
+    def _do_unless_failed(self, work: Callable[..., object], *args: Any) -> None:
         if self._writes and self._failed is None:
             try:
                 work(*args)

@@ -66,9 +66,9 @@ class Conversion:
     @functools.cached_property
     def by_expert(self) -> bool:
         """Returns whether dim 0 of the leaf counts the tensors of each pattern: experts, which no operation mixes."""
-        kinds = [type(op).__name__ for op in self._operations]
-        dims = [d for op in self._operations[1:] for d in _dims(op)]
-        return kinds[:1] == ["MergeModulelist"] and self._operations[0].dim == 0 and all(d > 0 for d in dims)
+        kinds = [type(op).__name__ for op in self._list_operations]
+        dims = [d for op in self._list_operations[1:] for d in _changed_dims(op)]
+        return kinds[:1] == ["MergeModulelist"] and self._list_operations[0].dim == 0 and all(d > 0 for d in dims)
 
     @functools.cached_property
     def joined(self) -> int | None:
@@ -76,13 +76,13 @@ class Conversion:
 
         None where it is not so simple.
         """
-        kinds = [type(op).__name__ for op in self._operations]
+        kinds = [type(op).__name__ for op in self._list_operations]
         if not self.by_expert or kinds[1:] not in ([], ["Concatenate"]):
             return None
-        return self._operations[1].dim if kinds[1:] else 1
+        return self._list_operations[1].dim if kinds[1:] else 1
 
     @property
-    def _operations(self) -> list[Any]:
+    def _list_operations(self) -> list[Any]:
         return [] if self.converter is None else self.converter.operations
 
 
@@ -104,7 +104,7 @@ class ConvertedArchive(Mapping[str, Kept]):
         problems = []
         for made in conversions:
             try:
-                leaves = made.run(lambda _, name: _header(archive, name))
+                leaves = made.run(lambda _, name: _meta_tensor(archive, name))
             except (RuntimeError, ValueError, IndexError) as error:
                 parts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in made.sources.items())
                 problems.append(f"{made.key} cannot be made of {parts}: {error}")
@@ -136,14 +136,14 @@ class ConvertedArchive(Mapping[str, Kept]):
             return torch.empty([hi - lo for lo, hi in box], dtype=kept.dtype)
         experts = slice(*box[0]) if made.by_expert else slice(None)
         if made.joined is not None:
-            parts = _parts(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
+            parts = _split_box(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
             return made.run(lambda pattern, name: self._archive.box(name, parts[pattern]), experts)[name]
-        whole = made.run(lambda _, name: self._whole(name), experts)[name]
+        whole = made.run(lambda _, name: self._load_tensor(name), experts)[name]
         for dim, (lo, hi) in enumerate(box):
             whole = whole.narrow(dim, 0 if dim == 0 and made.by_expert else lo, hi - lo)
         return whole
 
-    def _whole(self, name: str) -> Tensor:
+    def _load_tensor(self, name: str) -> Tensor:
         return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
 
 
@@ -156,9 +156,11 @@ def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Arch
         known: the names of its parameters and buffers, those of tied parameters among them.
     """
     names = dict.fromkeys(known, True)
-    if all(name in names for name in archive) or (tables := _tables(module)) is None:
+    if all(name in names for name in archive) or (tables := _conversion_tables(module)) is None:
         return archive
-    return ConvertedArchive(archive, _conversions(archive, module, names, tables.get_model_conversion_mapping(module)))
+    return ConvertedArchive(
+        archive, _find_conversions(archive, module, names, tables.get_model_conversion_mapping(module))
+    )
 
 
 def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
@@ -168,7 +170,7 @@ def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
         module: any module. One that is not of transformers has each leaf by itself.
         names: names of the leaves.
     """
-    if _tables(module) is None:
+    if _conversion_tables(module) is None:
         return [[name] for name in names]
     from transformers.core_model_loading import WeightConverter, apply_converters
 
@@ -183,7 +185,7 @@ def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a group of leaves as `save_pretrained` writes them: under the names of the files, experts one by one."""
-    if _tables(module) is None:
+    if _conversion_tables(module) is None:
         return dict(leaves)
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -191,7 +193,7 @@ def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tenso
     return revert_weight_conversion(model, dict(leaves))
 
 
-def _tables(module: nn.Module) -> Any:
+def _conversion_tables(module: nn.Module) -> Any:
     """Returns the conversions of transformers, or None where the module is not one of its own, or where it has none."""
     try:
         from transformers import PreTrainedModel, conversion_mapping
@@ -211,7 +213,7 @@ def _table_of_saving(module: Any) -> list[Any]:
     return [t for t in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(t, PrefixChange)]
 
 
-def _conversions(
+def _find_conversions(
     archive: Archive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
 ) -> Iterator[Conversion]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -237,12 +239,12 @@ def _conversions(
         yield Conversion(key, of_pattern[next(iter(sources))], sources, module)
 
 
-def _header(archive: Archive, name: str) -> Tensor:
+def _meta_tensor(archive: Archive, name: str) -> Tensor:
     kept = archive[name]
     return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
 
 
-def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
+def _split_box(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
     """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joined`."""
     assert made.joined is not None
     out: dict[str, Box] = {}
@@ -255,7 +257,7 @@ def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> d
     return out
 
 
-def _dims(op: Any) -> list[int]:
+def _changed_dims(op: Any) -> list[int]:
     """Returns the dims that an operation on [E, ...] changes, or 0 where it is not known."""
     if type(op).__name__ in ("Concatenate", "Interleave"):
         return [op.dim]

@@ -45,14 +45,14 @@ def without_weights() -> Iterator[None]:
         device(type='meta')
     """
 
-    def hook(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+    def replace_param(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
         del module, name
         if p is None or p.device.type == "meta":
             return None
         return nn.Parameter(p.data.to("meta"), requires_grad=p.requires_grad)
 
     register: Any = register_module_parameter_registration_hook  # its type allows only hooks without a result
-    handle = register(hook)
+    handle = register(replace_param)
     try:
         yield
     finally:
@@ -104,12 +104,12 @@ def module_from_hf(
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [
-        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _passed_over(module, n))
+        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _is_dropped(module, n))
     ]
     pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
     problems += [
-        f"{n} is {there} in the file, but {here} in the module{_experts(archive, n, here)}"
+        f"{n} is {there} in the file, but {here} in the module{_expert_note(archive, n, here)}"
         for n, there, here in pairs
         if there != here
     ]
@@ -122,7 +122,7 @@ def module_from_hf(
     with torch.no_grad():
         for name, x in buffers.items():
             x.copy_(archive.box(name, [(0, n) for n in x.shape]))
-    out = {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    out = {first: _defer_leaf(archive, at, dtype) for first, at in found.items() if at is not None}
     return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
 
 
@@ -218,14 +218,14 @@ def module_to_hf(
         sizes[kind] = sizes.get(kind, 0) + (x.numel() if kind.is_floating_point else 0)
     wide = max(sizes, key=lambda kind: sizes[kind]) if any(sizes.values()) else None
 
-    def described() -> None:
+    def describe_files() -> None:
         write_beside(module, directory, wide, tokenizer)
 
     with WrittenByFirst(
         list(params.values()),
         "interop.module_to_hf",
         lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes, allow_nonfinite=masks),
-        described,
+        describe_files,
     ) as out:
         for group in groups:
             gathered = {name: whole(leaves[name][0]) for name in group}
@@ -252,24 +252,24 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def _passed_over(module: nn.Module, name: str) -> bool:
+def _is_dropped(module: nn.Module, name: str) -> bool:
     """Returns whether transformers drops a tensor as it loads the module."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 
 
-def _experts(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
+def _expert_note(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
     num = archive.num_experts(name) if isinstance(archive, ConvertedArchive) else None
     return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
 
 
-def _deferred(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
+def _defer_leaf(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 
-    def block(slices: tuple[slice, ...]) -> Tensor:
+    def read_block(slices: tuple[slice, ...]) -> Tensor:
         rest = (slice(None),) * (len(kept.shape) - len(slices))
         box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
         return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(to)
 
-    return Draw(block, kept.shape, to, torch.device("cpu"))
+    return Draw(read_block, kept.shape, to, torch.device("cpu"))

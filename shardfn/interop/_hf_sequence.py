@@ -105,10 +105,10 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
             f" its output layer alone, as those of {', '.join(_PLAIN)} are; leave tile out."
         )
 
-    def whole(targets_BT: Tensor, **given: Any) -> WeightedMean:
+    def whole_loss(targets_BT: Tensor, **given: Any) -> WeightedMean:
         return WeightedMean(*cross_entropy_sum(model(**given).logits, targets_BT))
 
-    def in_tiles(targets_BT: Tensor, **given: Any) -> WeightedMean:
+    def tiled_loss(targets_BT: Tensor, **given: Any) -> WeightedMean:
         x_BTD = model.base_model(**given)[0]
         return WeightedMean(
             *tiled_cross_entropy(x_BTD, model.get_output_embeddings().weight, targets_BT, tile=tile or 1)
@@ -116,7 +116,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
 
     def loss(params: Any, batch: Mapping[str, Tensor], key: Tensor | None = None) -> WeightedMean:
         given = {name: x for name, x in batch.items() if name not in ("targets", "index")}
-        forward = whole if tile is None else in_tiles
+        forward = whole_loss if tile is None else tiled_loss
         if key is None:
             return apply.within(forward, params, batch["targets"], **given)
         if "index" not in batch:

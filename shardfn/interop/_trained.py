@@ -82,12 +82,12 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
     params = master_params(state)
     names, buffers = parameter_names(module), dict(named_buffers(module))
     changed = _changed_buffers(state, buffers)
-    _check(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
+    _check_params(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
         value = whole(x)
         if writes:
-            _put(module, names[name], value)
+            _put_param(module, names[name], value)
     for name, x in changed.items():
         value = whole(x)
         if writes:
@@ -138,7 +138,7 @@ def export(
     module = uncompiled(module)
     params = master_params(state)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
-    _check(params, shapes, type(module).__name__)
+    _check_params(params, shapes, type(module).__name__)
     own = _changed_buffers(state, dict(named_buffers(module)))
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
 
@@ -171,7 +171,7 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
     return {name: rows[0][2] for name, rows in found.items()}
 
 
-def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+def _check_params(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(
             f"the parameters of the state are a {type(params).__name__}, not a dict of names as from_module({what})"
@@ -187,7 +187,7 @@ def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
 
 
 @torch.no_grad()
-def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
+def _put_param(module: nn.Module, names: list[str], value: Tensor) -> None:
     """Writes a parameter. One on `meta` is replaced under all its names."""
     p = module.get_parameter(names[0])
     if not p.is_meta:

@@ -34,7 +34,7 @@ class AbsentTensor(MetadataTensor):
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
         """Returns an absent tensor with the shape and dtype of a tensor, whose values are not used."""
-        return _wrapped(_as_meta(x), x.device)
+        return _wrap_meta(_make_meta(x), x.device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,13 +50,13 @@ class AbsentTensor(MetadataTensor):
         try:
             # A capture must not record the operations: its graph would run them on tensors of the meta device.
             with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
-                on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+                on_meta = pytree.tree_map(_convert_arg, (args, {k: v for k, v in kwargs.items() if k != "device"}))
                 out = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error
         if writes(name):
             return args[0]
-        return pytree.tree_map_only(Tensor, lambda x: _wrapped(x, device), out)
+        return pytree.tree_map_only(Tensor, lambda x: _wrap_meta(x, device), out)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,17 +76,17 @@ def is_absent(x: Any) -> bool:
 _VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
 
 
-def _wrapped(meta: Tensor, device: torch.device) -> AbsentTensor:
+def _wrap_meta(meta: Tensor, device: torch.device) -> AbsentTensor:
     made = AbsentTensor.empty(meta.shape, meta.dtype, device, meta.stride(), meta.storage_offset())
     made._meta = meta
     return made
 
 
-def _converted(x: Any) -> Any:
+def _convert_arg(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x._meta if type(x) is AbsentTensor else _as_meta(x)
+        return x._meta if type(x) is AbsentTensor else _make_meta(x)
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 
-def _as_meta(x: Tensor) -> Tensor:
+def _make_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

@@ -191,13 +191,13 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         if state is None:
             warn_of_own_buffers(self.module, parts, given)
-        found = self._found(parts, given)
-        given.buffers.update(_cast(parts, given, found, state or {}))
+        found = self._find_casts(parts, given)
+        given.buffers.update(_cast_buffers(parts, given, found, state or {}))
         call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
         return call.call(forward or self.module, args, kwargs)
 
-    def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
-        own = {name: _own(parts, name).dtype for name in given.params}
+    def _find_casts(self, parts: ModuleParts, given: GivenTensors) -> Casts:
+        own = {name: _module_param(parts, name).dtype for name in given.params}
         dtypes = {name: x.dtype for name, x in given.params.items()}
         compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
         known = self._casts.get(key)
@@ -233,7 +233,7 @@ class StatefulFunction:
         Raises:
             ValueError: the model state is not the one that `from_module` gave, by names, or as `ModuleFunction`.
         """
-        return self._run(Draws(self._function.module), params, model_state, args, kwargs)
+        return self._run_forward(Draws(self._function.module), params, model_state, args, kwargs)
 
     def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
         """The same function with dropout. See `ModuleFunction.keyed`."""
@@ -242,11 +242,11 @@ class StatefulFunction:
         def f(
             params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
         ) -> tuple[Any, dict[str, Tensor]]:
-            return self._run(draws(), params, model_state, args, kwargs)
+            return self._run_forward(draws(), params, model_state, args, kwargs)
 
         return f
 
-    def _run(
+    def _run_forward(
         self, draws: Draws, params: Any, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
         if set(state) != self._names:
@@ -260,7 +260,7 @@ class StatefulFunction:
 class _ModuleCall:
     """One call of a module, and the parts of it that run again in the backward.
 
-    Invariant: every part, the first time and again, runs inside `_running`: with the given tensors in their places,
+    Invariant: every part, the first time and again, runs inside `_enter_modes`: with the given tensors in their places,
     every function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept,
     which are leaves, so no gathered parameter outlives its use. Buffers of the state are written to in copies, made
     anew for each run: so a part that runs again begins with the values of its first run, and does not change returned
@@ -277,7 +277,7 @@ class _ModuleCall:
         axis: Axes,
         replaced: Replacements,
     ) -> None:
-        self._parts, self._given, self._found, self._draws = parts, given, found, draws
+        self._parts, self._given, self._find_casts, self._draws = parts, given, found, draws
         self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
         self._evaluates = is_evaluating()  # parts that run again do so in the mode of the call
         self._placed: Placed | None = None  # while it runs
@@ -287,8 +287,8 @@ class _ModuleCall:
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
-        with self._running(self._state or {}):
-            out = forward(*args, **kwargs), self._now()
+        with self._enter_modes(self._state or {}):
+            out = forward(*args, **kwargs), self._current_buffers()
         if self._routed is not None:
             self._routed.check()
         return out
@@ -298,13 +298,13 @@ class _ModuleCall:
         assert self._placed is not None
         mark, overrides = self._draws.mark, self._placed.overrides()
         # Copies, as the forward may still write to its own.
-        state = {name: x.clone() for name, x in self._now().items()}
+        state = {name: x.clone() for name, x in self._current_buffers().items()}
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
             before, self._draws.mark = self._draws.mark, mark
             try:
-                with self._running(state, overrides):
+                with self._enter_modes(state, overrides):
                     yield
             finally:
                 self._draws.mark = before
@@ -334,13 +334,13 @@ class _ModuleCall:
                 )
         return True
 
-    def _now(self) -> dict[str, Tensor]:
+    def _current_buffers(self) -> dict[str, Tensor]:
         """Returns the current buffers of the state."""
         slots = {name: self._parts.buffers[name] for name in self._state or {}}
         return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
 
     @contextlib.contextmanager
-    def _running(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
+    def _enter_modes(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
         _, module = self._parts.unique[0]
         own = {name: x.clone() for name, x in state.items()}
         given = GivenTensors(self._given.params, self._given.buffers | own)
@@ -349,7 +349,7 @@ class _ModuleCall:
             running_as_written(module),
             in_eval_mode(self._parts) if self._evaluates else contextlib.nullcontext(),
             Placed(self._parts, given) as placed,
-            self._at(placed),
+            self._use_placed(placed),
         ):
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
@@ -359,7 +359,7 @@ class _ModuleCall:
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             with (
                 running_module(self),
-                shadowed(forwards(self._parts, self._found)),
+                shadowed(forwards(self._parts, self._find_casts)),
                 shadowed(self._draws.forwards()),
                 self._replaced.running(self._routed),
                 mode,
@@ -375,7 +375,7 @@ class _ModuleCall:
             mode.check()
 
     @contextlib.contextmanager
-    def _at(self, placed: Placed) -> Iterator[None]:
+    def _use_placed(self, placed: Placed) -> Iterator[None]:
         before, self._placed = self._placed, placed
         try:
             yield
@@ -499,14 +499,16 @@ def from_module(
     return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, replaced), state)
 
 
-def _own(parts: ModuleParts, name: str) -> Tensor:
+def _module_param(parts: ModuleParts, name: str) -> Tensor:
     slot = parts.params[name]
     own = slot.owner._parameters[slot.name]
     assert own is not None
     return own
 
 
-def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cast_buffers(
+    parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Returns the buffers cast to another dtype. Those of a state keep their own."""
     out = {}
     for name, dtype in found.buffers.items():

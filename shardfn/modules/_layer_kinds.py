@@ -69,7 +69,7 @@ class LayerKinds(NamedTuple):
                 if x.requires_grad is not (y := own[rows[0]][name]).requires_grad
             ],
         )
-        return LayerKinds(path, tuple(_kind(rows, own[rows[0]]) for rows in found.values()))
+        return LayerKinds(path, tuple(_make_kind(rows, own[rows[0]]) for rows in found.values()))
 
     @property
     def num_layers(self) -> int:
@@ -157,8 +157,8 @@ class LayerKinds(NamedTuple):
         if last:
             return self.num_layers
         cut = [(kind, num) for kind, num in zip(self.kinds, rows, strict=True) if num < len(kind.layers)]
-        wanted = [(kind, _before(kind, start) + num) for kind, num in cut]
-        return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+        wanted = [(kind, _count_before(kind, start) + num) for kind, num in cut]
+        return next(i for i in range(start, self.num_layers + 1) if all(_count_before(k, i) == n for k, n in wanted))
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
         """By kind, whether its stack is cut, so that the rows of all ranks are those of the whole. See `shares`."""
@@ -177,7 +177,9 @@ class LayerKinds(NamedTuple):
         cut = [(kind, own) for kind, own, is_cut in zip(self.kinds, rows, self.cut(rows), strict=True) if is_cut]
         for rank in range(1, num):
             wanted = [(kind, sum(own[:rank])) for kind, own in cut]
-            behind = (i for i in range(bounds[-1], self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+            behind = (
+                i for i in range(bounds[-1], self.num_layers + 1) if all(_count_before(k, i) == n for k, n in wanted)
+            )
             found = next(behind, None)
             if found is None:
                 later = [f"{self.stack_path(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
@@ -185,23 +187,23 @@ class LayerKinds(NamedTuple):
                     f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
                     f" would have {', '.join(later)}, while the ranks before lack the layers behind these. Use"
                     " another number of stages, or cut only one kind, as in"
-                    f" specs={{{self.path!r}: {self._one_cut()}}}."
+                    f" specs={{{self.path!r}: {self._describe_cuts()}}}."
                 )
             bounds.append(found)
         bounds.append(self.num_layers)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
-    def _one_cut(self) -> str:
+    def _describe_cuts(self) -> str:
         """Returns the specs that cut only the kind with the most layers, in words."""
         most = max(self.kinds, key=lambda kind: len(kind.layers))
         return "{" + ", ".join(f"{k.key!r}: {'P(axis)' if k is most else 'P()'}" for k in self.kinds) + "}"
 
 
-def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
+def _make_kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
     """Layers that are alike, by their numbers and the leaves of the first."""
     return LayerKind(tuple(rows), tuple(first), frozenset(name for name, x in first.items() if not x.requires_grad))
 
 
-def _before(kind: LayerKind, layer: int) -> int:
+def _count_before(kind: LayerKind, layer: int) -> int:
     """Returns the number of layers of a kind before a layer."""
     return sum(i < layer for i in kind.layers)

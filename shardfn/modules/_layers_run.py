@@ -98,7 +98,7 @@ class LayersRun:
         layers = of.layers
         own = layers._modules
         stand_ins = {
-            name: _StandIn(i, uncompiled(layer), self._at)
+            name: _StandIn(i, uncompiled(layer), self._call_layer)
             for i, (name, layer) in enumerate(zip(own, layers, strict=True))
         }
         layers._modules = stand_ins  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,14 +106,14 @@ class LayersRun:
         try:
             for i, layer in enumerate(own.values()):
                 if not self._span.start <= i < self._stop:
-                    self._hide(layer, elsewhere)
+                    self._hide_params(layer, elsewhere)
             if self._span.given is not None and not of.needs_params:
                 self._take_params(module)
             if not self._span.num:
                 none_attends()
             out = self._forward(*args, **kwargs)
             if self._next < of.num_layers:
-                self._refuse(f"the forward calls {self._next} of {of.num_layers} layers. {_IN_ORDER}")
+                self._raise_uncuttable(f"the forward calls {self._next} of {of.num_layers} layers. {_IN_ORDER}")
             return out
         except Exception as error:
             if self._assumed is not None:
@@ -125,15 +125,15 @@ class LayersRun:
             _put_back(elsewhere)
             self._over = True
 
-    def _at(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles the call of a layer."""
         span = self._span
         if self._over:  # a checkpoint's recomputation, in the backward
-            return self._own(number, layer, args, kwargs)
+            return self._run_layer(number, layer, args, kwargs)
         if number != self._next:
-            self._refuse(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
-        if number == 0 and span.num < self._of.num_layers and (names := _recorded()):
-            self._refuse(
+            self._raise_uncuttable(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
+        if number == 0 and span.num < self._of.num_layers and (names := _recorded_outputs()):
+            self._raise_uncuttable(
                 f"transformers records {', '.join(names)} of all layers, and each rank has those of its own layers"
                 f" alone. Turn off {', '.join(f'output_{name}' for name in names)}."
             )
@@ -143,19 +143,19 @@ class LayersRun:
         self._next = number + 1
         before = number < span.start
         if before and number < self._of.num_layers - 1:
-            return self._returned(layer, args, kwargs, _absent_like(h))
+            return self._rebuild_result(layer, args, kwargs, _absent_like(h))
         self._give_params()
         if before:  # a last stage without layers
-            out = self._returned(layer, args, kwargs, span.given)
+            out = self._rebuild_result(layer, args, kwargs, span.given)
             self._draws.skip(layer)
             return out
-        out = self._own(number, layer, args, kwargs)
-        self._learn(out)
+        out = self._run_layer(number, layer, args, kwargs)
+        self._record_structure(out)
         if not span.ends and self._next == self._stop == self._of.num_layers:
             raise Ended(pytree.tree_leaves(out)[0])
         return out
 
-    def _own(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
@@ -163,7 +163,7 @@ class LayersRun:
             raise NeedsValue(f"layer {number} is given it, besides its first argument")
         return layer(*args, **kwargs)
 
-    def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
+    def _rebuild_result(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
         """Returns the result of a layer whose first tensor is `h`. Its other tensors are absent.
 
         The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
@@ -172,11 +172,11 @@ class LayersRun:
         if self._of.returns is None and self._assumed is None:
             absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
             try:
-                self._learn(layer(*absent[0], **absent[1]))
+                self._record_structure(layer(*absent[0], **absent[1]))
             except (NeedsValue, Exception) as error:
                 self._assumed = f"cannot be found by a run of the layer without data ({error})"
                 if not self._span.num:
-                    self._refuse(
+                    self._raise_uncuttable(
                         f"this rank runs no layer, and the structure of a layer's result {self._assumed}. Use no more"
                         " stages than have a layer, or let layers ask for no values."
                     )
@@ -186,7 +186,7 @@ class LayersRun:
         rest, treedef = self._of.returns
         return pytree.tree_unflatten([h, *rest], treedef)
 
-    def _learn(self, out: Any) -> None:
+    def _record_structure(self, out: Any) -> None:
         """Records the structure of a layer's result.
 
         Raises:
@@ -196,7 +196,9 @@ class LayersRun:
             return
         leaves, treedef = pytree.tree_flatten(out)
         if not leaves or not isinstance(leaves[0], Tensor):
-            self._refuse(f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}")
+            self._raise_uncuttable(
+                f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}"
+            )
         self._of.returns = [_absent_like(x) if isinstance(x, Tensor) else x for x in leaves[1:]], treedef
         assumed, self._assumed = self._assumed, None
         if assumed is not None and not isinstance(out, Tensor):
@@ -208,7 +210,7 @@ class LayersRun:
             if not name.startswith(dot):
                 _make_absent(owner, own, self._absent)
 
-    def _hide(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def _hide_params(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
         """Makes the parameters of another rank's layer absent: here they have only their initial values."""
         for owner, own in ModuleParts.of(layer).params.values():
             _make_absent(owner, own, taken)
@@ -216,7 +218,7 @@ class LayersRun:
     def _give_params(self) -> None:
         _put_back(self._absent)
 
-    def _refuse(self, what: str) -> None:
+    def _raise_uncuttable(self, what: str) -> None:
         raise ValueError(f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}")
 
 
@@ -252,7 +254,7 @@ class _StandIn(nn.Module):
 _IN_ORDER = "Its layers must run once each, in order."
 
 
-def _recorded() -> list[str]:
+def _recorded_outputs() -> list[str]:
     """Returns the names of the outputs that transformers records by hooks on the running model's layers."""
     known = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(known, "_active_collector", None)

@@ -75,7 +75,7 @@ class AttentionRoute:
     """
 
     def __init__(self, module: nn.Module, body: Body) -> None:
-        self.body, towers = body, _towers(module)
+        self.body, towers = body, _find_towers(module)
         self._models = [m for m in models_in(module) if m not in towers]
         apart = {id(c) for m in towers for c in configs_of(m.config)}
         found = [c for m in self._models for c in configs_of(m.config) if id(c) not in apart]
@@ -83,9 +83,9 @@ class AttentionRoute:
         raise_all(
             ValueError,
             f"from_module(attention={body}) of this {type(module).__name__}:",
-            _problems(module, self._models, towers, body),
+            _find_problems(module, self._models, towers, body),
         )
-        _register()
+        _register_attention()
 
     def of_call(self, draws: Draws) -> "RoutedCall":
         """Returns the routing of one call, including its parts that run again in the backward."""
@@ -118,7 +118,7 @@ class RoutedCall:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While it is open, attention is computed by the body."""
-        with named(self._route.configs, NAME), self._route.watched(self._called):
+        with named(self._route.configs, NAME), self._route.watched(self._call_model):
             with _CALL.bound(self), WINDOWS.bound(self.windows):
                 yield
 
@@ -144,7 +144,7 @@ class RoutedCall:
                 B, T = q_BTHK.shape[:2]
                 at_BT = torch.arange(whole_length(self.body, T), device=q_BTHK.device).expand(B, -1)
             mask = mask & Segments(at_BT // chunk)
-        return mask if self._whole_BT is None else mask & Segments(_documents(self._whole_BT))
+        return mask if self._whole_BT is None else mask & Segments(_number_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
         """Returns the dropout of one layer's attention.
@@ -155,7 +155,7 @@ class RoutedCall:
         key, index_B = self._draws.take("dropout of attention", rate)
         return PairDropout(key, rate, index_B)
 
-    def _called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(model.forward).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         counts = numbers_tokens(model) and given.get("position_ids") is None
@@ -172,10 +172,10 @@ class RoutedCall:
             self._draws.cut_tokens(rows, length)
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         if "position_ids" in names and not counts:
-            more["position_ids"] = self._positions(given.get("position_ids"), tokens)
+            more["position_ids"] = self._fill_positions(given.get("position_ids"), tokens)
         return args[:1], {**dict(list(zip(names, args, strict=False))[1:]), **kwargs, **more}
 
-    def _positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
+    def _fill_positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
         if position_ids is None:
             self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
             return self._filled
@@ -237,13 +237,13 @@ def routed_attention(
     )
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
-    mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk(module))
+    mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk_size(module))
     mask = mask & call.dropped(dropout) if dropout else mask
     sinks_H = kwargs.get("s_aux")
     return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, sinks_H=sinks_H, impl=call.body), None
 
 
-def _chunk(module: Any) -> int | None:
+def _chunk_size(module: Any) -> int | None:
     """Returns the tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
     return module.config.attention_chunk_size if kind_of(module) == "chunked_attention" else None
 
@@ -286,7 +286,7 @@ def _adds_pairs(mask_function: Any) -> bool:
     return getattr(mask_function, "__qualname__", "").startswith("or_masks.") or any(map(_adds_pairs, inside))
 
 
-def _register() -> None:
+def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, routed_attention)
@@ -301,7 +301,7 @@ def models_in(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
 
 
-def _towers(module: nn.Module) -> list[Any]:
+def _find_towers(module: nn.Module) -> list[Any]:
     """Models of images or sound beside the language model: they keep their own attention."""
     out: list[Any] = []
     for model in models_in(module):
@@ -319,7 +319,7 @@ def configs_of(config: Any) -> Iterator[Any]:
             yield from configs_of(inner)
 
 
-def _problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
+def _find_problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
     if not models:
         return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
     out = []
@@ -385,7 +385,7 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
         )
 
 
-def _documents(whole_BT: Tensor) -> Tensor:
+def _number_documents(whole_BT: Tensor) -> Tensor:
     """Returns the document of each token of the whole rows: a new one begins where positions do not increase by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

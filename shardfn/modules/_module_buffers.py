@@ -40,7 +40,7 @@ class Buffers:
         # By identity: equal values in other memory are the forward's own.
         self._known = {id(x): name for name, x in self._tensors.items()}
         self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if has_storage(x)}
-        self._versions = {name: _version(x) for name, x in self._tensors.items()}
+        self._versions = {name: _version_of(x) for name, x in self._tensors.items()}
         self._read: dict[str, str] = {}
         self._shown: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of a known one
@@ -50,7 +50,7 @@ class Buffers:
         path = self._known.get(id(x))
         if path is None or name in _METADATA or name in _CONVERTS:
             return
-        if self._now(path) is self._tensors[path]:
+        if self._current_buffer(path) is self._tensors[path]:
             self._read.setdefault(path, name)
         elif x is self._tensors[path]:
             raise ValueError(
@@ -79,9 +79,9 @@ class Buffers:
             ValueError: names it, and the remedy.
         """
         for x in tensors_of(where):
-            path = self._path(x)
+            path = self._find_path(x)
             if path is not None:
-                raise ValueError(self._refusal(path, f"writes to it ({name})"))
+                raise ValueError(self._explain_refusal(path, f"writes to it ({name})"))
 
     def check_data(self, x: Any) -> None:
         """Refuses to give a buffer other memory, by `x.data = ...`.
@@ -91,7 +91,7 @@ class Buffers:
         """
         path = self._known.get(id(x))
         if path is not None and x is self._tensors[path]:
-            raise ValueError(self._refusal(path, "gives it other memory (.data = ...)"))
+            raise ValueError(self._explain_refusal(path, "gives it other memory (.data = ...)"))
 
     def overwrites(self, name: str, x: Any) -> bool:
         """Returns whether a function writes a buffer whole."""
@@ -101,7 +101,9 @@ class Buffers:
         """Returns the value that the buffer has from here to the end of the call. Its own is not changed."""
         path = self._known[id(x)]
         if path in self._read:
-            raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
+            raise ValueError(
+                self._explain_refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})")
+            )
         slot = self._placed.parts.buffers[path]
         # Not applied to `x`: a buffer that is written whole does not need its old values, and the module keeps them.
         new = func(torch.empty_like(x), *args, **kwargs)
@@ -115,21 +117,23 @@ class Buffers:
             ValueError: names the buffer, and the remedy.
         """
         for path, x in self._tensors.items():
-            now = self._now(path)
-            if path in self._read and now is not x and not _equal(now, x):
+            now = self._current_buffer(path)
+            if path in self._read and now is not x and not _is_equal(now, x):
                 raise ValueError(
-                    self._refusal(path, f"reads it ({self._read[path]}) and then assigns another value to it")
+                    self._explain_refusal(path, f"reads it ({self._read[path]}) and then assigns another value to it")
                 )
-            if _version(x) != self._versions[path]:
+            if _version_of(x) != self._versions[path]:
                 raise ValueError(
-                    self._refusal(path, "has written to it, past torch's functions, so that it has another value now")
+                    self._explain_refusal(
+                        path, "has written to it, past torch's functions, so that it has another value now"
+                    )
                 )
 
-    def _now(self, path: str) -> Any:
+    def _current_buffer(self, path: str) -> Any:
         slot = self._placed.parts.buffers[path]
         return slot.owner._buffers.get(slot.name)
 
-    def _path(self, x: Tensor) -> str | None:
+    def _find_path(self, x: Tensor) -> str | None:
         """Returns the buffer whose memory `x` shows."""
         for y in (x, x if x._base is None else x._base):
             if id(y) in self._shown:
@@ -139,7 +143,7 @@ class Buffers:
                 return known
         return self._storages.get(x.untyped_storage()._cdata) if has_storage(x) else None
 
-    def _refusal(self, path: str, what: str) -> str:
+    def _explain_refusal(self, path: str, what: str) -> str:
         where, _, name = path.rpartition(".")
         sub = self._placed.parts.buffers[path].owner
         evaluated = f"module.get_submodule({where!r}).eval()" if where else "module.eval()"
@@ -177,11 +181,11 @@ def has_storage(x: Tensor) -> bool:
     return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)
 
 
-def _version(x: Tensor) -> int | None:
+def _version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _equal(a: Any, b: Tensor) -> bool:
+def _is_equal(a: Any, b: Tensor) -> bool:
     if type(a) is not Tensor or type(b) is not Tensor or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b)

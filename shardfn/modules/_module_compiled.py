@@ -18,7 +18,7 @@ def original(module: nn.Module) -> nn.Module:
     Args:
         module: any module.
     """
-    paths = [path for path, _ in _compiled(module)]
+    paths = [path for path, _ in _compiled_modules(module)]
     if paths:
         shown = ", ".join(path or "the module" for path in paths[:3]) + (" and others" if len(paths) > 3 else "")
         warnings.warn(
@@ -38,18 +38,18 @@ def running_as_written(module: nn.Module) -> Iterator[None]:
         module: the module, which keeps its compiled parts afterwards.
     """
     shadows = []
-    for _, sub in _compiled(module):
+    for _, sub in _compiled_modules(module):
         inner = uncompiled(sub)
         shadows.append((sub, "forward", inner.__call__) if inner is not sub else (sub, _COMPILED, None))
     before = [(sub, name, sub.__dict__[name]) for sub, name, _ in shadows]
     try:
-        _put(shadows)
+        _put_values(shadows)
         yield
     finally:
-        _put(before)
+        _put_values(before)
 
 
-def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _compiled_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (path, sub)
         for path, sub in module.named_modules()
@@ -57,6 +57,6 @@ def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _put(values: list[tuple[nn.Module, str, Any]]) -> None:
+def _put_values(values: list[tuple[nn.Module, str, Any]]) -> None:
     for sub, name, value in values:
         sub.__dict__[name] = value

@@ -126,9 +126,9 @@ class DecodingFunction:
             return out.logits[0]
 
         logits = self._apply.within(forward, params)
-        return logits, self._chosen(served.choices)
+        return logits, self._chosen_experts(served.choices)
 
-    def _chosen(self, choices: Mapping[int, Tensor]) -> Tensor | None:
+    def _chosen_experts(self, choices: Mapping[int, Tensor]) -> Tensor | None:
         """Returns the experts of a call, in the order of the modules."""
         found = [choices[one] for one in self._modules_of_experts if one in choices]
         if not found or len(found) < len(self._modules_of_experts) or len({x.shape for x in found}) > 1:
@@ -161,8 +161,12 @@ def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> D
     plain = uncompiled(module)
     if plain not in models_in(plain):
         raise TypeError(f"a decoder is made of a model of transformers, and this is {a_kind(plain)}.")
-    raise_all(ValueError, f"{type(plain).__name__} cannot be served:", [*_problems(plain), *_weights(plain, params)])
-    _register()
+    raise_all(
+        ValueError,
+        f"{type(plain).__name__} cannot be served:",
+        [*_find_problems(plain), *_weight_problems(plain, params)],
+    )
+    _register_attention()
     _, apply = from_module(plain)
     return DecodingFunction(apply, params)
 
@@ -220,7 +224,7 @@ def served_attention(
     return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
 
 
-def _register() -> None:
+def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -229,11 +233,11 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, mask_of_none)
 
 
-def _problems(module: Any) -> list[str]:
-    return [*_other_states(module), *_other_attention(module), *_other_layers(module)]
+def _find_problems(module: Any) -> list[str]:
+    return [*_find_other_states(module), *_find_other_attention(module), *_find_other_layers(module)]
 
 
-def _other_states(module: Any) -> Iterator[str]:
+def _find_other_states(module: Any) -> Iterator[str]:
     """Reasons for which a sequence is more than the keys and values of its tokens."""
     config = module.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
@@ -247,7 +251,7 @@ def _other_states(module: Any) -> Iterator[str]:
             yield f"{path} is a {type(sub).__name__}, which mixes tokens besides attention"
 
 
-def _other_attention(module: Any) -> Iterator[str]:
+def _find_other_attention(module: Any) -> Iterator[str]:
     config = module.config
     for model in models_in(module):
         if not type(model)._can_set_attn_implementation():
@@ -263,7 +267,7 @@ def _other_attention(module: Any) -> Iterator[str]:
             yield f"its rotary positions are of type {kind}, which depend on the longest sequence of a call"
 
 
-def _other_layers(module: Any) -> Iterator[str]:
+def _find_other_layers(module: Any) -> Iterator[str]:
     config = module.config
     experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
     for name, value in experts.items() if not experts_in(module) else ():
@@ -272,7 +276,7 @@ def _other_layers(module: Any) -> Iterator[str]:
         if m._is_expert_parallel:
             yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
     if missing := [n for n in _ARGUMENTS if n not in _arguments_of(module)]:
-        yield f"its forward does not take {', '.join(missing)}{_with_head(module)}"
+        yield f"its forward does not take {', '.join(missing)}{_suggest_head(module)}"
     if numbers_tokens(module):
         yield "it numbers tokens by all ids of a sequence, those of padding apart; served are positions from 0 on"
     if getattr(config, "max_position_embeddings", None) is None:
@@ -291,7 +295,7 @@ def _arguments_of(module: Any) -> set[str]:
     return names | {*inspect.signature(inner.forward).parameters}
 
 
-def _with_head(module: Any) -> str:
+def _suggest_head(module: Any) -> str:
     """Returns the remedy for a model without a head, if transformers has the same model with one."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -301,7 +305,7 @@ def _with_head(module: Any) -> str:
     return f"; load it by AutoModelForCausalLM, as a {whole.__name__}"
 
 
-def _weights(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:
+def _weight_problems(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     if params is None:
         if any(p.device.type == "meta" for p in module.parameters()):

@@ -46,7 +46,7 @@ class Draws:
     def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
         self.count = 0
         self._module, self._key, self._index_B = module, key, index_B
-        self._elements = {} if key is None else _elements(module)
+        self._elements = {} if key is None else _number_elements(module)
         self._begun = set[int]()
         # This rank's positions and the length of the sequence, where attention cuts it. None until a model is called.
         self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
@@ -62,18 +62,18 @@ class Draws:
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """Returns the forwards of the elements of lists, whose draws have numbers of their own."""
-        return [(sub, self._numbered(number, sub.forward)) for number, sub in self._elements.values()]
+        return [(sub, self._number_forward(number, sub.forward)) for number, sub in self._elements.values()]
 
-    def _numbered(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _number_forward(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def numbered(*args: Any, **kwargs: Any) -> Any:
-            with self._within(number):
+        def numbered_forward(*args: Any, **kwargs: Any) -> Any:
+            with self._enter_element(number):
                 return forward(*args, **kwargs)
 
-        return numbered
+        return numbered_forward
 
     @contextlib.contextmanager
-    def _within(self, number: int) -> Iterator[None]:
+    def _enter_element(self, number: int) -> Iterator[None]:
         if number in self._begun:  # called again: numbers go on, as no mask is used twice
             yield
             return
@@ -87,7 +87,7 @@ class Draws:
     def skip(self, element: nn.Module) -> None:
         """Goes on with the numbers that follow an element of a list, without running it."""
         if id(element) in self._elements:
-            with self._within(self._elements[id(element)][0]):
+            with self._enter_element(self._elements[id(element)][0]):
                 pass
 
     def handler(self, name: str) -> Callable[..., Any] | None:
@@ -142,15 +142,15 @@ class Draws:
         """
         if self._key is None or self._index_B is None:
             raise ValueError(
-                f"{what}(p={p}) in the forward of the module{self._named()} would draw from torch's generator, by which"
-                " all ranks get the same mask, or masks that depend on the number of ranks. Draw by a key:"
+                f"{what}(p={p}) in the forward of the module{self._dropout_names()} would draw from torch's generator, by"
+                " which all ranks get the same mask, or masks that depend on the number of ranks. Draw by a key:"
                 f" {KEYED}; or go without: module.eval(), or p=0."
             )
         key = fold_in(self._key, self.count)
         self.count += 1
         return key, self._index_B
 
-    def _named(self) -> str:
+    def _dropout_names(self) -> str:
         found = [
             n for n, m in named_modules(self._module) if getattr(m, "p", 0) and m.training and "Drop" in str(type(m))
         ]
@@ -158,10 +158,10 @@ class Draws:
 
     def refuse(self, name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuses a draw, unless it is one number for all."""
-        if name in _DRAWS_IN_TRAINING and not _trains(args, kwargs):
+        if name in _DRAWS_IN_TRAINING and not _is_training(args, kwargs):
             return func(*args, **kwargs)
         if name == "rand" and kwargs.get("generator") is None and _is_scalar(args, kwargs):
-            return self._scalar(kwargs)
+            return self._draw_scalar(kwargs)
         raise ValueError(
             f"the forward of the module draws random numbers ({name}) without a key, so its results would depend on the"
             " number of ranks, and a recomputation in the backward would draw others. Draw outside and pass the numbers"
@@ -169,7 +169,7 @@ class Draws:
             " configuration)."
         )
 
-    def _scalar(self, kwargs: dict[str, Any]) -> Any:
+    def _draw_scalar(self, kwargs: dict[str, Any]) -> Any:
         """Returns a number for the whole batch, by which a forward decides on its path."""
         if self._key is None:
             return Undrawn(KEYED)
@@ -177,14 +177,14 @@ class Draws:
         return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
 
 
-def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
+def _number_elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
     """By identity, each element of the lists in a module with its number."""
     lists = [sub for _, sub in named_modules(module) if isinstance(sub, nn.ModuleList)]
     unique = {id(sub): sub for one in lists for sub in map(uncompiled, one)}
     return {k: (number, sub) for number, (k, sub) in enumerate(unique.items())}
 
 
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns the argument `training` of `rrelu(input, lower, upper, training)`."""
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 

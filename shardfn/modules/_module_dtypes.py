@@ -66,7 +66,7 @@ def casts(
         direct[owner].add(move[1])
         slot = parts.params[name]
         size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
-        for path in _ancestors(owner):
+        for path in _list_ancestors(owner):
             moves[path][move] += size
     # Exceptions are wider than the rest, unless a policy makes them narrower. `compute` is then known.
     main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
@@ -74,7 +74,7 @@ def casts(
     for name, slot in parts.buffers.items():
         dtype = slot.owner._buffers[slot.name].dtype  # pyright: ignore[reportOptionalMemberAccess]
         if dtype.is_floating_point and not any(re.search(p, name) for p in keep):
-            to = _nearest(moves, name.rpartition(".")[0], dtype, main)
+            to = _nearest_dtype(moves, name.rpartition(".")[0], dtype, main)
             if to not in (None, dtype):
                 buffers[name] = to
     wide = {path: max(dtypes, key=lambda d: d.itemsize) for path, dtypes in direct.items() if main not in dtypes}
@@ -92,22 +92,22 @@ def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable
 
 
 def _computing_in(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(*args: Any, **kwargs: Any) -> Any:
+    def run_in_dtype(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         came = next((x.dtype for x in tensors if x.is_floating_point()), main)
         if not tensors or came is None:
             return forward(*args, **kwargs)
-        args, kwargs = tree_map(lambda x: _to(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
-        return tree_map(lambda x: _to(x, came), forward(*args, **kwargs))
+        args, kwargs = tree_map(lambda x: _cast_tensor(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
+        return tree_map(lambda x: _cast_tensor(x, came), forward(*args, **kwargs))
 
-    return computed
+    return run_in_dtype
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
+def _cast_tensor(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _ancestors(path: str) -> list[str]:
+def _list_ancestors(path: str) -> list[str]:
     out = [path]
     while path:
         path = path.rpartition(".")[0]
@@ -115,9 +115,9 @@ def _ancestors(path: str) -> list[str]:
     return out
 
 
-def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
+def _nearest_dtype(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
     """Returns the new dtype of the parameters of a dtype that are nearest to a path; `main` if some have it."""
-    for above in _ancestors(path):
+    for above in _list_ancestors(path):
         to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
         if to:
             return main if main in to else max(to, key=lambda d: to[d])

@@ -45,14 +45,14 @@ class ExactForward(RowByRow):
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
-def _silu(x: Tensor) -> Tensor:
+def _silu_exact(x: Tensor) -> Tensor:
     return nn.exact_gated_silu(x, torch.ones_like(x))
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _norm_exact(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     if centered:
         return nn.exact_layer_norm(x, weight, bias, eps=eps)
     return nn.exact_rms_norm(x, weight, eps=eps)
 
 
-_HANDLERS = handlers_of(_silu, nn.exact_gelu, _norm)
+_HANDLERS = handlers_of(_silu_exact, nn.exact_gelu, _norm_exact)

@@ -47,13 +47,13 @@ class ExpertsRoute:
         raise_all(
             ValueError,
             f"from_module(experts={exchange}) of this {type(module).__name__}:",
-            _problems(module, found),
+            _find_problems(module, found),
         )
         self._paths = {id(m): path for path, m in found.items()}
         self._configs = {id(m.config): m.config for m in found.values()}.values()
         of_experts = {f"{path}.{leaf}" if path else leaf for path, m in found.items() for leaf in leaves_of(m)}
         self.specs = {name: exchange.spec if name in of_experts else P() for name, _ in named_parameters(module)}
-        _register()
+        _register_experts()
 
     def path_of(self, module: Any) -> str:
         """Returns the path of experts in the module."""
@@ -87,13 +87,13 @@ def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     return apply_experts(module, hidden_states, *choices, **how)
 
 
-def _register() -> None:
+def _register_experts() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, routed_experts)
 
 
-def _problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
+def _find_problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
     out = [f"{path} {problem}" for path, m in found.items() for problem in _problems_of(m)]
     known = {id(sub) for m in found.values() for sub in m.modules()}
     others = {

@@ -148,15 +148,15 @@ class LayeredFunction:
             except RunAgain:
                 continue
             except NeedsValue as needs:
-                self._with_params(str(needs))
+                self._require_params(str(needs))
                 continue
             if not span.calls:
                 raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
             if not is_absent(out):
                 return out
-            self._with_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
+            self._require_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
 
-    def _with_params(self, why: str) -> None:
+    def _require_params(self, why: str) -> None:
         """From now on code before the layers runs with its parameters.
 
         Raises:
@@ -229,7 +229,7 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
         f"{path}.{i}.{name} is {other}, too; untie them"
         for i, layer in enumerate(layers)
         for name, x in named_parameters(layer)
-        if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
+        if (other := _other_place(module, f"{path}.{i}", x)) is not None
     ]
     raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they share parameters:", problems)
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
@@ -237,7 +237,7 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     return {**others, path: kinds.stacked(params)}, kinds
 
 
-def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
+def _other_place(module: nn.Module, layer: str, x: Tensor) -> str | None:
     """Returns the other place of a layer's parameter in the module."""
     names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

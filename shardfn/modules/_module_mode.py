@@ -52,22 +52,22 @@ class ModuleMode(TorchFunctionMode):
         if name == "__get__":
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):  # x.T, x.data
-                self._see("a view", args)
+                self._check_params("a view", args)
                 self._buffers.shown(args[0], out)
             return out
         if name == "__set__":
-            return self._set(func, *args)
+            return self._set_attribute(func, *args)
         overwrites = bool(args) and self._buffers.overwrites(name, args[0])
-        self._see(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
+        self._check_params(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
             written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes it by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
         # A lazy leaf that is converted to its own dtype and device need not be gathered.
-        if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
+        if name == "to" and type(args[0]) is LazyLeaf and _is_unchanged(*args, **kwargs):
             return args[0]
-        handler = None if func is F.batch_norm and self._is_of_params(args) else self._handler(func)
+        handler = None if func is F.batch_norm and self._is_of_params(args) else self._find_handler(func)
         handler = handler or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
@@ -77,7 +77,7 @@ class ModuleMode(TorchFunctionMode):
                 self._of_params[id(out)] = weakref.ref(out)
         return out
 
-    def _handler(self, func: Any) -> Any:
+    def _find_handler(self, func: Any) -> Any:
         return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
@@ -93,9 +93,9 @@ class ModuleMode(TorchFunctionMode):
         """
         self._buffers.check()
 
-    def _set(self, func: Any, x: Any, *value: Any) -> Any:
+    def _set_attribute(self, func: Any, x: Any, *value: Any) -> Any:
         if func == _SET_DATA:
-            if _same_memory(x, *value):
+            if _is_same_memory(x, *value):
                 return None
             self._buffers.check_data(x)
             if path := next((path for path, p in self._given.items() if p is x), None):
@@ -105,7 +105,7 @@ class ModuleMode(TorchFunctionMode):
                 )
         return func(x, *value)
 
-    def _see(self, name: str, given: Any) -> None:
+    def _check_params(self, name: str, given: Any) -> None:
         for x in tensors_of(given):
             if id(x) in self._own:
                 raise ValueError(
@@ -120,7 +120,7 @@ _VIEWS = frozenset({"reshape", "view", "flatten", "unsqueeze", "to", "float", "d
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _same_memory(x: Any, new: Any) -> bool:
+def _is_same_memory(x: Any, new: Any) -> bool:
     """Returns whether `x.data = new` changes nothing."""
     if x is new:
         return True
@@ -128,7 +128,7 @@ def _same_memory(x: Any, new: Any) -> bool:
     return plain and new.dtype == x.dtype and new.is_set_to(x)
 
 
-def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _is_unchanged(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Returns whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
@@ -136,7 +136,7 @@ def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
 
 
-def _embedding(
+def _embed_dense(
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -217,7 +217,7 @@ def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.embedding: _embedding,
+    F.embedding: _embed_dense,
     F.embedding_bag: _embedding_bag,
     F.batch_norm: _batch_norm,
     torch.batch_norm: _batch_norm,

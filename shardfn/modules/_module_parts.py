@@ -179,7 +179,7 @@ class Placed:
             sub = b.sub
             if not (params or buffers or sub._parameters or sub._buffers):
                 continue
-            if not (_same(sub._buffers, buffers) and _same(sub._parameters, params)):
+            if not (_is_same(sub._buffers, buffers) and _is_same(sub._parameters, params)):
                 _put_back(sub.__dict__, b.attributes)
             _put_back(sub._parameters, b.params)
             _put_back(sub._buffers, b.buffers)
@@ -187,7 +187,7 @@ class Placed:
     def overrides(self) -> list[Overrides]:
         """Returns the submodules whose buffers the forward has assigned up to here."""
         pairs = zip(self._before, self._given, strict=True)
-        subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _same(b.sub._buffers, given)]
+        subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _is_same(b.sub._buffers, given)]
         return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
 
     def override(self, overrides: Sequence[Overrides]) -> None:
@@ -201,17 +201,17 @@ class Placed:
         found = []
         for b, (given, _) in zip(self._before, self._given, strict=True):
             now = b.sub._parameters
-            if (now or given) and not _same(now, given):
+            if (now or given) and not _is_same(now, given):
                 found += [b.path + n for n in now.keys() | given.keys() if now.get(n) is not given.get(n)]
         return sorted(found)
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
-    if (now or before) and not _same(now, before):
+    if (now or before) and not _is_same(now, before):
         # In one update, so that the order of names is restored, too.
         now.clear()
         now.update(before)

@@ -45,31 +45,31 @@ def running_module(run: Running) -> Iterator[None]:
 
 
 @bound_again
-def _same_calls() -> list[Again]:
+def _enter_same_calls() -> list[Again]:
     return [run.again() for run in _CALLS.all]
 
 
 @functools.cache
-def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
     """`nn.Module.to` and its kin: inside a forward they may only ask for the present dtype and device."""
 
     @functools.wraps(original)
-    def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    def _apply_conversion(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         if any(run.converted(self, fn) for run in reversed(_CALLS.all)):
             return self
         return original(self, fn, recurse)
 
-    return _apply
+    return _apply_conversion
 
 
 @functools.cache
-def _application(original: Any) -> Any:
+def _wrap_application(original: Any) -> Any:
     """`autograd.Function.apply` that refuses parts of the module: its backward would run them with their own weights.
 
     The backward cannot find its call of the module, so the given weights could not be put in place.
     """
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for sub in _modules_in((args, kwargs)):
             path = next((path for run in reversed(_CALLS.all) if (path := run.path_of(sub)) is not None), None)
             if path is not None and any(True for _ in sub.parameters()):
@@ -81,10 +81,12 @@ def _application(original: Any) -> Any:
                 )
         return unbound(original)(cls, *args, **kwargs)
 
-    return classmethod(apply)
+    return classmethod(apply_function)
 
 
-_REFUSALS = Replaced(lambda: [(nn.Module, "_apply", _conversion), (torch.autograd.Function, "apply", _application)])
+_REFUSALS = Replaced(
+    lambda: [(nn.Module, "_apply", _wrap_conversion), (torch.autograd.Function, "apply", _wrap_application)]
+)
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:

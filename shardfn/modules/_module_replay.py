@@ -59,18 +59,18 @@ class Replay:
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """Returns the forwards by which layers with a router and experts take the given experts."""
-        return [(layer, _replayed(layer.forward, own)) for layer, own in self._layers]
+        return [(layer, _replay_choices(layer.forward, own)) for layer, own in self._layers]
 
 
-def _replayed(forward: Callable[..., Any], own: "_Chosen") -> Callable[..., Any]:
+def _replay_choices(forward: Callable[..., Any], own: "_Chosen") -> Callable[..., Any]:
     @functools.wraps(forward)
-    def replayed(*args: Any, **kwargs: Any) -> Any:
+    def replay_forward(*args: Any, **kwargs: Any) -> Any:
         with _Router(own) as router:
             out = forward(*args, **kwargs)
         router.check()
         return out
 
-    return replayed
+    return replay_forward
 
 
 class _Chosen:

@@ -171,11 +171,11 @@ def linear_operands(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor |
     return None if read is None else read(*args, **kwargs)
 
 
-def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 
-def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+def _addmm_args(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of GPT-2's layers, whose weights are [inputs, outputs]; factors leave it another product."""
     return mat1, None if more else mat2, input
 
@@ -192,7 +192,7 @@ def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: b
     return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
 
 
-def _softmax(
+def _softmax_rows(
     func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
     if dim not in (-1, input.ndim - 1):
@@ -200,7 +200,7 @@ def _softmax(
     return exact_softmax(input.float()).to(dtype or input.dtype)
 
 
-def _sigmoid(func: Any, input: Tensor) -> Tensor:
+def _sigmoid_rows(func: Any, input: Tensor) -> Tensor:
     del func
     return (1 / (1 + torch.exp(-input.float()))).to(input.dtype)
 
@@ -218,19 +218,19 @@ def handlers_of(
         norm: of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
 
-    def of_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+    def handle_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
         del func
         y = silu(input)
         return input.copy_(y) if inplace else y
 
-    def of_gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
+    def handle_gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
         del func
         if approximate == "tanh":
             return gelu(input)
         x = input.float()
         return (x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))).to(input.dtype)
 
-    def of_layer_norm(
+    def handle_layer_norm(
         func: Any,
         input: Tensor,
         normalized_shape: Any,
@@ -240,51 +240,51 @@ def handlers_of(
     ) -> Tensor:
         if len(normalized_shape) != 1:
             return func(input, normalized_shape, weight, bias, eps)
-        return norm(input, _scale(input, weight), bias, eps, True)
+        return norm(input, _norm_scale(input, weight), bias, eps, True)
 
-    def of_rms_norm(
+    def handle_rms_norm(
         func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         if len(normalized_shape) != 1:
             return func(input, normalized_shape, weight, eps)
         eps = torch.finfo(input.dtype).eps if eps is None else eps
-        return norm(input, _scale(input, weight), None, eps, False)
+        return norm(input, _norm_scale(input, weight), None, eps, False)
 
-    exact = {F.silu: of_silu, F.gelu: of_gelu, F.layer_norm: of_layer_norm, F.rms_norm: of_rms_norm}
+    exact = {F.silu: handle_silu, F.gelu: handle_gelu, F.layer_norm: handle_layer_norm, F.rms_norm: handle_rms_norm}
     return _ALIKE | exact
 
 
-def _scale(x: Tensor, weight: Tensor | None) -> Tensor:
+def _norm_scale(x: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_ones(x.shape[-1]) if weight is None else weight
 
 
-def _silu(x: Tensor) -> Tensor:
+def _silu_rows(x: Tensor) -> Tensor:
     wide = x.float()
     return gated_silu(wide, torch.ones_like(wide)).to(x.dtype)
 
 
-def _gelu(x: Tensor) -> Tensor:
+def _gelu_rows(x: Tensor) -> Tensor:
     return gelu(x.float()).to(x.dtype)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     bias = None if bias is None else bias.float()
     return row_norm(x.float(), weight.float(), bias, eps=eps, centered=centered).to(x.dtype)
 
 
 _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
-    F.linear: _of_linear,
-    torch.addmm: _of_addmm,
+    F.linear: _linear_args,
+    torch.addmm: _addmm_args,
 }
 # Functions whose exact form has derivatives, too.
 _ALIKE: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
-    F.softmax: _softmax,
-    F.sigmoid: _sigmoid,
-    torch.sigmoid: _sigmoid,
-    torch.Tensor.sigmoid: _sigmoid,
+    F.softmax: _softmax_rows,
+    F.sigmoid: _sigmoid_rows,
+    torch.sigmoid: _sigmoid_rows,
+    torch.Tensor.sigmoid: _sigmoid_rows,
 }
-_HANDLERS = handlers_of(_silu, _gelu, _norm)
+_HANDLERS = handlers_of(_silu_rows, _gelu_rows, _norm_rows)
 # A packed weight answers these as the weight would.
 _DESCRIPTIONS = frozenset(
     {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]

@@ -44,14 +44,16 @@ def _batch_norm(
     mean = psum(x.sum(over), axis) / num
     centred = x - pvary(mean, axis).view(shape)
     var = psum(centred.square().sum(over), axis) / num
-    _update(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
+    _update_running(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
     out = centred * torch.rsqrt(pvary(var, axis) + eps).view(shape)
     for scale, op in ((weight, torch.mul), (bias, torch.add)):
         out = out if scale is None else op(out, scale.to(x.dtype).view(shape))
     return out.to(input.dtype)
 
 
-def _update(mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float) -> None:
+def _update_running(
+    mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float
+) -> None:
     """Updates the running statistics, which are buffers of this call."""
     for old, new in ((mean, new_mean), (var, new_var)):
         if old is not None:

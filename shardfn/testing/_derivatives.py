@@ -57,7 +57,7 @@ def assert_derivative_parity(
     """
     cut = default_batch(specs, as_mesh(mesh)) if batch_spec is None else batch_spec
     vector = tree_map(lambda x: x.cos() / 2, params)
-    want = _one_device(reference or loss, params, batch, vector, derivatives)
+    want = _run_one_device(reference or loss, params, batch, vector, derivatives)
     step = sharded_step(loss, sgd(0.1), mesh=mesh, specs=specs, batch=cut, **options)
     mine = own_rows(batch, cut, as_mesh(mesh)) if own is None else own
     kept = step.init(tree_map(torch.clone, params)).params
@@ -77,7 +77,7 @@ def _load_forward_mode() -> None:
         derivatives_of_decompositions()
 
 
-def _one_device(
+def _run_one_device(
     loss: Callable[..., Any], params: PyTree, batch: PyTree, vector: PyTree, derivatives: Sequence[str]
 ) -> dict[str, PyTree]:
     leaves, treedef = tree_flatten(params)
@@ -85,17 +85,17 @@ def _one_device(
     value: Any = loss(tree_unflatten(treedef, handles), batch)
     value = value.total / value.weight if isinstance(value, WeightedMean) else value
 
-    def differentiated(x: Tensor) -> list[Tensor]:
+    def differentiate_at(x: Tensor) -> list[Tensor]:
         if not x.requires_grad:  # the slope of a linear loss
             return [torch.zeros_like(h) for h in handles]
         return list(torch.autograd.grad(x, handles, create_graph=True, materialize_grads=True))
 
-    grads = differentiated(value)
+    grads = differentiate_at(value)
     slope = torch.stack([(g * v).sum() for g, v in zip(grads, tree_leaves(vector), strict=True)]).sum()
     total, tree = value.detach(), tree_unflatten(treedef, [g.detach() for g in grads])
     out = {"loss": total, "value_and_grad": (total, tree), "grad": tree, "jvp": (total, slope.detach())}
     if "hvp" in derivatives:
-        out["hvp"] = tree_unflatten(treedef, [x.detach() for x in differentiated(slope)])
+        out["hvp"] = tree_unflatten(treedef, [x.detach() for x in differentiate_at(slope)])
     return out
 
 

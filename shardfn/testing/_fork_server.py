@@ -39,28 +39,28 @@ class Server:
         """Until the parent closes its end."""
         while True:
             ready, _, _ = select.select([self.parent, self.wake], [], [])
-            self._reap()
+            self._reap_children()
             if self.parent in ready:
                 try:
                     request = self.parent.recv()
                 except EOFError:
                     return
-                self._fork(request)
+                self._fork_child(request)
 
-    def _fork(self, request: dict[str, Any]) -> None:
+    def _fork_child(self, request: dict[str, Any]) -> None:
         conn, out, err, stack, status = (recv_handle(self.parent) for _ in range(HANDLES))
         pid = os.fork()
         if pid == 0:
             for fd in (status, *self.statuses.values()):
                 os.close(fd)
             self.parent.close()
-            _work(self.worker, request, conn, out, err, stack)
+            _run_child(self.worker, request, conn, out, err, stack)
         for fd in (conn, out, err, stack):
             os.close(fd)
         self.statuses[pid] = status
         self.parent.send(pid)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 1024)
         for child, status in list(self.statuses.items()):
@@ -71,7 +71,7 @@ class Server:
                 os.close(self.statuses.pop(child))
 
 
-def _work(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err: int, stack: int) -> NoReturn:
+def _run_child(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err: int, stack: int) -> NoReturn:
     """Returns the rest of a child's life. It never returns into the server's loop."""
     code = 1
     try:
@@ -96,7 +96,7 @@ def main() -> None:
     parent = Connection(int(sys.argv[1]))
     setup = parent.recv()
     sys.path[:] = setup["path"]
-    worker = _import("_worker")
+    worker = _import_sibling("_worker")
     for i, file in enumerate(setup["files"]):
         worker.load(f"_worker_setup_{i}", file, rewrite=False)
     wake, wakes = os.pipe()
@@ -110,7 +110,7 @@ def main() -> None:
     Server(parent, worker, wake, {}).run()
 
 
-def _import(name: str) -> ModuleType:
+def _import_sibling(name: str) -> ModuleType:
     """Returns a module beside this one, without its package.
 
     A setup file may have to come before the first of shardfn.

@@ -71,14 +71,14 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=self._err,
             stderr=self._err,
-            env=_environment(),
+            env=_make_environment(),
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # an interrupt from the keyboard is the parent's to handle
         )
         theirs.close()
         self._conn.send({"path": sys.path, "files": list(files)})
         try:
-            self._receive()
+            self._receive_message()
         except BaseException:
             self.close()
             raise
@@ -96,15 +96,15 @@ class ForkServer:
         """
         status, theirs = Pipe(duplex=False)
         try:
-            self._conn.send({**request, "path": sys.path, "env": _environment()})
+            self._conn.send({**request, "path": sys.path, "env": _make_environment()})
             for handle in (conn, *files, theirs):
                 send_handle(self._conn, handle.fileno(), self._process.pid)
         except BrokenPipeError:
-            self._raise("ended")
+            self._raise_ended("ended")
         finally:
             conn.close()
             theirs.close()
-        return Forked(self._receive(), status)
+        return Forked(self._receive_message(), status)
 
     def close(self) -> None:
         """Ends the server. Its workers must have ended."""
@@ -113,15 +113,15 @@ class ForkServer:
         self._conn.close()
         self._err.close()
 
-    def _receive(self) -> Any:
+    def _receive_message(self) -> Any:
         if not wait([self._conn], START):
-            self._raise(f"did not start within {START:g} s")
+            self._raise_ended(f"did not start within {START:g} s")
         try:
             return self._conn.recv()
         except (EOFError, ConnectionResetError):
-            self._raise("ended")
+            self._raise_ended("ended")
 
-    def _raise(self, why: str) -> Any:
+    def _raise_ended(self, why: str) -> Any:
         if why == "ended":
             code = self._process.wait(5)
             why = f"ended at its start with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
@@ -129,7 +129,7 @@ class ForkServer:
         raise RankError(f"a worker {why}; its stderr:\n{self._err.read().decode(errors='replace')}")
 
 
-def _environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

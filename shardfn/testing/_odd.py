@@ -25,19 +25,19 @@ def odd_params() -> dict[str, Any]:
     """Returns leaves of shapes [7], [1], [] and [0], leaves smaller than the world, tied, frozen and unused ones."""
     g = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g)
 
     return {
-        "bias7": draw(7),
-        "blocks": [{"w": draw(7, 5) / 2}, {"w": draw(7, 7) / 2}],
+        "bias7": draw_tensor(7),
+        "blocks": [{"w": draw_tensor(7, 5) / 2}, {"w": draw_tensor(7, 7) / 2}],
         "empty": torch.zeros(0, 3),
-        "frozen": draw(3, 3),
-        "one": draw(1),
-        "scalar": draw(),
-        "tied": draw(5, 5) / 2,
-        "unused": draw(6, 2),
-        "wide": draw(3, 7),
+        "frozen": draw_tensor(3, 3),
+        "one": draw_tensor(1),
+        "scalar": draw_tensor(),
+        "tied": draw_tensor(5, 5) / 2,
+        "unused": draw_tensor(6, 2),
+        "wide": draw_tensor(3, 7),
     }
 
 

@@ -81,7 +81,7 @@ def one_device(
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
     how = _PlainPrecision.of(loss, params)
     leaves = [x.to(d.master) for x, d in zip(leaves, how.dtypes, strict=True)]
-    opt_state, scaling = optimizer.init(_only(treedef, leaves, train)), how.scale and how.scale.init()
+    opt_state, scaling = optimizer.init(_keep_leaves(treedef, leaves, train)), how.scale and how.scale.init()
     metrics = []
     for n, batch in enumerate(batches):
         args = () if key is None else (fold_in(key, n),)
@@ -96,13 +96,13 @@ def one_device(
             if not finite:
                 continue
         with torch.no_grad():
-            old = _only(treedef, leaves, train)
-            updates, opt_state = optimizer.update(_only(treedef, own, train), opt_state, old)
+            old = _keep_leaves(treedef, leaves, train)
+            updates, opt_state = optimizer.update(_keep_leaves(treedef, own, train), opt_state, old)
             fresh = iter(tree_leaves(apply_updates(old, updates)))
             leaves = [next(fresh) if t else x for x, t in zip(leaves, train, strict=True)]
     if how.wide:
         wide = [t and d.master != d.param for t, d in zip(train, how.dtypes, strict=True)]
-        opt_state = MasterState(_only(treedef, leaves, wide), opt_state)
+        opt_state = MasterState(_keep_leaves(treedef, leaves, wide), opt_state)
     kept = [x.to(d.param) for x, d in zip(leaves, how.dtypes, strict=True)]
     return Run(tree_unflatten(treedef, kept), opt_state, metrics)
 
@@ -145,7 +145,7 @@ class _PlainPrecision(NamedTuple):
         for k in range(parts):
             compute = [x.to(d.compute) for x, d in zip(kept, self.dtypes, strict=True)]
             handles = [x.clone().requires_grad_() if t else x for x, t in zip(compute, train, strict=True)]
-            piece = tree_map(lambda x, k=k: self._seen(x.chunk(parts)[k] if x.ndim else x), batch)
+            piece = tree_map(lambda x, k=k: self._cast_compute(x.chunk(parts)[k] if x.ndim else x), batch)
             value = self.loss(tree_unflatten(treedef, handles), piece, *args)
             weighted = isinstance(value, WeightedMean)
             out = value.total if weighted else value
@@ -164,7 +164,7 @@ class _PlainPrecision(NamedTuple):
         mean = torch.stack(totals).sum() / (weight if weights else parts)
         return mean, [g / by if t else g for g, t in zip(grads, train, strict=True)]
 
-    def _seen(self, x: Tensor) -> Tensor:
+    def _cast_compute(self, x: Tensor) -> Tensor:
         return x if self.policy is None or not x.is_floating_point() else x.to(self.policy.compute)
 
 
@@ -196,7 +196,7 @@ def on_mesh(
     batch = default_batch(options.get("specs", P()), as_mesh(mesh)) if batch is None else batch
     step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
     state = step.init(tree_map(torch.clone, params), model_state=model_state)
-    take = _halves if opened else ShardedStep.__call__
+    take = _run_halves if opened else ShardedStep.__call__
     metrics = []
     for whole in batches:
         state, measured = take(step, state, own_rows(whole, batch, as_mesh(mesh)))
@@ -204,7 +204,7 @@ def on_mesh(
     return Run(unshard(state.params), unshard(state.opt_state), metrics, unshard(state.model_state))
 
 
-def _halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+def _run_halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
     """Returns a step as its two halves."""
     found, metrics = step.gradients(state, batch)
     # A tree of gradients may be a pair itself. One with a model state beside it is known by the state.
@@ -364,39 +364,39 @@ def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dty
         AssertionError: lists every leaf and metric that differs.
     """
     least = 0.0 if computed is None else RTOL[computed]
-    problems = _differences("params", got.params, want.params, exact, least)
-    problems += _differences("opt_state", got.opt_state, want.opt_state, exact, least)
-    problems += _differences("model_state", got.model_state, want.model_state, exact, least)
+    problems = _find_differences("params", got.params, want.params, exact, least)
+    problems += _find_differences("opt_state", got.opt_state, want.opt_state, exact, least)
+    problems += _find_differences("model_state", got.model_state, want.model_state, exact, least)
     for n, (a, b) in enumerate(zip(got.metrics, want.metrics, strict=True)):
-        problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
+        problems += _find_differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
     raise_all(AssertionError, "the runs differ:", problems)
 
 
-def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float) -> list[str]:
+def _find_differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float) -> list[str]:
     out = []
     for path, a, b in zip(tree_paths(want, name), tree_leaves(got), tree_leaves(want), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             out.append(f"{path}: {tuple(a.shape)} {a.dtype} is not {tuple(b.shape)} {b.dtype}")
-        elif exact and not _equal(a, b):
+        elif exact and not _is_equal(a, b):
             out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
         elif a.numel() and not exact:
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
             if not error <= max(RTOL.get(a.dtype, 0.0), least) * size:
-                out.append(f"{path}{_farthest(a, b)}; the largest element is {size:.6g}")
+                out.append(f"{path}{_farthest_element(a, b)}; the largest element is {size:.6g}")
     return out
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Returns whether all elements are equal; those that are no number, too."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _farthest(a: Tensor, b: Tensor) -> str:
+def _farthest_element(a: Tensor, b: Tensor) -> str:
     """Returns the element in which two tensors of one shape differ most, or one that is NaN, with both values."""
     k = int((a.double() - b.double()).abs().argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
     return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"
 
 
-def _only(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:
+def _keep_leaves(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:
     return tree_unflatten(treedef, [x if k else None for x, k in zip(leaves, keep, strict=True)])

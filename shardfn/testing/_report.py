@@ -42,16 +42,18 @@ def raise_first(what: str, timeout: float, reports: list[Report], errors: list[s
     if not bad and not stuck:
         return
     if not bad:
-        raise TimeoutError(f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_states(reports)}")
+        raise TimeoutError(
+            f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_list_states(reports)}"
+        )
     # A death is the cause of the errors that its peers report, whichever arrived first.
     first = min(bad, key=lambda rank: (reports[rank].status != "died", reports[rank].time))
     report = reports[first]
-    error = _error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
-    error.add_note(_note(first, reports, errors[first], bad, stuck))
+    error = _load_error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
+    error.add_note(_make_note(first, reports, errors[first], bad, stuck))
     raise error
 
 
-def _error(text: str, report: Report) -> BaseException:
+def _load_error(text: str, report: Report) -> BaseException:
     try:
         if report.value is not None:
             return pickle.loads(report.value)
@@ -60,20 +62,20 @@ def _error(text: str, report: Report) -> BaseException:
     return RankError(text)
 
 
-def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
+def _make_note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
     report = reports[first]
-    parts = [f"On rank {first} of {len(reports)}" + (f":\n{_frames(report)}" if report.text else ", which died.")]
-    others = [f"  rank {rank}: {_told(reports[rank], report)}" for rank in bad if rank != first]
+    parts = [f"On rank {first} of {len(reports)}" + (f":\n{_rank_frames(report)}" if report.text else ", which died.")]
+    others = [f"  rank {rank}: {_describe_error(reports[rank], report)}" for rank in bad if rank != first]
     if others:
         parts.append("After that:\n" + "\n".join(others))
     if stuck:
-        parts.append(f"Other ranks did not end within {GRACE:g} s:\n{_states(reports)}")
+        parts.append(f"Other ranks did not end within {GRACE:g} s:\n{_list_states(reports)}")
     if stderr.strip():
         parts.append(f"stderr of rank {first}:\n{stderr.strip()[-4000:]}")
     return "\n\n".join(parts)
 
 
-def _frames(report: Report) -> str:
+def _rank_frames(report: Report) -> str:
     """Returns the traceback of a rank, without the message of an error that is raised here itself."""
     if report.value is None or not report.text.endswith(report.line):
         return report.text
@@ -81,16 +83,16 @@ def _frames(report: Report) -> str:
     return report.text.removesuffix(report.line) + head + (" ... (in full above)" if rest else "")
 
 
-def _told(report: Report, first: Report) -> str:
+def _describe_error(report: Report, first: Report) -> str:
     """Returns the error of a further rank in a line."""
     return "the same" if report.line and report.line == first.line else report.line.splitlines()[0]
 
 
-def _states(reports: list[Report]) -> str:
-    return "\n".join(f"  rank {rank}: {_state(r)}" for rank, r in enumerate(reports))
+def _list_states(reports: list[Report]) -> str:
+    return "\n".join(f"  rank {rank}: {_describe_state(r)}" for rank, r in enumerate(reports))
 
 
-def _state(report: Report) -> str:
+def _describe_state(report: Report) -> str:
     if report.status in ("failed", "died"):
         return f"{report.status}: {report.line.splitlines()[0]}"
     if not report.stuck:

@@ -42,31 +42,31 @@ def main(conn: Connection, stack: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     conn.send(("ready", os.getpid()))
-    while (call := _receive(conn)) is not None:
-        _serve(conn, call, store)
+    while (call := _receive_call(conn)) is not None:
+        _serve_call(conn, call, store)
         conn.send(("idle",))
 
 
-def _receive(conn: Connection) -> dict[str, Any] | None:
+def _receive_call(conn: Connection) -> dict[str, Any] | None:
     try:
         return conn.recv()
     except EOFError:
         return None
 
 
-def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
+def _serve_call(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
     failed = True
     try:
         with warnings.catch_warnings():
             warnings.resetwarnings()
             filters: Any = warnings.filters  # a list that the type stubs declare as a read-only sequence
             filters.extend(pickle.loads(call["filters"]))
-            value = pickle.dumps(_run(call, store, lambda: conn.send(("started",))))
+            value = pickle.dumps(_run_task(call, store, lambda: conn.send(("started",))))
         conn.send(("finished", time.monotonic(), value))
         failed = False
     except BaseException as error:
-        conn.send(("failed", time.monotonic(), *_describe(error)))
-    _receive(conn)
+        conn.send(("failed", time.monotonic(), *_describe_error(error)))
+    _receive_call(conn)
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -75,7 +75,7 @@ def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
             raise
 
 
-def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any]) -> Any:
+def _run_task(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     if call["world"] > 1:
         dist.init_process_group(
@@ -87,14 +87,14 @@ def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any
             timeout=datetime.timedelta(seconds=2 * call["timeout"] + 60),
         )
     tell_started()
-    function: Any = _module(call["module"], call["file"], call["rewrite"])
+    function: Any = _load_module(call["module"], call["file"], call["rewrite"])
     for name in call["qualname"].split("."):
         function = getattr(function, name)
     args, kwargs = pickle.loads(call["arguments"])
     return function.__distributed__(*args, **kwargs)
 
 
-def _module(name: str, file: str, rewrite: bool) -> types.ModuleType:
+def _load_module(name: str, file: str, rewrite: bool) -> types.ModuleType:
     """Returns the module of a test, imported from its file once for each modification time."""
     here = sys.modules.get(name)
     if file not in _MODULES and name != "__main__" and getattr(here, "__file__", None) == file:
@@ -139,7 +139,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-def _describe(error: BaseException) -> tuple[bytes | None, str, str]:
+def _describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
     """Returns the pickled error (None where it does not survive pickling), its one-line text, and its traceback."""
     last = error.__traceback__
     while last is not None and last.tb_frame.f_code.co_filename == __file__:

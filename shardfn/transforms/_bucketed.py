@@ -130,12 +130,12 @@ class Bucketed(Transform):
         out = call_of(size)(*self.padding.padded(args, length, size))
         result = self.padding.cut(out, length, size)
         if rest is not None:
-            self._compare(size, rest, out)
+            self._check_shapes(size, rest, out)
         before = self._counts.get(size, BucketCounts())
         self._counts[size] = BucketCounts(before.calls + 1, before.rows + length, before.padding + size - length)
         return result
 
-    def _compare(self, size: int, rest: Any, out: PyTree) -> None:
+    def _check_shapes(self, size: int, rest: Any, out: PyTree) -> None:
         """Refuses results whose shape depends on the bucket where `out_dims` does not name the dim."""
         shapes = self.padding.undeclared(out)
         for other, (sizes, before) in self._first.items():

@@ -49,7 +49,7 @@ def by_parts(
     leaves, treedef = tree_flatten(params)
     paths = tree_paths(params, "params")
     found = {p: [path for path in paths if re.search(p, path)] for p in parts}
-    raise_all(ValueError, "by_parts:", list(_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
+    raise_all(ValueError, "by_parts:", list(_find_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
     of = {
         path: _Fused(*parts[p], leaf.ndim)
         for p in parts
@@ -87,7 +87,7 @@ class _Fused:
         return x.flatten(self.dim, self.dim + 1) if isinstance(self.sizes, int) else torch.cat(list(x), self.dim)
 
 
-def _problems(
+def _find_problems(
     parts: Mapping[str, tuple[int, int | Sequence[int]]], found: Mapping[str, Sequence[str]], leaves: Mapping[str, Any]
 ) -> Iterator[str]:
     seen: dict[str, str] = {}

@@ -30,12 +30,12 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, drawn_as_shapes():
         inputs = tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
-        return tree_map(_meta, f(*inputs))
+        return tree_map(_make_meta, f(*inputs))
 
 
-def _meta(x: Any) -> Any:
+def _make_meta(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
-        return x.with_block(_meta(x.held))
+        return x.with_block(_make_meta(x.held))
     if isinstance(x, Tensor):
         with DisableTorchDispatch():
             out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

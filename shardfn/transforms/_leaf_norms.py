@@ -57,19 +57,19 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
     check_alive(tree, "tree")
     if not leaves:
         return tree
-    mesh, rows = leaves[0].mesh, _stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
+    mesh, rows = leaves[0].mesh, _is_stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
     # One leaf at a time, as those elsewhere need not fit on the device together.
     with bind_mesh(mesh), torch.no_grad():
-        squares = [_rows(x) if row else _whole(x) for x, row in zip(leaves, rows, strict=True)]
+        squares = [_sum_row_squares(x) if row else _sum_squares(x) for x, row in zip(leaves, rows, strict=True)]
     return tree_unflatten(treedef, [x.sqrt().to(torch.float32) for x in squares])
 
 
-def _whole(x: GlobalTensor) -> Tensor:
+def _sum_squares(x: GlobalTensor) -> Tensor:
     """Returns the sum of the squares of a leaf."""
     return squares_of([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
 
 
-def _rows(x: GlobalTensor) -> Tensor:
+def _sum_row_squares(x: GlobalTensor) -> Tensor:
     """Returns the sum of the squares of each row of a leaf."""
     start, stop = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
     own = x.local.to(x.mesh.device).double().square()
@@ -80,7 +80,7 @@ def _rows(x: GlobalTensor) -> Tensor:
     return psum(rows, tuple(axes)) if axes else rows
 
 
-def _stacked(tree: PyTree, keys: set[str]) -> list[bool]:
+def _is_stacked(tree: PyTree, keys: set[str]) -> list[bool]:
     """Returns whether each leaf is below one of the keys."""
     paths, entries = tree_paths(tree, "tree"), tree_entries(tree)
     known = {str(entry) for own in entries for entry in own}

@@ -46,7 +46,7 @@ class Offloaded(Transform):
         if written:
             return out
         noticing = noticing_names("offload", self.policy, self._called)
-        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
+        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held_tensors((args, kwargs)))
         with noticing, saved.saving():
             return self.inner(*args, **kwargs)
 
@@ -107,7 +107,7 @@ def offload(
     return Offloaded(f, policy, directory, window)
 
 
-def _held(args: Any) -> list[Tensor]:
+def _held_tensors(args: Any) -> list[Tensor]:
     """Tensors among the arguments that the caller holds for longer than the backward, and views of such."""
     out = []
     for x in tree_leaves(args):

@@ -26,7 +26,7 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         >>> pad_layers({"w": torch.tensor([1.0, 2.0, 3.0])}, (1, 2))
         {'w': tensor([1., 0., 2., 3.])}
     """
-    _check(stack, sum(layers_per_stage), layers_per_stage)
+    _check_stages(stack, sum(layers_per_stage), layers_per_stage)
     return _frozen_as(stack, padded(stack, layers_per_stage))
 
 
@@ -45,7 +45,7 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         >>> unpad_layers(torch.tensor([1.0, 0.0, 2.0, 3.0]), (1, 2))
         tensor([1., 2., 3.])
     """
-    _check(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
+    _check_stages(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
     return _frozen_as(stack, unpadded(stack, layers_per_stage))
 
 
@@ -54,7 +54,7 @@ def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
     return tree_map(lambda x, y: frozen(y) if is_frozen(x) else y, stack, made)
 
 
-def _check(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
+def _check_stages(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
     if not layers_per_stage or min(layers_per_stage) < 1:
         raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
     pairs = named_leaves(stack, "stack")

@@ -70,11 +70,15 @@ class Padding:
             TypeError: a padded leaf is not a tensor of one device.
             ValueError: a leaf lacks the dim, or lengths differ.
         """
-        rows = [(path, x, dim) for path, x, dim, _ in self._leaves(args) if dim is not None]
+        rows = [(path, x, dim) for path, x, dim, _ in self._list_leaves(args) if dim is not None]
         raise_all(
             TypeError,
             "bucketed pads plain tensors alone:",
-            [f"{n} is {a_kind(x)}; pad it before sf.shard, or name no dim of it" for n, x, _ in rows if not _plain(x)],
+            [
+                f"{n} is {a_kind(x)}; pad it before sf.shard, or name no dim of it"
+                for n, x, _ in rows
+                if not _is_plain(x)
+            ],
         )
         short = [(n, x, d) for n, x, d in rows if not -x.ndim <= d < x.ndim]
         raise_all(
@@ -120,12 +124,14 @@ class Padding:
         leaves, treedef = tree_flatten(tuple(args))
         length = min(length, size)
         device = torch.device("cpu")
-        for i, (_, x, dim, fill) in enumerate(self._leaves(args)):
+        for i, (_, x, dim, fill) in enumerate(self._list_leaves(args)):
             if dim is None:
                 continue
             device, own = x.device, x.narrow(dim, 0, length)
             if length < size:
-                more = _filled(own, dim, size - length, fill) if rows is None else rows(own, dim, size - length, fill)
+                more = (
+                    _make_filled(own, dim, size - length, fill) if rows is None else rows(own, dim, size - length, fill)
+                )
                 own = torch.cat([own, more], dim)
             # One layout for all lengths of a bucket: strides are part of a graph.
             leaves[i] = own.contiguous()
@@ -141,8 +147,8 @@ class Padding:
         leaves, treedef = tree_flatten(out)
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
         named = [*zip(tree_paths(out, "result"), leaves, dims, strict=True)]
-        raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_misfits(named, size)))
-        return tree_unflatten(treedef, [x if d is None else _narrowed(x, d, length) for _, x, d in named])
+        raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_find_misfits(named, size)))
+        return tree_unflatten(treedef, [x if d is None else _narrow_rows(x, d, length) for _, x, d in named])
 
     def undeclared(self, out: PyTree) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the leaves of a result that are not cut, by path."""
@@ -154,11 +160,11 @@ class Padding:
         """Returns all sizes of the arguments but the length."""
         return tuple(
             tuple(n for k, n in enumerate(x.shape) if dim is None or k != dim % x.ndim)
-            for _, x, dim, _ in self._leaves(args)
+            for _, x, dim, _ in self._list_leaves(args)
             if isinstance(x, Tensor | GlobalTensor)
         )
 
-    def _leaves(self, args: Sequence[Any]) -> Iterator[tuple[str, Any, int | None, Any]]:
+    def _list_leaves(self, args: Sequence[Any]) -> Iterator[tuple[str, Any, int | None, Any]]:
         """Path, value, padded dim and fill of each leaf of the arguments."""
         if len(self.in_dims) > len(args):
             raise ValueError(
@@ -174,17 +180,17 @@ class Padding:
             yield from zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), each, values, strict=True)
 
 
-def _plain(x: Any) -> bool:
+def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _filled(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
+def _make_filled(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
     shape = [*x.shape]
     shape[dim] = rows
     return x.new_full(shape, 0 if fill is None else fill)
 
 
-def _misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> Iterator[str]:
+def _find_misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> Iterator[str]:
     for path, x, dim in named:
         if dim is None:
             continue
@@ -199,7 +205,7 @@ def _misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> Iterato
             )
 
 
-def _narrowed(x: Tensor | GlobalTensor, dim: int, length: int) -> Tensor | GlobalTensor:
+def _narrow_rows(x: Tensor | GlobalTensor, dim: int, length: int) -> Tensor | GlobalTensor:
     if isinstance(x, Tensor):
         return x.narrow(dim, 0, length)
     shape = [*x.shape]

@@ -104,13 +104,15 @@ def pipeline_module(
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
-    blocks = functools.partial(_layers, path) if adapters is None else functools.partial(_adapted, path, adapters)
+    blocks = (
+        functools.partial(_find_layers, path) if adapters is None else functools.partial(_adapt_params, path, adapters)
+    )
     made = PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
     piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
     return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped
 
 
-def _layers(path: str, params: PyTree) -> PyTree:
+def _find_layers(path: str, params: PyTree) -> PyTree:
     if path not in params:
         raise ValueError(
             f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
@@ -119,10 +121,10 @@ def _layers(path: str, params: PyTree) -> PyTree:
     return params[path]
 
 
-def _adapted(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
+def _adapt_params(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
     if set(params) != {"base", "lora"}:
         raise ValueError(
             f"pipeline_module(adapters=...): params have {sorted(params)}; pass {{'base': params, 'lora': adapters}}."
         )
     own = {name: params["lora"][name] for name, site in adapters.sites.items() if site.entries[0] == path}
-    return {"base": _layers(path, params["base"]), "lora": own}
+    return {"base": _find_layers(path, params["base"]), "lora": own}

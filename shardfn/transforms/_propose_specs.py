@@ -99,16 +99,16 @@ def propose_specs(
             f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
             " make, or a name of sf.graph.DEVICES."
         )
-    of = Unplaced.of(loss, params, _largest(batch, mesh), mesh.shape)
+    of = Unplaced.of(loss, params, _largest_batch(batch, mesh), mesh.shape)
     if of.stages in names:
         raise ValueError(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
             " anyway; name another axis."
         )
-    return SpecSearch(of, mesh, names, _kept(params, optimizer), memory, on).found()
+    return SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
 
 
-def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
     """Returns the batch of the rank with the most elements, without data, or this rank's where all shapes are equal.
 
     Raises:
@@ -136,7 +136,7 @@ def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
     return max(of_all, key=lambda b: sum(x.numel() for x in tree_leaves(b) if isinstance(x, Tensor)))
 
 
-def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
+def _kept_bytes(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
     """Returns the bytes kept of each leaf, from an optimizer's state where the other leaves are absent."""
     leaves, treedef = tree_flatten(params)
     rule = None if optimizer is None else decided(optimizer, params)
@@ -147,12 +147,12 @@ def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[Held
         key = i if by_leaf else (tuple(x.shape), x.dtype)
         if key not in found:
             alone = tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
-            found[key] = _held(x, alone, rule if x.is_floating_point() else None)
+            found[key] = _held_bytes(x, alone, rule if x.is_floating_point() else None)
         out.append(found[key])
     return out
 
 
-def _held(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
+def _held_bytes(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
     states = [] if rule is None else tree_leaves(eval_shape(rule.init, alone))
     tensors = [s for s in states if isinstance(s, Tensor)]
     like = sum(s.element_size() for s in tensors if s.shape == x.shape)

@@ -63,16 +63,16 @@ def remat(
     if policy is not None and not callable(policy):
         raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
 
-    def contexts() -> tuple[Any, Any]:
+    def make_contexts() -> tuple[Any, Any]:
         assert policy is not None
         results = Results(policy, window, pool_of(directory))
         return Forward(results), Rerun(results)
 
     called: list[None] = []
-    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": make_contexts})
 
     @functools.wraps(f)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recompute_call(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
         # For a partitioned loss the graph runs, and is recomputed.
@@ -90,7 +90,7 @@ def remat(
         # Empty in the forward alone: every later call is a recomputation.
         ran = list[None]()
 
-        def run(*tensors: Tensor) -> Any:
+        def run_flat(*tensors: Tensor) -> Any:
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 filled[i] = x
@@ -101,6 +101,6 @@ def remat(
                 return f(*args, **kwargs)
 
         with noticing_names("remat", policy, called), checkpoints_as_now():
-            return checkpoint(run, *tensors, **options)
+            return checkpoint(run_flat, *tensors, **options)
 
-    return recomputed
+    return recompute_call

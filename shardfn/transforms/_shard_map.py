@@ -46,25 +46,27 @@ def shard_map(
     check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
     mode, interface = Following(on, on.axis_names), Interface(on, out_specs=out_specs)
 
-    def mapped(*args: Any) -> Any:
+    def mapped_call(*args: Any) -> Any:
         given = args[0] if is_spec(in_specs) and len(args) == 1 else args
         with bind_mesh(on):
             leaves, treedef = tree_flatten(given)
             specs = broadcast_prefix(in_specs, given, is_spec, names=("in_specs", "args"))
             names = tree_paths(given, "args")
-            entered = [_enter(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
+            entered = [_enter_body(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
             blocks = tree_unflatten(treedef, entered)
             with following(mode):
                 out = interface.typed(f(blocks) if given is not args else f(*blocks), mode)
             leaves, treedef = tree_flatten(out)
             specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
             paths = tree_paths(out, "result")
-            return tree_unflatten(treedef, [_leave(x, s, n, on) for x, s, n in zip(leaves, specs, paths, strict=True)])
+            return tree_unflatten(
+                treedef, [_leave_body(x, s, n, on) for x, s, n in zip(leaves, specs, paths, strict=True)]
+            )
 
-    return mapped
+    return mapped_call
 
 
-def _enter(x: Any, spec: P, name: str, mode: Following) -> Any:
+def _enter_body(x: Any, spec: P, name: str, mode: Following) -> Any:
     if isinstance(x, GlobalTensor):
         return mode.declare(block_of(x, spec, name, "in_specs").view_as(x.local), spec.axes)
     if not isinstance(x, Tensor):
@@ -79,7 +81,7 @@ def _enter(x: Any, spec: P, name: str, mode: Following) -> Any:
     return mode.declare(x.view_as(x), spec.axes)  # an object of its own, which carries the axes
 
 
-def _leave(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
+def _leave_body(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:

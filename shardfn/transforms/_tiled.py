@@ -72,10 +72,10 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     again = remat(f)
 
     @functools.wraps(f)
-    def in_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
+    def run_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
         leaves, treedef = tree_flatten(xs)
         cut = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        lengths = tile_lengths(_length(dim, xs, cut), tiles or _square(dim, cut))
+        lengths = tile_lengths(_tiled_length(dim, xs, cut), tiles or _count_square_tiles(dim, cut))
         parts = {i: opened(x).split(lengths, dim) for i, x in cut.items()}
         # Held while the tiles run, so that a step gathers its leaves once.
         params, uses = _summed_wide(tree_map(opened, params))
@@ -83,9 +83,9 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
         for n in range(len(lengths)):
             tile = tree_unflatten(treedef, [parts[i][n] if i in parts else x for i, x in enumerate(leaves)])
             outs.append(again(uses(params), *tile, **whole))
-        return _joined(dim, lengths, outs)
+        return _join_tiles(dim, lengths, outs)
 
-    return in_tiles
+    return run_tiles
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
@@ -143,10 +143,10 @@ def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTre
     backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
-    def uses(pairs: list[Any]) -> PyTree:
+    def make_uses(pairs: list[Any]) -> PyTree:
         return tree_unflatten(treedef, [p if h is None else _TileUse.apply(h, p) for h, p in pairs])
 
-    return pairs, uses
+    return pairs, make_uses
 
 
 def _is_narrow(p: Any) -> bool:
@@ -155,7 +155,7 @@ def _is_narrow(p: Any) -> bool:
     return p.requires_grad or transforming()
 
 
-def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
+def _tiled_length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     paths = tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
     raise_all(
@@ -173,12 +173,12 @@ def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     return lengths.pop()
 
 
-def _square(dim: int, cut: dict[int, Tensor]) -> int:
+def _count_square_tiles(dim: int, cut: dict[int, Tensor]) -> int:
     first = next(iter(cut.values()))
     return max(1, -(-first.shape[dim] // max(first.shape[-1], 1))) if first.ndim > dim + 1 else 1
 
 
-def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
+def _join_tiles(dim: int, lengths: list[int], outs: list[Any]) -> Any:
     """Returns the results of the tiles as that of the whole."""
     wrong = []
     for n, out in zip(lengths, outs, strict=True):

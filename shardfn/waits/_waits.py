@@ -81,10 +81,10 @@ def text_of(waits: list[Wait], now: float) -> str:
     groups: dict[str, list[Wait]] = {}
     for wait in [wait for wait in waits if not wait.whole] or waits:
         groups.setdefault(wait.text, []).append(wait)
-    return "; ".join(_group(text, group, now) for text, group in groups.items())
+    return "; ".join(_describe_group(text, group, now) for text, group in groups.items())
 
 
-def _group(text: str, group: list[Wait], now: float) -> str:
+def _describe_group(text: str, group: list[Wait], now: float) -> str:
     names = ", ".join(wait.name for wait in group if wait.name)
     done, total = (sum(getattr(wait, key) for wait in group) for key in ("done", "total"))
     count = f", {done} of {total}" if total else ""
@@ -110,7 +110,7 @@ class _Board:
             if at_once:
                 self._said = wait.start - PERIOD
             if self._thread is None:
-                self._thread = threading.Thread(target=self._report, name="shardfn-waits", daemon=True)
+                self._thread = threading.Thread(target=self._report_waits, name="shardfn-waits", daemon=True)
                 self._thread.start()
         self._wake.set()
 
@@ -123,20 +123,20 @@ class _Board:
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)  # its bar is gone before the program prints
 
-    def _report(self) -> None:
+    def _report_waits(self) -> None:
         while True:
             with self._lock:
                 if not self._waits:
                     self._thread = None
-                    self._close()
+                    self._close_bar()
                     return
                 waits = list(self._waits)
             with contextlib.suppress(OSError, ValueError):  # stderr is closed
-                self._show(waits, time.monotonic())
+                self._show_waits(waits, time.monotonic())
             self._wake.wait(_TICK)
             self._wake.clear()
 
-    def _show(self, waits: list[Wait], now: float) -> None:
+    def _show_waits(self, waits: list[Wait], now: float) -> None:
         if self._bar is None and now - self._said < PERIOD:
             return
         if not sys.stderr.isatty():
@@ -151,7 +151,7 @@ class _Board:
         self._bar.total, self._bar.n = total or 1, done
         self._bar.set_description_str(text_of(waits, now))
 
-    def _close(self) -> None:
+    def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -160,11 +160,11 @@ class _Board:
 _board = _Board()
 
 
-def _forget() -> None:
+def _reset_board() -> None:
     """Gives a forked process a board of its own: it has not the thread."""
     global _board
     _board = _Board()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_board)
