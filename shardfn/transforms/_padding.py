@@ -1,4 +1,4 @@
-"""`Padding`: the dims of arguments and results that have one length, and the sizes to which it is padded."""
+"""`Padding`: the dims of arguments and results with one length, and the padded sizes."""
 
 import bisect
 import dataclasses
@@ -23,7 +23,7 @@ from shardfn.core import (
 
 
 def is_dim(x: Any) -> bool:
-    """Returns whether `x` is a leaf of `in_dims` or `out_dims`. None means that nothing is padded or cut."""
+    """Returns whether `x` is a leaf of `in_dims` or `out_dims`. None means no padding and no cut."""
     return x is None or (isinstance(x, int) and not isinstance(x, bool))
 
 
@@ -33,7 +33,7 @@ def _is_fill(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """The arguments of `bucketed`, which documents them."""
+    """Arguments of `bucketed`. See there."""
 
     in_dims: tuple[PyTree, ...]
     out_dims: PyTree
@@ -42,7 +42,7 @@ class Padding:
     with_length: bool = True
 
     def check(self) -> None:
-        """Refuses dims and sizes that fit no call.
+        """Checks the dims and sizes.
 
         Raises:
             TypeError: a dim is not an int or None, or a size not an int.
@@ -96,7 +96,7 @@ class Padding:
         return lengths.pop()
 
     def bucket(self, length: int) -> int:
-        """Returns the smallest size that has room.
+        """Returns the smallest size with room.
 
         Raises:
             ValueError: the length is above all sizes.
@@ -112,14 +112,13 @@ class Padding:
         return self.sizes[at]
 
     def padded(self, args: Sequence[Any], length: int, size: int, rows: Any = None) -> tuple[Any, ...]:
-        """Returns the arguments of one size, and the length as a tensor; beyond `size` they are cut.
+        """Returns the arguments of one size, and the length as a tensor. Rows beyond `size` are cut.
 
         Args:
-            args: the arguments.
-            length: theirs.
-            size: the size.
-            rows: rows for tests, a function of a leaf, its dim and a number of rows that makes the rows beyond the
-                length.
+            args: arguments of the call.
+            length: length of the arguments.
+            size: size of the bucket.
+            rows: function for tests, from a leaf, the dim and a number of rows to the rows beyond the length.
         """
         leaves, treedef = tree_flatten(tuple(args))
         length = min(length, size)
@@ -142,7 +141,7 @@ class Padding:
         """Returns the result without the rows of the padding.
 
         Raises:
-            ValueError: a leaf has another size along the dim that `out_dims` names, or ranks cut that dim.
+            ValueError: a leaf has another size along the dim in `out_dims`, or ranks cut the dim.
         """
         leaves, treedef = tree_flatten(out)
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
@@ -151,13 +150,13 @@ class Padding:
         return tree_unflatten(treedef, [x if d is None else _narrow_rows(x, d, length) for _, x, d in named])
 
     def undeclared(self, out: PyTree) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the leaves of a result that are not cut, by path."""
+        """Returns the shapes of a result's uncut leaves, by path."""
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
         rows = zip(tree_paths(out, "result"), tree_leaves(out), dims, strict=True)
         return {n: tuple(x.shape) for n, x, d in rows if d is None and isinstance(x, Tensor | GlobalTensor)}
 
     def rest(self, args: Sequence[Any]) -> Any:
-        """Returns all sizes of the arguments but the length."""
+        """Returns all sizes of the arguments except the length."""
         return tuple(
             tuple(n for k, n in enumerate(x.shape) if dim is None or k != dim % x.ndim)
             for _, x, dim, _ in self._list_leaves(args)
@@ -165,7 +164,7 @@ class Padding:
         )
 
     def _list_leaves(self, args: Sequence[Any]) -> Iterator[tuple[str, Any, int | None, Any]]:
-        """Path, value, padded dim and fill of each leaf of the arguments."""
+        """Yields the path, value, padded dim and fill of each leaf of the arguments."""
         if len(self.in_dims) > len(args):
             raise ValueError(
                 f"bucketed: in_dims has {len(self.in_dims)} entries, one an argument, and the call has {len(args)}"

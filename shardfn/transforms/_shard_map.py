@@ -14,26 +14,27 @@ from shardfn.engine import Interface, block_of, check_specs, is_spec, size_along
 def shard_map(
     f: Callable[..., Any], *, mesh: Mesh | DeviceMesh | None, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Runs `f` on each rank's blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
+    """Runs `f` on each rank's blocks: inside, cut dims have the block's size, and collectives know the axes.
 
-    Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
-    differentiated: the transpose of a cut is `all_gather_invariant`. Inside, values have JAX's types: an argument
-    varies along the axes of its spec, a closed-over tensor along no axis, and where a value that is the same on all
-    ranks meets one that varies, `pvary` is inserted, whose transpose is the sum.
+    Every rank passes the same whole tensors, takes the rank's blocks, and gets the same whole results. For example a
+    [6, 4] argument with P("dp") is [2, 4] inside, on 3 ranks. The call can be differentiated: the transpose of a cut is
+    `all_gather_invariant`. Inside, values have JAX's types: an argument varies along the axes of the spec, a
+    closed-over tensor along no axis. Where an invariant value meets a varying value, `pvary` is inserted, with a sum as
+    the transpose.
 
     Args:
-        f: a function over blocks; may use `psum` and the others with the mesh's axis names.
-        mesh: the mesh.
-        in_specs: a prefix tree of `P` for the tuple of arguments.
-        out_specs: a prefix tree of `P` for the result. A result must not vary along axes that its spec leaves out.
+        f: function over blocks, which may use collectives such as `psum` with the mesh's axis names.
+        mesh: mesh with the axes.
+        in_specs: prefix tree of `P` for the tuple of arguments.
+        out_specs: prefix tree of `P` for the result. A result must not vary along an axis without an entry in its spec.
 
     Returns:
-        `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are used directly).
+        `g(*args)` with whole tensors (or `GlobalTensor`s of exactly the spec, with blocks used directly).
 
     Raises:
-        ValueError: a spec names an unknown axis, or (when called) does not fit its argument.
-        AxisTypeError: (when called) a result varies along an axis that its spec leaves out, or `pvary` is applied to a
-            value that varies already.
+        ValueError: a spec names an unknown axis, or (when called) does not fit the argument.
+        AxisTypeError: (when called) a result varies along an axis that the spec leaves out, or `pvary` is applied to a
+            varying value.
 
     Example:
         >>> import torch
@@ -78,7 +79,7 @@ def _enter_body(x: Any, spec: P, name: str, mode: Following) -> Any:
     for dim in range(len(spec)):
         for axis in spec.dim_axes(dim):
             x = take_own_block(x, axis, dim=dim)
-    return mode.declare(x.view_as(x), spec.axes)  # an object of its own, which carries the axes
+    return mode.declare(x.view_as(x), spec.axes)  # a new object, which carries the axes
 
 
 def _leave_body(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
@@ -89,7 +90,7 @@ def _leave_body(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
             f"{name} of shape {tuple(x.shape)} has spec {spec!r} in out_specs, which has more entries than it has dims."
         )
     for dim in range(len(spec)):
-        # The minor axis first: it cut the blocks of the major one.
+        # The minor axis first: the minor axis cut the blocks of the major axis.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
             x = all_gather_invariant(x, axis, dim=dim, size=size_along(x.shape[dim], axis, mesh))
     return x

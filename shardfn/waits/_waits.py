@@ -1,4 +1,4 @@
-"""`waiting`: says on stderr what takes long, on the first rank of a machine: a bar on a terminal, elsewhere lines."""
+"""`waiting`: reports long waits on stderr, on the first rank of a machine: a bar on a terminal, else lines."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ _TICK = 0.25
 
 
 class Wait:
-    """A wait that is in progress. See `waiting`. A context manager, which ends it.
+    """Wait in progress, and a context manager that ends the wait. See `waiting`.
 
     Attributes:
-        text: the words for what is done.
-        name: name of the part that is done, such as an op, empty if there are no parts.
-        total: number of parts that this wait has, or 0 if it is not known.
-        done: number of parts that are done.
+        text: words for the work, such as "building C++".
+        name: name of the part in progress, such as an op, empty without parts.
+        total: number of parts of the wait, or 0 if the number is not known.
+        done: number of finished parts.
         start: time at which the wait began.
-        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+        whole: whether the wait is for the whole program, and reported only without another wait.
     """
 
     def __init__(self, text: str, name: str, total: int, whole: bool) -> None:
@@ -28,7 +28,7 @@ class Wait:
         self.start = time.monotonic()
 
     def update(self, num: int = 1) -> None:
-        """Counts parts that are done."""
+        """Counts finished parts."""
         self.done += num
 
     def end(self) -> None:
@@ -43,16 +43,16 @@ class Wait:
 
 
 def waiting(text: str, name: str = "", *, total: int = 0, at_once: bool = False, whole: bool = False) -> Wait:
-    """Begins a wait, which is reported until it ends: on a terminal as a bar, elsewhere as a line every two seconds.
+    """Begins a wait with reports: on a terminal as a bar, elsewhere as a line every two seconds.
 
-    The first rank of a machine reports. Waits beside one another share a line. `TQDM_DISABLE=1` hides all of them.
+    The first rank of a machine reports. Simultaneous waits share a line. `TQDM_DISABLE=1` hides all reports.
 
     Args:
-        text: words for what is done, such as "building C++".
-        name: name of a part, such as an op. Waits of one text are reported as one, with all their names.
-        total: number of parts, which `update` counts.
+        text: words for the work, such as "building C++".
+        name: name of a part, such as an op. Waits of equal text are reported together, with all names.
+        total: number of parts, counted by `update`.
         at_once: whether the first report comes now. Without it, a wait of a second is not reported.
-        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+        whole: whether the wait is for the whole program, and reported only without another wait.
 
     Returns:
         The wait: a context manager.
@@ -72,7 +72,7 @@ def is_first() -> bool:
     for name in ("LOCAL_RANK", "RANK"):
         if name in os.environ:
             return os.environ[name] == "0"
-    dist = sys.modules.get("torch.distributed")  # not imported here: that takes seconds
+    dist = sys.modules.get("torch.distributed")  # not imported here: the import takes seconds
     return dist is None or not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
@@ -92,7 +92,7 @@ def _describe_group(text: str, group: list[Wait], now: float) -> str:
 
 
 class _Board:
-    """The waits of this process, and the thread that reports them, which lasts as long as there are any."""
+    """Waits of this process, and the thread that reports. The thread ends with the last wait."""
 
     def __init__(self) -> None:
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -161,7 +161,7 @@ _board = _Board()
 
 
 def _reset_board() -> None:
-    """Gives a forked process a board of its own: it has not the thread."""
+    """Gives a forked process a new board: threads do not survive a fork."""
     global _board
     _board = _Board()
 
