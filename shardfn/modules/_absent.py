@@ -1,7 +1,8 @@
 """Placeholders for values on another rank: shape and dtype without data.
 
-A stage of a pipeline runs the module's own forward, where values computed by other stages are absent: functions of them
-give absent results, with the shapes that torch infers on its meta device, and cost no arithmetic and no gather.
+A stage of a pipeline runs the module's own forward, where values computed by other stages are absent. Functions of
+absent values give absent results, with the shapes inferred by torch on the meta device, and cost no arithmetic and no
+gather.
 """
 
 from typing import Any
@@ -14,26 +15,26 @@ from shardfn.core import MetadataTensor
 
 from ._module_buffers import writes
 
-# What else needs no value.
+# Other functions that need no value.
 _ANSWERED = frozenset({"requires_grad_", "__format__"})
 
 
 class NeedsValue(BaseException):
-    """The running code needs an absent value. Not an `Exception`, so that no forward catches it."""
+    """Raised where the running code needs an absent value. Not an `Exception`, so no forward catches the error."""
 
 
 class AbsentTensor(MetadataTensor):
-    """A tensor without data, on the device that the value would be on.
+    """Tensor without data, on the device of the absent value.
 
     Raises:
-        NeedsValue: its value is needed, or written to a tensor with data.
+        NeedsValue: the value is needed, or written to a tensor with data.
     """
 
     _meta: Tensor
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """Returns an absent tensor with the shape and dtype of a tensor, whose values are not used."""
+        """Returns an absent tensor with the shape and dtype of a tensor."""
         return _wrap_meta(_make_meta(x), x.device)
 
     @classmethod
@@ -48,7 +49,7 @@ class AbsentTensor(MetadataTensor):
             raise NeedsValue(f"{name} writes it to a tensor")
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
         try:
-            # A capture must not record the operations: its graph would run them on tensors of the meta device.
+            # A capture must not record the operations: the graph would run on tensors of the meta device.
             with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
                 on_meta = pytree.tree_map(_convert_arg, (args, {k: v for k, v in kwargs.items() if k != "device"}))
                 out = func(*on_meta[0], **on_meta[1])
@@ -60,7 +61,7 @@ class AbsentTensor(MetadataTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses calls that have not come through `__torch_function__`."""
+        """Refuses calls from outside of `__torch_function__`."""
         del types, args, kwargs
         raise NeedsValue(f"{func} takes it by another way than a function of torch")
 

@@ -1,7 +1,7 @@
-"""Experts that transformers looks up in its table, by a name in the model's config.
+"""Experts looked up by transformers in a table, by a name in the model's config.
 
-The module's own router chooses: its experts and weights of each token are the routing. The function of the experts is
-the module's own, too, with its gate, its activation and the layout of its weights. A caller has the exchange, and the
+The module's router chooses the experts and weights of each token. The function of the experts is the module's, too,
+with the gate, the activation and the layout of the weights. A caller has the exchange, such as an all-to-all, and the
 product of rows in groups.
 
 S tokens of this rank, k choices of each, M rows, E experts, D model, F ffn.
@@ -22,13 +22,13 @@ Product = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def experts_in(module: nn.Module) -> dict[str, Any]:
-    """Returns the experts that transformers looks up in its table, by path."""
+    """Returns the experts looked up by transformers in the table, by path."""
     found = named_modules(module)
     return {p: m for p, m in found if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")}
 
 
 def leaves_of(module: Any) -> list[str]:
-    """Returns the names of the parameters of experts, which have the experts along dim 0."""
+    """Returns the names of the parameters with experts along dim 0."""
     names = _find_projections(module)
     return [*names, *(f"{n}_bias" for n in names)] if module.has_bias else [*names]
 
@@ -43,7 +43,7 @@ def apply_experts(
     product: Product,
     name: str = "moe",
 ) -> Tensor:
-    """`nn.moe.apply` of a module's experts, [S, D], [S, k], [S, k] -> [S, D]."""
+    """Applies a module's experts by `nn.moe.apply`, [S, D], [S, k], [S, k] -> [S, D]."""
     E, chosen = module.num_experts, top_k_index.long()
     # transformers marks a choice without an expert by the number E.
     chosen = torch.where((chosen >= 0) & (chosen < E), chosen, -1)

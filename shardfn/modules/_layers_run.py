@@ -1,4 +1,4 @@
-"""One call of a module on a rank that runs some of its layers: placeholders for the others."""
+"""Call of a module on a rank with some of the layers: placeholders stand for the other layers."""
 
 import dataclasses
 import inspect
@@ -19,17 +19,16 @@ from ._module_parts import ModuleParts
 
 @dataclasses.dataclass
 class LayerSpan:
-    """The layers that one call of a loss runs, on this rank.
+    """Layers that one call of a loss runs, on this rank.
 
     Attributes:
-        start: the first layer.
-        num: number.
-        given: the result of the layer before `start`, or None at the first stage.
-        ends: whether the forward runs to its end, and not to the layer after.
-        calls: the number of calls of the module in this loss.
-        stack: this rank's rows of the layers' leaves, in the form of params, if the loss is given placeholders for
-            them.
-        shown: these placeholders, which the loss must pass on unchanged.
+        start: first layer.
+        num: number of layers.
+        given: result of the layer before `start`, or None at the first stage.
+        ends: whether the forward runs to the end, and not to the layer after.
+        calls: number of calls of the module in this loss.
+        stack: this rank's rows of the layers' leaves, in the form of params, if the loss gets placeholders.
+        shown: placeholders, which the loss must pass on unchanged.
     """
 
     start: int
@@ -42,7 +41,7 @@ class LayerSpan:
 
 
 class Ended(BaseException):
-    """The layers of this rank are done; no `Exception`, so that no forward catches it."""
+    """Raised when the layers of this rank are done. Not an `Exception`, so no forward catches the signal."""
 
     def __init__(self, h: Any) -> None:
         super().__init__()
@@ -50,19 +49,22 @@ class Ended(BaseException):
 
 
 class RunAgain(BaseException):
-    """The call must start again, as the structure of a layer's result is now known; no `Exception`, as `Ended`."""
+    """Raised to start the call again, as the structure of a layer's result is now known.
+
+    Like `Ended`, not an `Exception`.
+    """
 
 
 class Layers(Protocol):
-    """A module with a list of layers.
+    """Module with a list of layers.
 
     Attributes:
         module: the module.
-        path: the name of the list in it.
+        path: name of the list in the module.
         num_layers: the number of layers.
-        needs_params: whether the layers need values from before them, other than the first argument, that depend on
+        needs_params: whether layers need values from the code before, other than the first argument, that depend on
             parameters.
-        returns: a layer's further results, and the structure of all. None until they are known.
+        returns: further results of a layer, and the structure of all results. None until known.
     """
 
     module: nn.Module
@@ -78,17 +80,17 @@ class Layers(Protocol):
 
 
 class LayersRun:
-    """One call of a module on a rank that runs some of its layers.
+    """Call of a module on a rank with some of the layers.
 
-    Invariant: while `call` runs, the module's list holds placeholders, and until the first own layer is called, the
-    parameters outside the layers are absent, unless code before the layers needs their values.
+    Invariant: while `call` runs, the module's list holds placeholders, and until the call of this rank's first layer,
+    the parameters outside the layers are absent, unless code before the layers needs the values.
     """
 
     def __init__(self, of: Layers, span: LayerSpan, draws: Draws, forward: Callable[..., Any] | None = None) -> None:
         self._of, self._span, self._draws, self._forward = of, span, draws, forward or of.module
-        # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
+        # `_next` is the layer whose call is due. Once `call` has ended (`_over`), only a checkpoint calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
-        # The parameters replaced by absent ones, with their places, empty once an own layer runs.
+        # The parameters replaced by absent tensors, with the places, empty once a layer of this rank runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
         # Why a layer's result is assumed to be a tensor. None once the structure of results is known.
         self._assumed: str | None = None
@@ -156,7 +158,7 @@ class LayersRun:
         return out
 
     def _run_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a layer of this rank."""
+        """Runs a layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
         if is_absent((args, kwargs)):
@@ -164,10 +166,10 @@ class LayersRun:
         return layer(*args, **kwargs)
 
     def _rebuild_result(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
-        """Returns the result of a layer whose first tensor is `h`. Its other tensors are absent.
+        """Returns the result of a layer from the first tensor, `h`. All other tensors are absent.
 
-        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
-        assumed to return a tensor until this rank's first layer has run.
+        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, the
+        result is assumed to be a tensor until this rank's first layer has run.
         """
         if self._of.returns is None and self._assumed is None:
             absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
@@ -211,7 +213,7 @@ class LayersRun:
                 _make_absent(owner, own, self._absent)
 
     def _hide_params(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
-        """Makes the parameters of another rank's layer absent: here they have only their initial values."""
+        """Makes the parameters of another rank's layer absent: this rank has only the initial values."""
         for owner, own in ModuleParts.of(layer).params.values():
             _make_absent(owner, own, taken)
 
@@ -223,7 +225,7 @@ class LayersRun:
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a layer, and is like it in everything but its call: in its kind, its parts and its hooks."""
+    """Takes the place of a layer, and equals the layer in everything except the call: in kind, parts and hooks."""
 
     def __init__(self, number: int, layer: nn.Module, at: Callable[..., Any]) -> None:
         super().__init__()
@@ -233,7 +235,7 @@ class _StandIn(nn.Module):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the layer's, for `isinstance`."""
+        """Returns the layer's class, for `isinstance`."""
         return type(self.__dict__["layer"]) if "layer" in self.__dict__ else _StandIn
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +257,7 @@ _IN_ORDER = "Its layers must run once each, in order."
 
 
 def _recorded_outputs() -> list[str]:
-    """Returns the names of the outputs that transformers records by hooks on the running model's layers."""
+    """Returns the names of the layer outputs that transformers records by hooks."""
     known = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(known, "_active_collector", None)
     found = None if collector is None else collector.get()
@@ -278,7 +280,7 @@ def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
 def _first_argument(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Returns the first argument of a layer, and a function that puts another in its place."""
+    """Returns the first argument of a layer, and a function that replaces the first argument."""
     if args:
         return args[0], lambda h: ((h, *args[1:]), kwargs)
     name = next(iter(inspect.signature(layer.forward).parameters), "")

@@ -28,7 +28,7 @@ def check_module(module: nn.Module) -> None:
     """Refuses modules that a step cannot train as torch does.
 
     Raises:
-        TypeError: it is not a module.
+        TypeError: the argument is not a module.
         ValueError: lists every unsupported parameter and submodule, with a remedy.
     """
     if not isinstance(module, nn.Module):
@@ -46,7 +46,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
-    """Refuses to draw by sample in layers of torch.nn whose batch is not dim 0.
+    """Refuses to draw by sample in layers of torch.nn with the batch in another dim than 0.
 
     Raises:
         ValueError: lists every such layer.
@@ -76,7 +76,7 @@ def _describe_value(x: Any) -> str:
 
 
 def check_cache() -> None:
-    """Refuses to run a module while its parametrizations are cached from other parameters.
+    """Refuses to run a module while parametrizations are cached from other parameters.
 
     Raises:
         ValueError: `torch.nn.utils.parametrize.cached()` is active.
@@ -117,7 +117,10 @@ def _embedding_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _shared_memory_problems(module: nn.Module) -> Iterator[str]:
-    """Distinct tensors that share memory: a step, which moves parameters, would separate them."""
+    """Yields problems with distinct tensors in shared memory.
+
+    A step moves parameters, and would separate the tensors.
+    """
     params, seen = {name for name, _ in named_parameters(module)}, {}
     for name, x in (*named_parameters(module), *named_buffers(module)):
         if x.layout != torch.strided or x.device.type == "meta" or type(x.data) is not Tensor or not x.numel():

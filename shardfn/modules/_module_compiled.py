@@ -1,4 +1,4 @@
-"""Modules compiled by `torch.compile`: they run uncompiled, as compiled code is bound to their own tensors."""
+"""Modules compiled by `torch.compile`, run uncompiled: compiled code is bound to the module's tensors."""
 
 import contextlib
 import warnings
@@ -13,7 +13,7 @@ _COMPILED = "_compiled_call_impl"  # the attribute that `module.compile()` sets,
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Returns the module before `torch.compile`; warns where something in it is compiled.
+    """Returns the module before `torch.compile`, and warns where a part is compiled.
 
     Args:
         module: any module.
@@ -32,10 +32,10 @@ def original(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def running_as_written(module: nn.Module) -> Iterator[None]:
-    """Lets a module and the modules in it run without `torch.compile`.
+    """Lets a module and all submodules run without `torch.compile`.
 
     Args:
-        module: the module, which keeps its compiled parts afterwards.
+        module: module, with the compiled parts back afterwards.
     """
     shadows = []
     for _, sub in _compiled_modules(module):

@@ -1,10 +1,10 @@
 """Causal models of transformers as functions of the tokens of many sequences at once.
 
-Tokens lie in one row, [1, T], with their positions; attention, the only part in which tokens meet, is computed from
-outside. transformers looks up its attention function in a table, by a name in the model's config: while such a function
-runs, the configs have the name registered here. So no model is changed.
+Tokens lie in one row, [1, T], with positions, as continuous batching needs. Attention, the only part in which tokens
+meet, is computed from outside, over a KV cache. transformers looks up the attention function in a table, by a name in
+the model's config: while such a function runs, the configs have the name registered here. So no model is changed.
 
-T tokens, R rows whose logits are wanted, H query heads, G key heads, K head dim, V vocabulary.
+T tokens, R rows with logits, H query heads, G key heads, K head dim, V vocabulary.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ _UNKNOWN = ("position_bias", "head_mask", "sinks")
 
 
 class Scores(NamedTuple):
-    """The scores of one layer's attention, by which a token sees itself and earlier ones.
+    """Scores of one layer's causal attention.
 
     Attributes:
-        layer: the number of the layer.
-        scale: of q k. None is 1 / sqrt(K).
-        window: the number of positions that a token sees at most, with its own. None is all.
-        softcap: the bound c of c tanh(score / c). None is no bound.
-        sinks_H: the score of one more key of each head, whose value is 0.
+        layer: number of the layer.
+        scale: factor of q k. None is 1 / sqrt(K).
+        window: largest number of positions that a token sees, including the token's position. None is all.
+        softcap: bound c of c tanh(score / c). None is no bound.
+        sinks_H: score of one more key of each head, with a value of 0.
     """
 
     layer: int
@@ -60,11 +60,11 @@ _LOCAL = moe.Local()
 
 
 class DecodingFunction:
-    """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
+    """Logits of a causal model of transformers as a function of the parameters. See `decoding`.
 
     Attributes:
-        params: by name, detached, or those that were given.
-        context: the most tokens of a sequence.
+        params: detached parameters by name, or the given parameters.
+        context: largest number of tokens of a sequence.
         experts: names of the parameters that have experts along dim 0.
     """
 
@@ -90,21 +90,21 @@ class DecodingFunction:
         mode: AbstractContextManager[Any] | None = None,
         exchange: moe.Exchange = _LOCAL,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of some of the tokens, [R, V], and the experts of all, [T, m, k], in the m modules that have some.
+        """Returns logits of some tokens, [R, V], and the experts of all tokens, [T, m, k], in m modules.
 
-        There are no experts in the result where modules have other numbers of choices, or some have not run.
+        The second result is None where modules differ in the number of choices, or a module has not run.
 
         Args:
             params: parameters by name.
-            tokens_T: ids.
-            positions_T: positions of each token in its sequence.
-            rows_R: the tokens whose logits are wanted.
-            attend: computes attention. It knows which tokens belong together.
-            mode: a function mode, open while the model runs.
-            exchange: where tokens meet their experts.
+            tokens_T: ids of the tokens.
+            positions_T: position of each token in the sequence.
+            rows_R: indices of the tokens with logits.
+            attend: function that computes attention, and knows the tokens of each sequence.
+            mode: function mode, open while the model runs.
+            exchange: exchange in which tokens meet experts.
 
         Raises:
-            ValueError: a layer needs attention that `attend` cannot be given. The message lists the reasons.
+            ValueError: a layer needs other attention than `attend` computes. The message lists the reasons.
         """
         served = ServedExperts(exchange)
 
@@ -137,16 +137,16 @@ class DecodingFunction:
 
 
 def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> DecodingFunction:
-    """Returns the function of tokens of many sequences that a causal model of transformers computes.
+    """Returns the function of tokens of many sequences computed by a causal model of transformers.
 
     Args:
-        module: an unmodified `...ForCausalLM`, in eval mode. It is not changed.
-        params: by name, in place of its own, which may then be on "meta". They may be deferred.
+        module: unmodified `...ForCausalLM`, in eval mode. The module is not changed.
+        params: parameters by name, in place of the module's, which may then be on "meta". Parameters may be deferred.
 
     Raises:
-        TypeError: it is not a model of transformers.
-        ValueError: its tokens meet in other ways than by attention to earlier ones, or `params` are not those of the
-            module. The message lists all reasons.
+        TypeError: the module is not a model of transformers.
+        ValueError: tokens meet in other ways than by attention to earlier tokens, or `params` do not fit the module.
+            The message lists all reasons.
 
     Example:
         >>> import torch
@@ -188,7 +188,7 @@ def served_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the function that transformers calls, [B, H, T, K] -> [B, T, H, K]: the attention of the running call.
+    """Computes the running call's attention for transformers, [B, H, T, K] -> [B, T, H, K].
 
     Raises:
         ValueError: the layer needs other attention.
@@ -238,7 +238,7 @@ def _find_problems(module: Any) -> list[str]:
 
 
 def _find_other_states(module: Any) -> Iterator[str]:
-    """Reasons for which a sequence is more than the keys and values of its tokens."""
+    """Yields states of a sequence other than keys and values of tokens."""
     config = module.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         yield "its tokens attend to the states of an encoder; served are decoders alone"
@@ -286,7 +286,7 @@ def _find_other_layers(module: Any) -> Iterator[str]:
 
 
 def _arguments_of(module: Any) -> set[str]:
-    """Returns the names that a forward takes, with those of the model inside to which it passes other keywords."""
+    """Returns the argument names of a forward, including the names of the model inside."""
     own = inspect.signature(module.forward).parameters.values()
     names = {p.name for p in own}
     inner = module.base_model

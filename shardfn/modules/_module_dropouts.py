@@ -1,4 +1,4 @@
-"""torch's dropouts, drawn by key: their replacements, each called like the function of torch."""
+"""Replacements of torch's dropouts, drawn by key, each called like the function of torch."""
 
 import functools
 import math
@@ -21,10 +21,10 @@ _SELU_ALPHA = 1.7580993408473766
 
 
 def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
-    """Returns the replacement of torch's dropout of that name, or None for other names.
+    """Returns the replacement of the named dropout of torch, or None for other names.
 
     Args:
-        draws: the source of its masks.
+        draws: source of masks.
         name: name of the function.
     """
     if name not in _DROPOUTS or _INSIDE:
@@ -114,18 +114,18 @@ def _drop_recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _run_inside(
     what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False
 ) -> Any:
-    """Runs a function with a dropout inside, in its form made of plain operations."""
+    """Runs a function with a dropout inside, in the form of plain operations."""
     with _INSIDE.bound(None), sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
         return func(*args, **kwargs)
 
 
 class _KeyedNoise(TorchDispatchMode):
-    """Gives a function of torch keyed noise where it draws its own.
+    """Gives a function of torch keyed noise in place of drawn noise.
 
     Args:
-        what: the function.
-        draws: the source of the noise.
-        dim: the dim of the noise that is rows.
+        what: name of the function.
+        draws: source of the noise.
+        dim: dim of the rows in the noise.
         parts: whether dim 0 is rows times another size (heads), rows first.
     """
 

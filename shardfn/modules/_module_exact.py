@@ -1,7 +1,7 @@
 """The rows of a module in training, with the bits of an exact decoder: `ExactRows` with derivatives.
 
-Linear layers of parameters and the functions of a small table are computed as an engine of `hf_decoder` does. So a
-training forward has the log probabilities of the engine, bit for bit, where the decoder is exact.
+Linear layers of parameters and the functions of a small table are computed as in an engine of `hf_decoder`. So a
+training forward has the log probabilities of the engine, bit for bit, where the decoder is batch-invariant.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ExactForward(RowByRow):
     """Computes linear layers and some other functions row by row, in float32.
 
     Args:
-        params: parameters as the module has them. Products with other tensors are torch's, as in `ExactRows`.
+        params: parameters in the module. Products with other tensors are torch's, as in `ExactRows`.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -28,7 +28,7 @@ class ExactForward(RowByRow):
         self._params = {id(p) for p in params.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or its exact form."""
+        """Runs a function, or the exact form."""
         del types
         kwargs = kwargs or {}
         found = linear_operands(func, args, kwargs)

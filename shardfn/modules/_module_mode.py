@@ -1,7 +1,7 @@
 """Watches a module that runs with parameters from outside: sees each function of torch before it runs.
 
-A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. Other functions
-are refused by name, in eager steps and in captures alike; dropout is drawn by the key. The rest runs unchanged.
+A forward must be a function of parameters, inputs and key, with the same meaning on every number of ranks. Other
+functions are refused by name, in eager steps and in captures. Dropout is drawn by the key. The rest runs unchanged.
 """
 
 import weakref
@@ -26,13 +26,13 @@ from ._module_statistics import global_batch_norm
 
 
 class ModuleMode(TorchFunctionMode):
-    """Sees each function of torch that a module's forward calls.
+    """Sees each call of a torch function in a module's forward.
 
     Args:
-        placed: the module.
-        draws: the source of random numbers.
-        state: the buffers that the forward may change.
-        axis: with `state`, the axes along which ranks hold other rows of the batch.
+        placed: module with the given tensors.
+        draws: source of random numbers.
+        state: buffers that the forward may change.
+        axis: axes along which ranks hold other rows of the batch, with `state`.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ModuleMode(TorchFunctionMode):
         self._own, self._buffers, self._draws = placed.own, Buffers(placed, state or frozenset()), draws
         self._batch_norm = None if state is None else global_batch_norm(axis)
         self._given = placed.given.params
-        # Tensors made of parameters alone, by identity: themselves, and their views. None is kept alive by it.
+        # Tensors made only of parameters, by identity: parameters and views. None is kept alive.
         self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, unless a forward must not."""
+        """Runs a function, or refuses a function that a forward must not call."""
         del types
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__":
@@ -62,9 +62,9 @@ class ModuleMode(TorchFunctionMode):
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
-            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes it by name
+            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes the tensor by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
-        # A lazy leaf that is converted to its own dtype and device need not be gathered.
+        # A lazy leaf need not be gathered for a conversion to the same dtype and device.
         if name == "to" and type(args[0]) is LazyLeaf and _is_unchanged(*args, **kwargs):
             return args[0]
         handler = None if func is F.batch_norm and self._is_of_params(args) else self._find_handler(func)
@@ -81,12 +81,12 @@ class ModuleMode(TorchFunctionMode):
         return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether the first argument is a parameter or a view of one, such as a weight that is standardised."""
+        """Returns whether the first argument is a parameter or a view of a parameter."""
         known = self._of_params.get(id(args[0])) if args else None
         return known is not None and known() is args[0]
 
     def check(self) -> None:
-        """Refuses state that the forward has left in buffers; call it at its end.
+        """Refuses state that the forward has left in buffers, at the end of the forward.
 
         Raises:
             ValueError: names the buffer, and the remedy.
@@ -204,14 +204,14 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _plain_embedding(
     func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
 ) -> Tensor:
-    """`torch.embedding`, whose arguments differ from those of torch.nn.functional's."""
+    """Runs `torch.embedding`, with other arguments than torch.nn.functional's."""
     del sparse
     _check_embedding("embedding", None, scale_grad_by_freq)
     return func(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
 def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.embedding_bag`, whose arguments differ as well."""
+    """Runs `torch.embedding_bag`, with other arguments than torch.nn.functional's."""
     _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
     return func(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Parts of a module's forward that run again in the backward, with the parameters and the draws of the forward.
 
-`torch.utils.checkpoint` calls its function a second time after the module's call has ended and its own weights are
-back. The function then runs as a part of that call again. Other code that would use the weights after the call is
-refused.
+Activation checkpointing by `torch.utils.checkpoint` calls a function a second time after the module's call has ended
+and the module's weights are back. The function then runs as a part of the call again. Other code with a use of the
+weights after the call is refused.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
 
 @runtime_checkable
 class Running(Protocol):
-    """A call of a module that is under way."""
+    """Call of a module in progress."""
 
     def again(self) -> Again:
         """Returns a context to resume the call later, as from here."""
@@ -32,14 +32,14 @@ class Running(Protocol):
         ...
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Returns the path of `sub` in the module, or None if it is not a part of it."""
+        """Returns the path of `sub` in the module, or None if `sub` is not a part of the module."""
         ...
 
 
 @contextlib.contextmanager
 def running_module(run: Running) -> Iterator[None]:
     """Lets checkpointed functions run later as parts of `run`. Calls nest: the innermost is entered last."""
-    # Names of torch are replaced for all threads; each looks for calls of its own, `_CALLS`.
+    # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
     with _CALLS.bound(run), checkpoints_as_now(), _REFUSALS:
         yield
 
@@ -51,7 +51,7 @@ def _enter_same_calls() -> list[Again]:
 
 @functools.cache
 def _wrap_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.Module.to` and its kin: inside a forward they may only ask for the present dtype and device."""
+    """Wraps `nn.Module.to` and similar: a forward may only ask for the present dtype and device."""
 
     @functools.wraps(original)
     def _apply_conversion(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
@@ -64,9 +64,9 @@ def _wrap_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _wrap_application(original: Any) -> Any:
-    """`autograd.Function.apply` that refuses parts of the module: its backward would run them with their own weights.
+    """Wraps `autograd.Function.apply` to refuse parts of the module among the arguments.
 
-    The backward cannot find its call of the module, so the given weights could not be put in place.
+    The backward cannot find the call of the module, and would run the parts with the module's weights.
     """
 
     def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ _REFUSALS = Replaced(
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Yields the modules in arguments: themselves, in containers, and behind methods and partial functions."""
+    """Yields the modules in arguments: directly, in containers, and behind methods and partial functions."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple):

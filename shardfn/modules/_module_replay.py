@@ -1,8 +1,8 @@
-"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of its best.
+"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of the best.
 
-A router chooses by `topk` of the scores [S, E] of its tokens. While a layer with experts runs, that call returns the
-given experts and their scores. The model's own code makes weights of these: a replay has the weights and gradients of
-the router's present parameters.
+A router chooses by `topk` of the scores [S, E] of the tokens. While a layer with experts runs, `topk` returns the given
+experts and the scores of these experts. The model's code makes weights of the scores: a replay has the weights and
+gradients of the router's present parameters.
 
 S tokens of this rank, m layers with experts, k choices in each, E experts.
 """
@@ -25,14 +25,14 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Replay:
-    """The choices of all tokens of a call.
+    """Choices of all tokens of a call.
 
     Args:
-        module: with models of transformers in it.
-        chosen: of each token in each layer, in the order of the layers; -1 leaves a token to the router.
+        module: module with models of transformers inside.
+        chosen: experts of each token in each layer, in the order of the layers. -1 leaves a token to the router.
 
     Raises:
-        TypeError: they are not integers.
+        TypeError: `chosen` has no integers.
         ValueError: no layer of the module has experts of transformers' table, or `chosen` has another number of layers.
     """
 
@@ -58,7 +58,7 @@ class Replay:
         ]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Returns the forwards by which layers with a router and experts take the given experts."""
+        """Returns forwards of the layers with experts, which take the given experts."""
         return [(layer, _replay_choices(layer.forward, own)) for layer, own in self._layers]
 
 
@@ -74,7 +74,7 @@ def _replay_choices(forward: Callable[..., Any], own: "_Chosen") -> Callable[...
 
 
 class _Chosen:
-    """The choices [S, k] of one layer's tokens, among E experts."""
+    """Choices [S, k] of one layer's tokens, among E experts."""
 
     def __init__(self, path: str, num_experts: int, experts_Sk: Tensor) -> None:
         self.path, self.num_experts, self.experts_Sk = path, num_experts, experts_Sk
@@ -83,7 +83,7 @@ class _Chosen:
 
 
 class _Router(TorchFunctionMode):
-    """One run of a layer: sees its router's choice."""
+    """Run of a layer, which sees the router's choice."""
 
     def __init__(self, own: _Chosen) -> None:
         super().__init__()
@@ -115,10 +115,10 @@ class _Router(TorchFunctionMode):
         return True
 
     def check(self) -> None:
-        """Refuses a layer whose router has not chosen once.
+        """Refuses a layer whose router has not chosen exactly once.
 
         Raises:
-            ValueError: it has not.
+            ValueError: the router has chosen never, or more than once.
         """
         if self._num != 1:
             own = self._own

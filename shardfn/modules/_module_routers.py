@@ -1,4 +1,4 @@
-"""Balance losses that a mixture of experts adds to its own loss, over the rows that it sees."""
+"""Balance losses that a mixture of experts adds to the loss, over the rows of one rank."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ _COEFFICIENT = re.compile(r"aux_loss_coef|z_loss_coef|moe_loss_weight")
 
 
 def warn_of_own_balance(module: nn.Module) -> None:
-    """Warns of a module whose configuration has it add a balance loss."""
+    """Warns of a module with a balance loss by configuration."""
     for config in _list_configs(module):
         if getattr(config, "output_router_logits", False):
             _warn_balance(config)
@@ -21,7 +21,7 @@ def warn_of_own_balance(module: nn.Module) -> None:
 
 
 def warn_of_asked_balance(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Warns where a call has the module add a balance loss that its configuration leaves out."""
+    """Warns of a balance loss by a call's arguments, without the configuration."""
     if kwargs.get("output_router_logits"):
         configs = list(_list_configs(module))
         if configs and not any(getattr(config, "output_router_logits", False) for config in configs):

@@ -1,11 +1,11 @@
-"""Function modes that let a module compute each row with the bits that the row has alone.
+"""Function modes that make a module batch-invariant: each row has the bits of a batch with only that row.
 
 Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
-computed by fixed expressions. Other functions run unchanged; whether these are exact is for a probe to find.
+computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are exact.
 
-Several ranks cut a weight by its outputs alone. So each element is computed by one rank, from a whole row of inputs,
-and ranks exchange elements without adding them: results have the same bits on any number of ranks.
+Several ranks cut a weight only by outputs. So each element is computed by one rank, from a whole row of inputs, and
+ranks exchange elements without sums: results have the same bits on any number of ranks.
 """
 
 import enum
@@ -33,22 +33,23 @@ Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Edge(enum.Enum):
-    """The values that ranks hold before and behind a layer whose outputs are cut."""
+    """Values that ranks hold before and behind a layer with cut outputs."""
 
     WHOLE = "whole"  # all features on both sides
-    ENTER = "enter"  # all features before it, a rank's own behind it
-    LEAVE = "leave"  # a rank's own features before it, all behind it
+    ENTER = "enter"  # all features before the layer, a rank's features behind
+    LEAVE = "leave"  # a rank's features before the layer, all behind
 
 
 class PackedWeight(NamedTuple):
-    """A linear layer whose weight is as `kernels.row_linear` reads it.
+    """Linear layer with a weight in the form for `kernels.row_linear`.
 
     Attributes:
-        panels: panels from `kernels.pack_rows`, of this rank's outputs.
-        num: outputs of all ranks.
-        axis: the mesh axes that cut the outputs. None is one device.
+        panels: panels of this rank's outputs, from `kernels.pack_rows`.
+        num: number of outputs of all ranks.
+        axis: mesh axes that cut the outputs. None is one device.
         edge: the values on both sides.
-        inputs: inputs of the layer. None is the number of rows in panels of floats, which panels of codes do not have.
+        inputs: number of inputs of the layer. None is the number of rows in panels of floats. Panels of codes need the
+            number.
 
     Example:
         >>> import torch
@@ -64,7 +65,7 @@ class PackedWeight(NamedTuple):
     inputs: int | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the affine map, computed in float32. `bias` is that of all outputs."""
+        """Returns the affine map, computed in float32. `bias` has all outputs."""
         if self.edge is Edge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
@@ -73,7 +74,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def own_num(self) -> int:
-        """Outputs of this rank."""
+        """Returns the number of outputs of this rank."""
         start, stop = own_range(self.num, self.axis)
         return stop - start
 
@@ -87,7 +88,7 @@ class PackedWeight(NamedTuple):
 
 
 class RowByRow(TorchFunctionMode):
-    """A mode whose functions, also those that it leaves to torch, have the bits of the eager call in every graph."""
+    """Mode in which every function, also of torch, has the bits of the eager call in every graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class ExactRows(RowByRow):
     """Computes linear layers and some other functions row by row, in float32 inside.
 
     Args:
-        linear: layers, by the identity of the tensor that the module has as their weight.
+        linear: layers, by the identity of the weight tensor in the module.
     """
 
     def __init__(self, linear: Mapping[int, Linear]) -> None:
@@ -115,7 +116,7 @@ class ExactRows(RowByRow):
         self._linear = linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or its exact form."""
+        """Runs a function, or the exact form."""
         del types
         kwargs = kwargs or {}
         if (read := _WEIGHT.get(func)) is not None:
@@ -130,12 +131,12 @@ class WeightUses(TorchFunctionMode):
     """Records the functions in which a module's parameters take part.
 
     Args:
-        params: by name, as the module has them.
+        params: parameters by name, as in the module.
 
     Attributes:
-        linear: names of the weights of linear layers, and whether they are [inputs, outputs].
-        others: names of parameters that take part in other functions, too.
-        products: names of functions that multiply matrices and are not linear layers of a parameter.
+        linear: names of the weights of linear layers, and whether the weight is [inputs, outputs].
+        others: names of parameters with uses in other functions, too.
+        products: names of functions that multiply matrices and are no linear layers of a parameter.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -176,12 +177,12 @@ def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> t
 
 
 def _addmm_args(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of GPT-2's layers, whose weights are [inputs, outputs]; factors leave it another product."""
+    """Returns the operands of GPT-2's layers, with weights [inputs, outputs], if there are no factors."""
     return mat1, None if more else mat2, input
 
 
 def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """`kernels.grouped_product` without derivatives, as a function that modes see."""
+    """Computes `kernels.grouped_product` without derivatives, as a function visible to modes."""
     if has_torch_function((x, w)):
         return handle_torch_function(grouped_rows, (x, w), x, w, counts, transposed)
     return grouped_product(x, w, counts, transposed=transposed)
@@ -210,12 +211,12 @@ def handlers_of(
     gelu: Callable[[Tensor], Tensor],
     norm: Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor],
 ) -> dict[Any, Callable[..., Tensor]]:
-    """Handlers of torch's functions, which get the function and its arguments, by the exact forms of some.
+    """Returns handlers of torch's functions, called with the function and the arguments.
 
     Args:
-        silu: silu of one tensor.
-        gelu: the form with tanh.
-        norm: of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
+        silu: exact silu of one tensor.
+        gelu: exact gelu with tanh.
+        norm: exact norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
 
     def handle_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
@@ -285,7 +286,7 @@ _ALIKE: dict[Any, Callable[..., Tensor]] = {
     torch.Tensor.sigmoid: _sigmoid_rows,
 }
 _HANDLERS = handlers_of(_silu_rows, _gelu_rows, _norm_rows)
-# A packed weight answers these as the weight would.
+# A packed weight answers like the weight.
 _DESCRIPTIONS = frozenset(
     {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 )

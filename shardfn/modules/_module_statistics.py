@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks, as one device has it."""
+"""Batch normalisation over the rows of all ranks, as on one device."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from shardfn.core import Axes
 
 
 def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
-    """Returns the replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
+    """Returns the replacement of `batch_norm` where ranks along `axis` hold parts of the batch.
 
-    Mean and variance are those of all their rows, for any number of rows per rank. Their gradients are summed over
-    ranks, since every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their
-    dtype.
+    Mean and variance are over all rows, for any number of rows per rank, for example 3, 2 and 2. Gradients of mean and
+    variance are summed over ranks, since every rank's output depends on both. Sums are taken in float32 at least.
+    Running statistics keep their dtype.
     """
     return functools.partial(_batch_norm, axis)
 

@@ -1,17 +1,17 @@
-"""A random number that a forward requests and mostly does not need."""
+"""Random number that a forward requests and mostly does not need."""
 
 from typing import Any
 
 
 class Undrawn:
-    """A uniform number in [0, 1) that cannot be drawn for lack of a key.
+    """Uniform number in [0, 1) that cannot be drawn for lack of a key.
 
-    Models draw one per layer in every configuration, and compare it with the rate at which layers are skipped, most
-    often 0. A comparison whose result is the same for all numbers in [0, 1) gives that result. Any other use is an
-    error.
+    Models draw such a number for each layer in every configuration, and compare the number with the rate of skipped
+    layers, most often 0. A comparison with the same result for all numbers in [0, 1) gives the result, for example `x <
+    0`. Any other use is an error.
 
     Args:
-        remedy: how to give a key.
+        remedy: words for the way to give a key.
     """
 
     def __init__(self, remedy: str) -> None:
@@ -24,7 +24,7 @@ class Undrawn:
         return not self._compare_known(">=", other)
 
     def _compare_known(self, sign: str, other: Any) -> bool:
-        """Returns whether it is less than `other`, if that is the same for all numbers in [0, 1)."""
+        """Returns whether the number is less than `other`, if equal for all numbers in [0, 1)."""
         if isinstance(other, int | float) and not 0 < other < 1:
             return other >= 1
         return self._raise_undrawn(f"asks whether it {sign} {other!r}")

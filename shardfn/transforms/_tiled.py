@@ -100,9 +100,7 @@ def tile_lengths(length: int, tiles: int) -> list[int]:
 
 
 class _Handle(torch.autograd.Function):
-    """p -> a tensor of the shape of p in float32, without memory, at which the gradients of all uses of p are
-    summed.
-    """
+    """p -> a tensor like p in float32, without memory, at which the gradients of all uses of p are summed."""
 
     generate_vmap_rule = True
 
