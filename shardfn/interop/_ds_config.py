@@ -37,19 +37,19 @@ _FP16 = {
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedRecipe:
-    """The contents of a configuration. `str` of it is a table of its keys and their outcomes.
+    """Contents of a configuration. `str` of the recipe is a table of the keys and the outcomes.
 
     Attributes:
-        optimizer: with its schedule, after the clipping; None if the configuration has no optimizer.
-        zero: the stage and the memories.
-        policy: the precision; None = that of the parameters.
-        loss_scale: with fp16.
-        num_microbatches: of a step.
-        rows_per_step: rows of the global batch; None if the file does not have it.
-        learning_rate: of the optimizer: a number, or a schedule.
-        exchange: of tokens and experts, for `from_module(experts=)`; None without expert parallelism.
-        mesh: with it, the axes of the mesh in their order, for `make_mesh`; empty without.
-        rows: the outcome of each key.
+        optimizer: optimizer with the schedule, after the clipping. None if the configuration has no optimizer.
+        zero: ZeRO rule, with the stage and the memories.
+        policy: precision. None is the precision of the parameters.
+        loss_scale: loss scale, with fp16.
+        num_microbatches: number of microbatches of a step (gradient accumulation).
+        rows_per_step: number of rows of the global batch. None if the file has no number.
+        learning_rate: learning rate of the optimizer, a number or a schedule.
+        exchange: exchange of tokens and experts, for `from_module(experts=)`. None without expert parallelism.
+        mesh: axes of the mesh in order, for `make_mesh`, with expert parallelism, else empty.
+        rows: outcome of each key.
     """
 
     optimizer: optim.GradientTransformation | None
@@ -64,7 +64,7 @@ class DeepSpeedRecipe:
     rows: tuple[ReadKey, ...]
 
     def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss in the file's precision, over its microbatches; give it to `sharded_step`."""
+        """Returns the loss in the file's precision, over the microbatches, for `sharded_step`."""
         if self.policy is not None:
             loss = mixed_precision(loss, self.policy, self.loss_scale)
         return loss if self.num_microbatches == 1 else accumulate(loss, self.num_microbatches)
@@ -86,20 +86,20 @@ def from_deepspeed_config(
     expert_axis: str = "ep",
     gradient_clipping: float = 1.0,
 ) -> DeepSpeedRecipe:
-    """Reads a DeepSpeed configuration. Every key is accounted for: see `str` of the result.
+    """Reads a DeepSpeed configuration, with an outcome for every key: see `str` of the result.
 
     Args:
-        config: a JSON file, or its contents.
-        ranks: over which the batch is cut, so that batch sizes can be checked.
-        axis: the mesh axes over which ZeRO cuts.
-        secondary_axis: the one of these inside a node, for `zero_hpz_partition_size`.
-        expert_axis: the one of these that cuts the experts, for `expert_parallel`.
-        gradient_clipping: the norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0; older versions did not
-            clip at all, which is 0.
+        config: JSON file, or the contents of the file.
+        ranks: number of ranks that cut the batch, to check the batch sizes.
+        axis: mesh axes over which ZeRO cuts.
+        secondary_axis: axis among these inside a node, for `zero_hpz_partition_size`.
+        expert_axis: axis among these that cuts the experts, for `expert_parallel`.
+        gradient_clipping: norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0. Older versions did not
+            clip, as with 0.
 
     Raises:
-        ValueError: lists every key that is unknown, that would change results and has no counterpart, or whose value is
-            out of place.
+        ValueError: a key is unknown, would change results and has no counterpart, or has a value out of place. Lists
+            every such key.
 
     Example:
         >>> recipe = from_deepspeed_config(
@@ -127,7 +127,7 @@ def from_deepspeed_config(
 
 
 class _Reading:
-    """A configuration while it is read: the outcomes of its keys, and its problems."""
+    """Configuration during the reading: the outcomes of the keys, and the problems."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -154,7 +154,7 @@ class _Reading:
         return otherwise
 
     def batch(self, ranks: int) -> tuple[int, int | None]:
-        """Microbatches of a step, and rows of the global batch."""
+        """Returns the microbatches of a step, and the rows of the global batch."""
         rows, micro, times = (self._read_number(self._config, n, "", None) for n in BATCH)
         given = {n: self._config[n] for n in BATCH if n in self._config}
         self.problems += _undetermined_sizes(given, ranks)
@@ -175,7 +175,7 @@ class _Reading:
         return times, rows
 
     def precision(self) -> tuple[Policy | None, optim.LossScale | None]:
-        """The policy, and with fp16 the loss scale."""
+        """Returns the policy, and with fp16 the loss scale."""
         half, brain = self._find_section("fp16"), self._find_section("bf16")
         for name, section in (("fp16", half), ("bf16", brain)):
             if "enabled" in section:
@@ -224,7 +224,7 @@ class _Reading:
         )
 
     def zero(self, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> Zero:
-        """The stage, and the memories of parameters and optimizer state."""
+        """Returns the stage, and the memories of parameters and optimizer state."""
         had = self._find_section("zero_optimization")
         stage = self._read_number(had, "stage", "zero_optimization.", 0)
         if stage > 3:
@@ -264,7 +264,7 @@ class _Reading:
     def _read_transfers(
         self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype
     ) -> dict[str, Any]:
-        """The options of transfers: thresholds, sizes, codes and prefetch."""
+        """Returns the options of transfers, such as thresholds, sizes, codes and prefetch."""
         at, out, travel = "zero_optimization.", {}, {}
         if "stage" in had:
             self._note_taken(f"{at}stage", stage, f"`Zero(stage={stage})`")
@@ -311,7 +311,7 @@ class _Reading:
     def experts(
         self, ranks: int, axis: str | tuple[str, ...], expert_axis: str
     ) -> tuple[moe.Exchange | None, dict[str, int]]:
-        """The exchange of tokens and experts, and the axes of the mesh."""
+        """Returns the exchange of tokens and experts, and the axes of the mesh."""
         had, first = self._find_section("expert_parallel"), "use_data_before_expert_parallelism"
         size = self._read_number(had, "autoep_size", "expert_parallel.", 1)
         data_outside = not self._config.get(first)
@@ -343,7 +343,7 @@ class _Reading:
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float
     ) -> tuple[optim.GradientTransformation | None, Any]:
-        """The optimizer after the clipping, and its rate."""
+        """Returns the optimizer after the clipping, and the rate."""
         clip = self._read_number(self._config, "gradient_clipping", "", default_clip, (int, float))
         if "gradient_clipping" in self._config:
             self._note_taken("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")
@@ -371,7 +371,7 @@ class _Reading:
 
 
 def _undetermined_sizes(given: Mapping[str, Any], ranks: int) -> list[str]:
-    """The sizes of a batch that are "auto" and do not follow from the others."""
+    """Returns the sizes of a batch that are "auto" and do not follow from other sizes."""
     auto = [name for name in BATCH if given.get(name) == "auto"]
     rows, micro, _ = (name in given and name not in auto for name in BATCH)
     # Microbatches that are not mentioned are 1.

@@ -1,8 +1,9 @@
-"""The files of a job of DeepSpeed's whose model has experts, written by all ranks of a mesh, each a share of them.
+"""Files of a job of DeepSpeed with experts, written by all ranks of a mesh, a share by each rank.
 
-Tensors of experts become files of their own, written by a rank that holds them. All others are mapped files of the
-first rank. When all leaves have arrived, each rank makes some of the job's files: an expert's, or a rank's part of the
-optimizer's states. So no rank has more in memory than one expert's tensor, or one of the job's files.
+Tensors of experts become separate files, written by a rank that holds the tensor. All other tensors are mapped files of
+the first rank. When all leaves have arrived, each rank makes some of the job's files, such as the file of an expert, or
+of a rank's part of the optimizer's states. So a rank has at most one expert's tensor, or one of the job's files, in
+memory.
 """
 
 import pathlib
@@ -22,12 +23,12 @@ from ._ds_records import Counters, Records
 
 
 class ExpertFiles:
-    """Files that get their names when all of them are written.
+    """Files that get their names when all files are written.
 
     Args:
-        place: the checkpoint's directory, which all ranks share.
-        cut: the job's partition.
-        counters: the job's progress.
+        place: directory of the checkpoint, shared by all ranks.
+        cut: partition of the job.
+        counters: progress of the job.
         weights_only: whether states of the optimizer are left out.
     """
 
@@ -48,7 +49,7 @@ class ExpertFiles:
         """Finds the directory. On the other ranks.
 
         Raises:
-            FileNotFoundError: the first rank has made it elsewhere.
+            FileNotFoundError: the first rank has made the directory elsewhere.
         """
         if not self._making.is_dir():
             raise FileNotFoundError(
@@ -57,7 +58,7 @@ class ExpertFiles:
             )
 
     def put(self, part: StatePart, x: Tensor) -> None:
-        """Takes an expert's tensor, on a rank that holds it; any other one, on the first rank."""
+        """Takes an expert's tensor, on a rank with the expert, or any other tensor, on the first rank."""
         if self._cut.experts.has(part.name):
             torch.save(x.detach().cpu().float().contiguous().clone(), self._expert_path(part.kind, part.name))
         else:
@@ -105,7 +106,7 @@ class ExpertFiles:
         return out
 
     def _make_files(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields the names of all files, and functions that make their contents. The first rank alone has buffers."""
+        """Yields the names of all files, and functions that make the contents. Only the first rank has buffers."""
         yield "mp_rank_00_model_states.pt", self._make_model
         named: dict[tuple[int, int], list[str]] = {}
         for name in filter(self._cut.experts.has, self._cut.order):

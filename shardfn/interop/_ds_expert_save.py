@@ -1,4 +1,4 @@
-"""A state with experts as a checkpoint of DeepSpeed's: no expert leaves the ranks that hold it, but for its files."""
+"""Saves a state with experts as a checkpoint of DeepSpeed. Experts go from their ranks directly to files."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
     """Writes the files of a job. Collective.
 
     Args:
-        files: the files.
-        entries: all leaves, in the order of all ranks.
+        files: files of the job.
+        entries: all leaves, in an order equal on all ranks.
         cut: the job's partition.
-        mesh: the leaves'.
+        mesh: mesh of the leaves.
 
     Raises:
         OSError: a file cannot be written, or the ranks do not share the directory.
@@ -44,7 +44,7 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
 
 
 def _put_leaves(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exception | None:
-    """Writes this rank's leaves. After an error it gathers on, as peers wait for that."""
+    """Writes this rank's leaves. After an error the rank gathers on, as peers wait for the gathers."""
     failed: Exception | None = None
     for part, x in leaves:
         try:

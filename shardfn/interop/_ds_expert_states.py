@@ -1,11 +1,11 @@
 """`read_deepspeed_experts`: weights and optimizer states of DeepSpeed's checkpoints of models with experts.
 
-    stage 1, 2   experts are in groups of their own, each cut over the ranks that have the same experts; their names
+    stage 1, 2   experts are in separate groups, each cut over the ranks with the same experts. Names
                  count the experts of one rank
-    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, those of the
+    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, the
                  experts of rank r last
 
-E experts, n ranks among which they lie.
+E experts, n ranks with different experts.
 """
 
 import pathlib
@@ -42,19 +42,19 @@ States = dict[str, dict[str, Tensor]]
 def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint with experts that `engine.save_checkpoint` wrote at ZeRO stage 0, 1 or 2, of any `ep_size`.
 
-    Names and shapes are those of the module on one rank, which has all experts, as from `read_deepspeed_weights`.
-    Parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
-    read expert by expert, for `names` gets its name with an expert's number between the parts.
+    Names and shapes are as in the module on one rank, with all experts, as from `read_deepspeed_weights`. Parameters
+    are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is read expert
+    by expert, for `names` gets the name with an expert's number between the parts.
 
     Args:
-        directory: the one passed to `save_checkpoint`.
-        tag: tag of the checkpoint. Default: the one that `latest` names.
+        directory: directory passed to `save_checkpoint`.
+        tag: tag of the checkpoint. Default: the tag in `latest`.
 
     Raises:
         FileNotFoundError: no such checkpoint, or files of some ranks or experts are missing. The message names all.
-        ValueError: there are no experts, or a file does not fit the others, or has other objects than tensors, or the
-            checkpoint is of several model-parallel ranks or of stage 3, or at stage 0 it is in 16 bits, or its groups
-            do not determine the names of parameters.
+        ValueError: there are no experts, or a file does not fit the other files, or has other objects than tensors, or
+            the checkpoint is of several model-parallel ranks or of stage 3, or of stage 0 in 16 bits, or the groups do
+            not determine the names of parameters.
     """
     weights = read_deepspeed_weights(directory, tag)
     place = place_of(pathlib.Path(directory), tag)
@@ -66,7 +66,7 @@ def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedS
 
 
 def _read_partitions(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
-    """Stages 1 and 2."""
+    """Reads the states of stages 1 and 2."""
     del weights
     optims = optims_of(place)
     if "fp32_flat_groups" in optims[0]:
@@ -90,7 +90,7 @@ def _read_partitions(place: pathlib.Path, model: Mapping[str, Any], weights: Dee
 
 
 def _expert_groups(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]]:
-    """Returns the ranks that have the same experts, by the rank among the experts."""
+    """Returns the ranks with the same experts, by the rank among the experts."""
     n = ranks // count
     if (model.get("ds_config") or {}).get("use_data_before_expert_parallelism"):
         return [[e * count + i for i in range(count)] for e in range(n)]
@@ -98,7 +98,7 @@ def _expert_groups(model: Mapping[str, Any], ranks: int, count: int) -> list[lis
 
 
 def _numbers_of_one_rank(names: Iterable[str]) -> dict[str, int]:
-    """Returns the number of experts that a rank has in each layer, whose experts may be in several groups."""
+    """Returns the number of a rank's experts in each layer, also with experts in several groups."""
     numbers: dict[str, int] = {}
     for found in filter(None, map(_LOCAL.fullmatch, names)):
         numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
@@ -106,7 +106,7 @@ def _numbers_of_one_rank(names: Iterable[str]) -> dict[str, int]:
 
 
 def _join_ranks(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tensors by the names of one rank with all experts, from those of each rank by its own."""
+    """Joins the tensors of all ranks under the names of a single rank with all experts."""
     out: dict[str, Tensor] = {}
     for e, own in enumerate(by_rank):
         for name, x in own.items():
@@ -117,7 +117,7 @@ def _join_ranks(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, i
 
 
 def _read_stage_zero(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
-    """Stage 0 in float32: torch's own state of an optimizer, where parameters have numbers."""
+    """Reads stage 0 in float32: torch's state of an optimizer, where parameters have numbers."""
     files = {int(m[1]): path for path in place.iterdir() if (m := _RANK.fullmatch(path.name))}
     missing = sorted(set(range(max([0, *files]) + 1)) - set(files))
     if missing:
@@ -142,7 +142,7 @@ def _read_stage_zero(place: pathlib.Path, model: Mapping[str, Any], weights: Dee
 def _param_numbers(
     path: pathlib.Path, optim: Mapping[str, Any], weights: DeepSpeedState, rank: int, n: int
 ) -> dict[str, int]:
-    """Returns the numbers of the parameters that an experts' rank has: dense ones first, as the module has them."""
+    """Returns the numbers of an experts' rank's parameters: dense parameters first, in the module's order."""
     experts = [name for name in weights.params if NATIVE.search(name)]
     dense = [name for name in weights.params if not NATIVE.search(name)]
     plain, moe = ([x["params"] for x in optim["param_groups"] if bool(x.get("moe")) == on] for on in (False, True))
@@ -176,7 +176,10 @@ def _state_shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _check_masters(
     place: pathlib.Path, params: Mapping[str, Tensor], weights: Mapping[str, Tensor], model: Mapping[str, Any]
 ) -> None:
-    """Compares the weights in files of experts with the masters, rounded. The module's own are compared elsewhere."""
+    """Compares the weights in files of experts with the masters, rounded.
+
+    The module's weights are compared elsewhere.
+    """
     # A buffer, or a router, may be in another dtype than experts.
     dtypes = {x.dtype for x in model["module"].values() if isinstance(x, Tensor) and x.is_floating_point()}
     odd = [

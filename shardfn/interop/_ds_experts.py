@@ -27,19 +27,19 @@ Experts = dict[tuple[int, int], pathlib.Path]
 
 
 def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedState:
-    """Reads the weights of a checkpoint with experts, native ones of DeepSpeed or those of AutoEP, of any `ep_size`.
+    """Reads the weights of a checkpoint with experts, DeepSpeed's native or AutoEP's, of any `ep_size`.
 
-    Names and shapes are those of the module on one rank, which has all experts. Weights are those of the module, in its
-    dtype, converted to float32: the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts`
-    reads the masters and moments as well, and `read_deepspeed` where there are no experts.
+    Names and shapes are as in the module on one rank, with all experts. Weights are the module's, converted to float32:
+    the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts` reads the masters and moments
+    as well, and `read_deepspeed` where there are no experts.
 
     Args:
-        directory: the one passed to `save_checkpoint`.
-        tag: tag of the checkpoint. Default: the one that `latest` names.
+        directory: directory passed to `save_checkpoint`.
+        tag: tag of the checkpoint. Default: the tag in `latest`.
 
     Raises:
         FileNotFoundError: no such checkpoint, or experts without a file. The message names all.
-        ValueError: there are no experts, or a file does not fit the others, has other objects than tensors, or is one
+        ValueError: there are no experts, or a file does not fit the other files, has other objects than tensors, or is
             of several model-parallel ranks, or experts are in the optimizer's states, where AutoEP has them at stage 3.
 
     Example:
@@ -98,7 +98,7 @@ def _why_none(place: pathlib.Path, model: Mapping[str, Any]) -> str:
 
 
 def _check_numbers(place: pathlib.Path, files: Experts, numbers: Any) -> None:
-    """Compares the files with the number of experts of each layer; older ones lack it, and the highest one counts."""
+    """Compares the files with the number of experts of each layer. In older files the highest number counts."""
     layers = sorted({layer for layer, _ in files})
     if not numbers:
         numbers = [1 + max((e for at, e in files if at == layer), default=0) for layer in range(layers[-1] + 1)]

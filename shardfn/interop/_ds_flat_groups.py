@@ -1,4 +1,4 @@
-"""The flat tensors of a job of DeepSpeed's: the order of parameters in them, and the ranks among which they are cut."""
+"""Flat tensors of a job of DeepSpeed: the order of parameters inside, and the ranks that cut each tensor."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ class FlatGroup(NamedTuple):
     """Parameters that lie in one flat tensor on each rank.
 
     Attributes:
-        owner: the index of their group in the optimizer.
-        shapes: by name, in the order in which they lie.
-        starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: unused elements after each.
-        used: elements of the whole group, paddings between parameters included.
-        size: elements of a rank's part.
-        ranks: the number of parts.
-        experts: whether its parameters are those of the experts of one rank, by their names there.
+        owner: index of the group in the optimizer.
+        shapes: shapes by name, in the order of the elements.
+        starts: start of each parameter: below stage 3 in the whole group, else in each rank's part.
+        paddings: numbers of unused elements after each parameter.
+        used: number of elements of the whole group, paddings between parameters included.
+        size: number of elements of a rank's part.
+        ranks: number of parts.
+        experts: whether the parameters belong to the experts of one rank, by local names.
     """
 
     owner: int
@@ -46,10 +46,10 @@ def flat_groups(
     """Yields the flat groups of a job.
 
     Args:
-        groups: groups of the optimizer, and whether they are of experts.
+        groups: groups of the optimizer, and whether each is of experts.
         shapes: shapes of all parameters.
-        zero: the configuration of ZeRO.
-        sharing: the number of ranks that share the batch, and of those that have the same experts.
+        zero: configuration of ZeRO.
+        sharing: number of ranks that share the batch, and number of ranks with the same experts.
         dtype: dtype of the module's weights.
     """
     stage = zero.get("stage", 0)
@@ -67,7 +67,7 @@ def flat_groups(
 
 
 def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
-    """At stage 3 a group ends with the parameter whose piece brings a rank's part to this many elements."""
+    """Yields the groups of stage 3: a group ends when a rank's part reaches this many elements."""
     some: list[str] = []
     held = 0
     for name in names:
@@ -96,7 +96,7 @@ def _place_row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int
     for name, shape in shapes.items():
         starts[name] = at
         at += shape.numel()
-        # After the last one the group is padded for all ranks.
+        # After the last parameter the group is padded for all ranks.
         paddings.append(-at % align if len(starts) < len(shapes) else 0)
         at += paddings[-1]
     return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2, ranks)

@@ -1,4 +1,4 @@
-"""The flat groups of a job of DeepSpeed's, and its weights, in mapped files that leaves fill one after another.
+"""Flat groups of a job of DeepSpeed, and weights, in mapped files that leaves fill one after another.
 
 So one leaf, and one rank's part of a group, are in memory at a time.
 """
@@ -16,14 +16,14 @@ from ._ds_parts import StatePart
 
 
 class Flats:
-    """Flat groups, and weights in the dtype of the module, that one rank fills. Those of experts are not among them.
+    """Flat groups, and weights in the dtype of the module, filled by one rank. Experts are elsewhere.
 
     Args:
         directory: directory of the files.
-        cut: the job's partition.
+        cut: partition of the job.
 
     Attributes:
-        weights: weights by name; at stage 3 frozen ones alone.
+        weights: weights by name. At stage 3 only frozen weights.
         buffers: buffers by name.
     """
 
@@ -55,7 +55,7 @@ class Flats:
             self.weights[name] = x.view(shape)
 
     def close(self) -> None:
-        """Frees the files, which take space on the disk while they are mapped."""
+        """Frees the files, which take space on the disk while mapped."""
         self._flats, self.weights = {}, {}
 
     def put(self, name: StatePart, x: Tensor) -> None:
@@ -74,7 +74,7 @@ class Flats:
             part[cut.at : cut.at + cut.stop - cut.start] = flat[cut.start : cut.stop]
 
     def part(self, kind: str, number: int, rank: int) -> Tensor:
-        """Returns a rank's part of a group, counted among the ranks that share it."""
+        """Returns a rank's part of a group. The rank is counted among the ranks that share the group."""
         return self._flats[kind, number][rank].clone()
 
     def _list_groups(self) -> Iterator[tuple[str, int, FlatGroup]]:

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's while it is written: a directory that is renamed when it is complete."""
+"""A checkpoint of DeepSpeed during the writing: a directory that is renamed when complete."""
 
 import pathlib
 import shutil
@@ -17,7 +17,7 @@ def making_of(place: pathlib.Path) -> pathlib.Path:
 
 
 def give_name(place: pathlib.Path, newest: str) -> None:
-    """Gives a complete checkpoint its name, and names it in the file `newest` beside it."""
+    """Gives a complete checkpoint its name, and writes the name to the file `newest` next to the checkpoint."""
     making_of(place).rename(place)
     made = place.with_name(newest + ".tmp")
     made.write_text(place.name)
@@ -25,11 +25,11 @@ def give_name(place: pathlib.Path, newest: str) -> None:
 
 
 class FilesInTheMaking(ABC):
-    """Files of a checkpoint that get its name only when all of them are written. An error leaves nothing behind.
+    """Files of a checkpoint that get the final name only when all are written. An error leaves nothing behind.
 
     Args:
-        place: the checkpoint's directory.
-        newest: the file beside it that names the newest checkpoint.
+        place: directory of the checkpoint.
+        newest: file next to the directory with the name of the newest checkpoint.
     """
 
     def __init__(self, place: pathlib.Path, newest: str) -> None:

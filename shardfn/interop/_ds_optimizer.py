@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers, by their names in its configuration."""
+"""DeepSpeed's optimizers, by the names in the configuration."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,9 +43,9 @@ def optimizer_of(
     """Returns an optimizer as a function of its rate, the rate in the file, and the problems found.
 
     Args:
-        kind: name, in any case.
-        params: arguments.
-        axis: axis of the ranks among which signs travel.
+        kind: name of the optimizer, in any case.
+        params: arguments of the optimizer.
+        axis: axis of the ranks that exchange signs.
     """
     name = kind.lower()
     known = OPTIMIZERS.get(name)

@@ -1,4 +1,4 @@
-"""The contents of the files of each rank of a job of DeepSpeed's."""
+"""Contents of the files of each rank of a job of DeepSpeed."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,11 @@ VERSION = "0.19.8"
 
 
 class Counters:
-    """The progress of a job.
+    """Progress of a job.
 
     Args:
-        updates: updates of the parameters.
-        scale: the state of the loss scale; `()` without one.
+        updates: number of updates of the parameters.
+        scale: state of the loss scale, `()` without a loss scale.
     """
 
     def __init__(self, updates: int, scale: Any) -> None:
@@ -34,12 +34,12 @@ Parts = Callable[[str, int, int], Tensor]
 
 
 class Records:
-    """The contents of files.
+    """Contents of files.
 
     Args:
-        cut: the job's partition.
-        counters: the job's progress.
-        part: a rank's part of a flat group.
+        cut: partition of the job.
+        counters: progress of the job.
+        part: function to a rank's part of a flat group.
     """
 
     def __init__(self, cut: Partition, counters: Counters, part: Parts) -> None:
@@ -51,7 +51,7 @@ class Records:
         return {"optimizer_state_dict": inner, "ds_config": self._cut.config, "ds_version": VERSION}
 
     def numbered(self, rank: int) -> dict[str, Any]:
-        """Returns the state of torch's optimizer at stage 0 on an experts' rank, by the numbers of its parameters."""
+        """Returns the state of torch's optimizer at stage 0 on an experts' rank, by number of parameter."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: list[dict[str, Any]] = []
         of = self._cut.experts.first(rank, self._cut.ranks)
@@ -95,7 +95,7 @@ class Records:
         }
 
     def _optimizer_states(self, rank: int) -> dict[str, Any]:
-        """Returns the state of the optimizer over a rank's parts, as torch's optimizers save theirs."""
+        """Returns the state of the optimizer over a rank's parts, in the form of torch's optimizers."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._cut.groups):
@@ -107,7 +107,7 @@ class Records:
         if "exp_avg" not in own:
             return own
         updates = self._counters.updates
-        # A tensor for each: those that are one in the file are one in the job, which counts in each.
+        # A separate tensor for each: tensors shared in the file are shared in the job, which counts in each.
         return {"step": torch.tensor(float(updates)) if self._cut.torch_steps else updates} | own
 
     def _stage_one_file(self, rank: int) -> dict[str, Any]:
@@ -142,16 +142,16 @@ class Records:
         }
 
     def model(self, rank: int, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns a rank's file of the module; below stage 3 one for all.
+        """Returns a rank's file of the module. Below stage 3 there is a single file.
 
         Args:
-            rank: the rank.
-            weights: weights by name; at stage 3 frozen ones alone.
+            rank: number of the rank.
+            weights: weights by name. At stage 3 only frozen weights.
             kept: buffers, by name.
         """
         cut, third, experts = self._cut, self._cut.stage == 3, self._cut.experts
         trained = cut.trained()
-        # Experts have files of their own; frozen ones are here besides, those of the first experts' rank.
+        # Experts have separate files. Frozen experts of the first experts' rank are also here.
         frozen = OrderedDict(
             (n, _file_shape(s, experts)) for n, s in cut.shapes.items() if n not in trained and n in weights
         )
@@ -203,5 +203,5 @@ class Records:
 
 
 def _file_shape(shape: torch.Size, experts: Experts) -> tuple[int, ...]:
-    """Returns a shape as DeepSpeed writes it, whose files of models with experts have tuples."""
+    """Returns a shape in DeepSpeed's form: files of models with experts have tuples."""
     return tuple(shape) if experts.numbers else shape

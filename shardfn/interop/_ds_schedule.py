@@ -1,7 +1,7 @@
-"""DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next one.
+"""DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next update.
 
 DeepSpeed sets the rate after each update, counting from 0, and once before the first. So a scheduler's iteration `k`
-gives the rate of update `k + 1`, and the first update has a rate of its own.
+gives the rate of update `k + 1`, and the first update has a separate rate.
 """
 
 import math
@@ -39,9 +39,9 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
     """Returns a scheduler's schedule, and the problems with its arguments.
 
     Args:
-        kind: name.
-        params: arguments.
-        lr: the optimizer's rate, which some start from.
+        kind: name of the scheduler.
+        params: arguments of the scheduler.
+        lr: rate of the optimizer, from which some schedulers start.
     """
     known = SCHEDULERS.get(kind)
     if known is None:
@@ -65,7 +65,7 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
 
 
 def _read_warmup(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Returns the length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
+    """Returns the length of a warm-up, and the fraction of the full rate by iteration."""
     steps = max(2, had["warmup_num_steps"])
     if had["warmup_type"] == "linear":
         return steps, lambda k: k / steps

@@ -18,19 +18,19 @@ _KINDS = (AverageParamsState, LookaheadState, ScheduleFreeState)
 
 @torch.no_grad()
 def eval_state(state: TrainState) -> TrainState:
-    """Returns the state to evaluate, export or save, whose parameters are those that the optimizer averages.
+    """Returns the state to evaluate, export or save, with the parameters averaged by the optimizer.
 
-    They are the average of `optim.average_params`, the slow parameters of `optim.lookahead`, and the average x of
-    `optim.schedule_free`. Leaves that they do not train are the state's own. The parameters have the layout, memory and
-    dtype of the state's. With master copies, `export` and `to_module` write the averages unrounded. It has no other
-    optimizer state, so that it cannot be trained. Collective.
+    For example the average of `optim.average_params`, the slow parameters of `optim.lookahead`, or the average x of
+    `optim.schedule_free`. Leaves without an average are the state's. Parameters have the layout, memory and dtype of
+    the state's parameters. With master copies, `export` and `to_module` write the averages unrounded. The result has no
+    other optimizer state, and cannot be trained. Collective.
 
     Args:
-        state: the state that a step returned.
+        state: state that a step returned.
 
     Returns:
-        A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. It may share leaves with
-        `state`: use it before the next step consumes that.
+        A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. The result may share
+        leaves with `state`: use the result before the next step consumes `state`.
 
     Raises:
         ValueError: the optimizer averages no parameters.
@@ -73,7 +73,7 @@ def _leaves_by_path(tree: PyTree) -> dict[Any, Any]:
 
 
 def _evaluated_params(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
-    """By path, the parameters to evaluate, from the state of an averaging rule."""
+    """Returns the parameters to evaluate by path, from the state of an averaging rule."""
     if isinstance(node, AverageParamsState):
         return _leaves_by_path(node.average)
     if isinstance(node, LookaheadState):

@@ -1,4 +1,4 @@
-"""`config.json` of transformers as a `gpt.Config`, and back; refuses all settings that the GPT cannot compute."""
+"""Converts `config.json` of transformers to a `gpt.Config`, and back. Other computations are refused."""
 
 import json
 import os
@@ -25,10 +25,10 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
-    """Returns the `Config` whose GPT computes the same as the model of this `config.json`.
+    """Returns a `Config` with the computation of the model of this `config.json`.
 
     Args:
-        told: the contents of `config.json`; missing values are the defaults of transformers.
+        told: contents of `config.json`. Missing values are the defaults of transformers.
         **changes: other fields of the result, such as `stacked=True`.
 
     Raises:
@@ -56,8 +56,8 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     """Returns the contents of `config.json` for this model, for transformers.
 
     Args:
-        config: the shape.
-        model_type: one of "gpt2", "llama", "mistral", "qwen2" and "bloom". Default: the one that fits.
+        config: config of the model.
+        model_type: "gpt2", "llama", "mistral", "qwen2" or "bloom". Default: the type that fits.
 
     Raises:
         ValueError: transformers has no such model, or not of that type. The message has the fields that differ.
@@ -71,7 +71,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
         raise ValueError(f"model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
     common = {"model_type": kind, "architectures": [_CLASSES.get(kind, f"{kind.capitalize()}ForCausalLM")]}
     told = common | {"gpt2": _write_gpt2, "bloom": _write_bloom}.get(kind, _write_llama)(config)
-    # Reading it back must give the config that is written: no list of exceptions to keep up to date.
+    # Reading back must give the written config: no list of exceptions to keep up to date.
     back = gpt_config(told, **{name: getattr(config, name) for name in _OURS})
     wrong = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
@@ -82,7 +82,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     return told
 
 
-# Fields that determine the computed values, and those that choose only the way to compute them.
+# Fields that determine the computed values, and fields that choose only the way to compute.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Fields = tuple[dict[str, Any], list[str]]

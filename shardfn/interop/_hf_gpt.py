@@ -20,25 +20,25 @@ from ._layouts import Row, empty_for, rows
 
 Slices = tuple[slice, ...]
 
-# Entries of older files: buffers, which have no information, and heads that are the embedding.
+# Entries of older files: buffers without information, and heads equal to the embedding.
 _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
 def gpt_from_hf(
     directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
-    """Returns a model of transformers as a `Config` and parameters that are read when they are used.
+    """Returns a model of transformers as a `Config` and parameters that are read at their use.
 
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
     Args:
-        directory: has `config.json`, and `model.safetensors` or several files with an index.
-        dtype: the dtype to convert to. Default: that of the files, which must then have only one.
+        directory: directory with `config.json`, and `model.safetensors` or several files with an index.
+        dtype: dtype to convert to. Default: the dtype of the files, which must then be a single dtype.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
-        The config, and a tree as of `gpt.init(config, key)`. A use other than by `step.init` reads the whole leaf:
+        The config, and a tree as of `gpt.init(config, key)`. Any use except by `step.init` reads the whole leaf:
         `tree_map(lambda x: x.full(), params)` on one device.
 
     Raises:
@@ -92,17 +92,18 @@ def gpt_to_hf(
     of the leaves.
 
     Args:
-        directory: where to; made if missing.
-        config: the shape.
+        directory: directory for the files, made if missing.
+        config: config of the model.
         params: parameters as of `gpt.init(config, key)`, sharded or not.
-        model_type: model type of transformers. Default: the one that fits.
-        dtype: the dtype to convert to. Default: that of the leaves.
-        file_bytes: the size after which another file begins. Several files have an index.
+        model_type: model type of transformers. Default: the type that fits.
+        dtype: dtype to convert to. Default: the dtype of the leaves.
+        file_bytes: size in bytes after which another file begins. Several files have an index.
 
     Raises:
         ValueError: transformers has no such model, leaves do not fit the config, or weights are not finite. The message
             lists all.
-        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
+        OSError: the first rank could not write. No files are left. The other ranks raise a `RankError` with the
+            message.
 
     Example:
         >>> import tempfile
@@ -138,7 +139,7 @@ def gpt_to_hf(
 def _yield_tensors(
     config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
 ) -> None:
-    """Yields one tensor of the file after another, and gathers the leaves for it."""
+    """Passes the tensors of the file to `put` one after another, and gathers the leaves for each."""
     per_block = len(group[0].path) == 2
     for i in range(config.num_layers if per_block else 1):
         target = None
@@ -159,7 +160,7 @@ def _group_rows(table: list[Row]) -> list[list[Row]]:
 
 
 def _leaf_shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
-    """Returns the leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
+    """Returns the leaf's shape: with heads and features as one dim, or two with `config.per_head`."""
     return row.base if config.per_head or row.heads is None else _merge_heads(row.base, row.heads)
 
 
@@ -168,12 +169,12 @@ def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
 
 
 def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
-    """Returns the part `slices` of a leaf, and reads the box of the tensor that has it."""
+    """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
     at = row.heads if len(shape) < len(row.base) else None
     inner = box
-    if at is not None:  # the heads that these features belong to
+    if at is not None:  # the heads of these features
         K, (lo, hi) = row.base[at + 1], box[at]
         heads = lo // K, max(-(-hi // K), lo // K)
         inner = [*box[:at], heads, (0, K), *box[at + 1 :]]
@@ -192,7 +193,7 @@ def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], s
 
 
 def _stack_layers(layers: list[Draw]) -> Draw:
-    """Returns the layers' leaves as one. A block of it is filled layer by layer."""
+    """Returns the layers' leaves as a single leaf. A block is filled layer by layer."""
     like = layers[0]
 
     def read_block(slices: Slices) -> Tensor:
@@ -237,7 +238,7 @@ def _check_names(
 
 
 def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """Returns the leaf of a row: a list of layers' leaves if they are not stacked, or None if it is missing."""
+    """Returns the leaf of a row, a list of layers' leaves without a stack, or None if missing."""
     if len(row.path) == 1:
         return params.get(row.path[0])
     blocks, name = params.get("blocks"), row.path[1]

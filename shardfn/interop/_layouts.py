@@ -1,6 +1,6 @@
-"""The layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
+"""Layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
 
-One row a leaf, which reads both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
+One row for each leaf, read both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
 the order `order`, has the elements of the leaf in row-major order.
 
 D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
@@ -16,17 +16,17 @@ from shardfn.models import gpt
 
 
 class Row(NamedTuple):
-    """The place of one leaf in a file.
+    """Place of one leaf in a file.
 
     Attributes:
-        path: path of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
+        path: path of the leaf, for example ("embed",), or ("blocks", "wq") for a leaf of every block.
         name: name of the tensor, with "{}" for the number of the block.
-        view: dims that the tensor is seen with.
-        pick: a dim of `view` and the index in it, if the tensor has several leaves.
-        order: the dims that are left, in the order of the leaf's.
+        view: dims of the tensor's view.
+        pick: dim of `view` and index along the dim, if the tensor has several leaves.
+        order: remaining dims, in the order of the leaf.
         shape: shape of the tensor itself.
-        heads: the dim of the leaf that counts heads. The next one is their features, and both may be one dim, or None
-            without heads.
+        heads: dim of the leaf that counts heads. The next dim has the features, and both may be one dim. None without
+            heads.
     """
 
     path: tuple[str, ...]
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def base(self) -> tuple[int, ...]:
-        """Returns the dims after picking and ordering; the leaf's own, except that its first two may be one."""
+        """Returns the dims after picking and ordering: the leaf's, except that the first two may be joined."""
         kept = [n for d, n in enumerate(self.view) if self.pick is None or d != self.pick[0]]
         return tuple(kept[d] for d in self.order)
 
@@ -70,7 +70,7 @@ def _plain_row(path: tuple[str, ...], name: str, *view: int) -> Row:
 def _transposed_row(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
     """Returns the row of a weight that is stored as [in, out].
 
-    The first `into` dims of `view` are those of the input.
+    The first `into` dims of `view` belong to the input.
     """
     shape = math.prod(view[:into]), math.prod(view[into:])
     order = (*range(into, len(view)), *range(into))

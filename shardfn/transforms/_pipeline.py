@@ -28,7 +28,7 @@ def pipeline(
     the mean, as `accumulate` does. In a step on a mesh that has `axis`, each rank along `axis` stores and runs some of
     the layers, in the order of a schedule. Activations and gradients go from rank to rank. The layers' leaves must be
     stacked along dim 0, with specs `P(axis)`. No other leaf has `axis` in the spec. The axis need not divide the number
-    of layers: for example 7 layers on 3 ranks are 3, 2 and 2 layers.
+    of layers: for example 7 layers on 3 ranks are 3, 3 and 1.
 
     All ranks along `axis` get the same rows. Only the first rank runs `first`, and only the last rank runs `last`. The
     gradient of a leaf that several stages use, such as tied embeddings, is summed over the stages once. ZeRO cuts
