@@ -1,4 +1,4 @@
-"""Advice on a run, in words. Each piece of advice is a plan with one setting changed, and comes with its figures."""
+"""Advice on a run, in words. Each piece of advice is a plan with one changed setting, and has figures."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from ._states import Setup
 from ._units import of_limit
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
-# Below this part of the best one found a plan is not worth a larger batch; above it the smallest batch is taken.
+# Below this part of the best plan a plan is not worth a larger batch. Above, the smallest batch is taken.
 _NEAR = 0.9
 
 
 def advice(made: JobPlan) -> tuple[str, ...]:
-    """Changes that make a run fit, or make it faster by at least a tenth, empty without any."""
+    """Returns changes by which a run fits, or is faster by at least a tenth, empty without any."""
     return _suggest_fit(made) if not made.fits else _suggest_speed(made)
 
 
@@ -30,7 +30,7 @@ def _suggest_fit(made: JobPlan) -> tuple[str, ...]:
 
 
 def _smaller_setups(s: Setup) -> Iterator[tuple[list[str], Setup]]:
-    """Settings that take less memory, the cheapest change first."""
+    """Yields settings that take less memory, the cheapest change first."""
     for stage in range(s.zero.stage, 4):
         for k in dict.fromkeys((s.accumulate, s.batch)):
             for remat in (s.remat,) if s.remat else (False, True):
@@ -48,7 +48,7 @@ def _suggest_speed(made: JobPlan) -> tuple[str, ...]:
         return ()
     found = []
     for factor in _FACTORS:
-        # Larger microbatches first: transfers of stage 3 are made anew for each one.
+        # Larger microbatches first: transfers of stage 3 are made again for each microbatch.
         for k in (s.accumulate, s.accumulate * factor):
             p = plan(dataclasses.replace(s, batch=s.batch * factor, accumulate=k))
             if p.fits:

@@ -32,7 +32,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Runs it, and prints the result.
+    """Runs the benchmark, and prints the result.
 
     Returns:
         The exit status: 1 if a request fails.
@@ -67,7 +67,7 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
     """Returns the percentiles of delays, and the rate of tokens.
 
     Args:
-        found: the answers.
+        found: delays of the answers.
         seconds: seconds of the whole run.
     """
     good = [one for one in found if not one.error]
@@ -109,7 +109,7 @@ def table(made: dict[str, Any]) -> str:
 
 
 def _find_percentile(values: Sequence[float], part: int) -> float:
-    """Returns the least value that is not below this part of them, or 0 without any."""
+    """Returns the least value that is not below this part of the values, or 0 without values."""
     return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 

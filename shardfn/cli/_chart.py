@@ -1,4 +1,4 @@
-"""A picture of plans, with one bar per plan: memory by kind beside the limit, and the step's time by part."""
+"""A picture of plans, with one bar per plan: memory by kind next to the limit, and the step's time by part."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 
 
 def write_chart(plans: Sequence[JobPlan], path: str) -> None:
-    """Draws the plans to a file; the file's ending determines the format.
+    """Draws the plans to a file, with the format by the file's ending.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be a picture.

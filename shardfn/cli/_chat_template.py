@@ -35,7 +35,7 @@ def template(source: str) -> Callable[[list[dict[str, str]]], str]:
         try:
             given = {"messages": messages, "add_generation_prompt": True, "raise_exception": refuse_messages}
             return rendered(lambda: made.render(given))
-        except Exception as error:  # a template is a program, which may divide by zero
+        except Exception as error:  # a template is a program and may, for example, divide by zero
             raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
 
     return render_chat

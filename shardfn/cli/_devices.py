@@ -1,4 +1,4 @@
-"""The machine of an estimate: a known device, with the memory that is here where the device is here."""
+"""The machine of an estimate: a known device, with the local memory where the device is local."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ _NAMES = {"v100": "v100-32", "h200": "h200", "h100": "h100", "b200": "b200", "40
 
 
 def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
-    """Returns the cluster of a device by its name; processes on a CPU share the memory of this machine.
+    """Returns the cluster of a device by name. Processes on a CPU share the memory of this machine.
 
     Args:
         name: name of the device, as `DEVICES` lists it.
@@ -26,7 +26,7 @@ def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
 
 
 def local_cluster(shape: Mapping[str, int]) -> Cluster:
-    """Returns the cluster of the device that is here, with its memory. A GPU that is not known computes as an A100.
+    """Returns the cluster of the local device, with the memory. An unknown GPU computes as an A100.
 
     Args:
         shape: sizes of the mesh's axes.

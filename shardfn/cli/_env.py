@@ -1,4 +1,4 @@
-"""`shardfn env`: the libraries and devices that shardfn uses, found or missing, and the features lost without them."""
+"""`shardfn env`: the used libraries and devices, found or missing, and the features lost without them."""
 
 import importlib.metadata
 import os
@@ -36,12 +36,12 @@ _PROBE = 'extern "C" int answer() { return 42; }\n'
 
 
 class Fact(NamedTuple):
-    """A line of `shardfn env`.
+    """Line of `shardfn env`.
 
     Attributes:
-        what: the name of the library or device.
+        what: name of the library or device.
         found: version or description.
-        lacks: the features that do not work without it, empty if it was found.
+        lacks: features that do not work without the library or device, empty if found.
     """
 
     what: str
@@ -50,12 +50,12 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """Looks at this machine. Builds a line of C++ to see whether that works, and starts no process group."""
+    """Looks at this machine. Builds a line of C++ as a check, and starts no process group."""
     return [*_list_software(), *_list_hardware(), *_list_transports()]
 
 
 def env_text() -> str:
-    """Returns the facts as text; those that lack something come last."""
+    """Returns the facts as text, with missing parts last."""
     rows = facts()
     width = max(len(x.what) for x in rows)
     lines = [f"{x.what:<{width}}  {x.found}" for x in rows]

@@ -30,7 +30,7 @@ from ._states import Setup
 
 
 def estimate(job: FinetuneJob) -> str:
-    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why it cannot be made."""
+    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why there is none."""
     dp = job.shape["dp"]
     try:
         config = parse_model(job.model)
@@ -56,7 +56,7 @@ def estimate(job: FinetuneJob) -> str:
 
 
 def finetune(job: FinetuneJob) -> int:
-    """Prints the estimate, and runs a job, or goes on with it from its last checkpoint.
+    """Prints the estimate, and runs a job, or resumes the job from the last checkpoint.
 
     Returns:
         The exit status.
@@ -136,7 +136,10 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
 
 
 def _make_schedule(job: FinetuneJob) -> Schedule:
-    """Returns the learning rate: a warmup of a tenth of the steps, then a cosine. One step has the whole rate."""
+    """Returns the learning rate.
+
+    A warmup of a tenth of the steps, then a cosine. A run of a single step has the whole rate.
+    """
     if job.steps == 1:
         return constant_schedule(job.lr)
     return warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
@@ -187,7 +190,7 @@ def _move_cursor(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> Non
     """Moves the cursor to the position of a checkpoint.
 
     Raises:
-        ValueError: the data is another one.
+        ValueError: the data has changed.
     """
     try:
         cursor.at(at)
@@ -218,7 +221,7 @@ def _saved_part(state: TrainState, lora: LoRA | None) -> TrainState:
 def _restore_state(
     checkpoints: Manager, state: TrainState, lora: LoRA | None, step: int | None = None
 ) -> tuple[TrainState, Any]:
-    """Returns a checkpoint's state, in the memory of the given one, and its position; by default of the newest."""
+    """Returns a checkpoint's state, in the memory of the given state, and the position. Default: the newest."""
     restored = checkpoints.restore(_saved_part(state, lora), step=step)
     tree = restored.tree if lora is None else with_base(restored.tree, state.params["base"])
     return tree, restored.user
@@ -250,10 +253,10 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
 
 
 def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
-    """Returns the parameters of MODEL with the adapters added, each deferred until it is written.
+    """Returns the parameters of MODEL with the adapters added, each deferred until the writing.
 
-    They are read from MODEL's files, since the step may have rounded them. Leaves in codes are those of the step,
-    beside which the adapters were trained.
+    Parameters are read from MODEL's files, since the step may have rounded them. Leaves in codes come from the step, as
+    the adapters were trained with these codes.
     """
     lora = made.lora
     assert lora is not None

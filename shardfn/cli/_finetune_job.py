@@ -47,7 +47,7 @@ _HELP = {
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneJob:
-    """The settings of a run; `shardfn finetune --help` describes them."""
+    """Settings of a run. See `shardfn finetune --help`."""
 
     model: str
     train: str
@@ -77,7 +77,7 @@ class FinetuneJob:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Returns the sizes of the axes, with that of `-1` filled in."""
+        """Returns the sizes of the axes, with `-1` filled in."""
         given = dict(_parse_sizes(self.mesh))
         known = 1
         for size in given.values():
@@ -85,7 +85,7 @@ class FinetuneJob:
         return {axis: _world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
 
 
-# They change no number of the run, so that a run that goes on may change them.
+# These settings change no number of the run, and a resumed run may change them.
 _FREE = ("out", "merge", "cluster", "mesh", "every", "validation", "dtype", "log_every", "max_nonfinite")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -99,7 +99,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
     for field in dataclasses.fields(FinetuneJob)[2:]:
         name, text = f"--{field.name.replace('_', '-')}", f"{_HELP[field.name]} (default {field.default!r})"
-        # Suppressed: only options that are given are there, so that they go before those of the file.
+        # Suppressed: only given options are present, and go before options of the file.
         if field.type is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -112,7 +112,7 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
 
     Raises:
         ValueError: lists every error, each with its remedy.
-        FileNotFoundError: there is no such file of options.
+        FileNotFoundError: the file of options is missing.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -251,7 +251,7 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """Returns the settings that a run which goes on may not change."""
+    """Returns the settings that a resumed run must not change."""
     return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
 
 

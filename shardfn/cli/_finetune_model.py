@@ -1,4 +1,4 @@
-"""The model of `shardfn finetune`: made without weights, with its loss, its first parameters and its specs."""
+"""The model of `shardfn finetune`: made without weights, with the loss, first parameters and specs."""
 
 import pathlib
 import re
@@ -16,14 +16,14 @@ from ._finetune_job import FinetuneJob
 
 
 class Trained(NamedTuple):
-    """A model, made without weights, with the functions and leaves that a step needs.
+    """Model, made without weights, with the functions and leaves for a step.
 
     Attributes:
-        module: the model.
+        module: module of the model.
         loss: `loss(params, batch)`.
-        params: the first parameters, deferred.
-        specs: specs.
-        lora: the adapters, or None where all weights are trained.
+        params: first parameters, deferred.
+        specs: specs of the parameters.
+        lora: adapters, or None where all weights are trained.
     """
 
     module: Any
@@ -34,7 +34,7 @@ class Trained(NamedTuple):
 
 
 def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
-    """Makes the model of a job. Its weights are read when the step is initialised.
+    """Makes the model of a job. The weights are read when the step is initialised.
 
     Raises:
         ValueError: the files do not fit the model, or adapters cannot be made. The message lists all.
@@ -61,7 +61,7 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
         )
         if codes:
             specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
-        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
+        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters next to cut leaves are used
     whole = batch_loss if lora is None else lora.adapt(batch_loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
@@ -76,10 +76,10 @@ def load_part(name: str, source: Any, load: Callable[[Any], Any]) -> Any:
     Args:
         name: words for the part.
         source: argument of the function.
-        load: function of transformers, which may raise anything for files that it does not know.
+        load: function of transformers, which may raise anything for unknown files.
 
     Raises:
-        ValueError: the function raised; has its message.
+        ValueError: the function raised. The message is included.
     """
     try:
         return load(source)
@@ -97,14 +97,14 @@ def _empty_module(job: FinetuneJob) -> Any:
         module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
     module.train(job.remat)  # else dropout is off
     if job.remat:
-        # The first name is that of transformers 5.24 and later. The second one is gone in 6.
+        # The first name is for transformers 5.24 and later. The second name is gone in 6.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         enable()
     return module
 
 
 def _lora_targets(module: Any) -> tuple[list[str], bool]:
-    """Returns all linear layers but the head, as regular expressions, and whether their weights are `[in, out]`."""
+    """Returns patterns of all linear layers but the head, and whether the weights are `[in, out]`."""
     head = module.get_output_embeddings()
     kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
     paths = [path for path, kind in kinds.items() if kind in ("Linear", "Conv1D")]
@@ -120,11 +120,11 @@ def _lora_targets(module: Any) -> tuple[list[str], bool]:
 def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
     """Returns the specs of a base whose weights with an adapter are in codes.
 
-    A cut of the last dim between elements that share a scale becomes one of dim 0.
+    A cut of the last dim between elements with a shared scale becomes a cut of dim 0.
 
     Args:
         specs: specs by name.
-        lora: has the codes.
+        lora: adapters with the codes.
         num: ranks along `tp`.
     """
 

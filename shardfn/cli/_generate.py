@@ -32,16 +32,16 @@ from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
-_ADAPTER = "adapter"  # its name in the engine
+_ADAPTER = "adapter"  # the adapter's name in the engine
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """Prompt of a run.
 
     Attributes:
-        asked: the user's text.
+        asked: text of the user.
         ids: ids of its tokens.
-        sampling: how it is continued.
+        sampling: way to draw the continuation.
     """
 
     asked: str
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An engine, and the prompts that it is known to take."""
+    """Engine, and prompts known to fit."""
 
     job: GenerateJob
     engine: Engine
@@ -88,7 +88,7 @@ def generate(job: GenerateJob) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the message of an error as one line, with the first items of its list."""
+    """Returns the message of an error as one line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
@@ -120,7 +120,7 @@ def _prepare_job(job: GenerateJob) -> Ready:
 
 
 def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:
-    """Returns the texts. Those of stdin are read by the first rank."""
+    """Returns the texts. The first rank reads texts from stdin."""
     if _STDIN not in job.prompts:
         return list(job.prompts)
     lines = [line for line in sys.stdin.read().splitlines() if line.strip()] if mesh.rank == 0 else []
@@ -212,7 +212,7 @@ def _adapter_name(job: GenerateJob) -> str | None:
 
 
 def _stream_completion(ready: Ready) -> int:
-    """Prints the one completion while it is drawn, to a terminal at once, and returns its number of tokens."""
+    """Streams the single completion to stdout, and returns the number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_adapter_name(ready.job)):
@@ -228,7 +228,7 @@ def _stream_completion(ready: Ready) -> int:
 
 
 def _print_completions(ready: Ready) -> int:
-    """Prints all completions in the order of the prompts, and returns their number of tokens."""
+    """Prints all completions in the order of the prompts, and returns the number of tokens."""
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
     made = ready.engine.generate([p.ids for p in prompts], how, adapter=_adapter_name(ready.job))

@@ -1,8 +1,8 @@
-"""The weights of a GGUF file that are in codes which linear layers read: Q8_0 and Q4_1, without change.
+"""Weights of a GGUF file in codes for linear layers, Q8_0 and Q4_1, without change.
 
-Transformers decodes a file and puts rows in its own order. So each weight is compared with what transformers has of it:
-blocks are taken where they decode to the same values, in the file's order or with the rows of each head's halves apart,
-as Llama's queries and keys. Any other weight is rounded.
+Transformers decodes a file and changes the order of rows. So each weight is compared with the weight of transformers:
+blocks are taken where the decoded values are equal, in the file's order or with the rows of each head's halves
+separated, as in Llama's queries and keys. Any other weight is rounded.
 """
 
 import importlib
@@ -29,15 +29,15 @@ _BLOCK_NAMES = {
 
 
 def with_blocks(path: pathlib.Path, config: gpt.Config, params: PyTree) -> tuple[PyTree, int]:
-    """Returns the parameters of a model, with the blocks of a GGUF file in place of the values that they decode to.
+    """Returns the parameters of a model, with the blocks of a GGUF file in place of decoded values.
 
     Args:
         path: path of the file.
-        config: the shape, with blocks of layers that are not stacked.
+        config: config of the model, without stacked layers.
         params: parameters of the file as transformers decodes them, as from `interop.gpt_from_hf`.
 
     Returns:
-        The parameters, and how many of them are blocks.
+        The parameters, and the number of parameters in blocks.
     """
     tensors = {x.name: x for x in importlib.import_module("gguf").GGUFReader(path).tensors}
     tree: Any = params
@@ -73,7 +73,7 @@ def _load_value(leaf: Any) -> Tensor:
 
 
 def _match_blocks(blocks: Tensor, weight: Tensor, heads: int) -> Tensor | None:
-    """Blocks in the order of a weight's rows, in its shape but for the last dim, or None where values differ."""
+    """Returns the blocks in the order and shape of a weight's rows, or None where values differ."""
     width = weight.shape[-1]
     rows = blocks.reshape(blocks.shape[0], -1)
     if width % GROUP or rows.shape[1] * GROUP not in [weight.numel() // len(rows) * n for n in BLOCK_BYTES.values()]:
@@ -86,5 +86,5 @@ def _match_blocks(blocks: Tensor, weight: Tensor, heads: int) -> Tensor | None:
 
 
 def _join_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of heads whose two halves alternate, one half after the other."""
+    """Returns the rows of heads with one half after the other, from alternating halves."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -42,23 +42,24 @@ from ._generation_config import NAME as GENERATION_CONFIG
 from ._generation_config import describe_sampling
 
 AXIS = "tp"
-# A model of transformers, and weights for one without its own.
+# A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
 class Served(NamedTuple):
-    """A model with its tokenizer.
+    """Model with a tokenizer.
 
     Attributes:
-        decoder: as an engine runs it.
-        params: of it.
-        text: the tokenizer.
-        inexact: the reason why a token's bits depend on its company; empty if they do not.
-        size: the number of parameters.
-        coded: a remark on weights in codes.
-        plain: makes the decoder of the same weights without codes, for one rank; None unless codes are fitted.
+        decoder: decoder for an engine.
+        params: parameters of the decoder.
+        text: tokenizer of the model.
+        inexact: reason why the model is not batch-invariant, empty if batch-invariant.
+        size: number of parameters.
+        coded: remark on weights in codes.
+        plain: function that makes the decoder of the same weights without codes, for one rank. None unless codes are
+            fitted.
     """
 
     decoder: Decoder
@@ -74,14 +75,14 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     """Loads a model. Collective.
 
     Args:
-        job: names it.
-        mesh: of the ranks.
-        held: keeps files until an engine has read the parameters.
+        job: job with the model's name.
+        mesh: mesh of the ranks.
+        held: stack that keeps files until an engine has read the parameters.
 
     Raises:
         ValueError: the model cannot be served, or its tokenizer has more tokens.
         OSError: a file is missing, or damaged.
-        ImportError: a package is missing; the message has its installation.
+        ImportError: a package is missing. The message has the installation.
     """
     path = pathlib.Path(job.model)
     made = _load_model(path, job, mesh, held)
@@ -113,7 +114,7 @@ def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextl
 
 
 def _disk_of(job: GenerateJob) -> Disk | None:
-    """The directory for weights on disk; a temporary one lasts as long as the process."""
+    """Returns the directory for weights on disk. A temporary directory lasts as long as the process."""
     if not is_disk(job.memory):
         return None
     directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
@@ -130,20 +131,20 @@ def engine_of(
     held: contextlib.ExitStack,
     adapters: Mapping[str, str],
 ) -> tuple[Engine, Drafter | None]:
-    """The engine of a loaded model, and its drafter. Collective.
+    """Returns the engine of a loaded model, and the drafter. Collective.
 
     Args:
-        job: of the model.
-        served: from `load`.
-        limits: of the engine.
-        mesh: of the ranks.
-        held: as for `load`.
-        adapters: by name, directories of peft.
+        job: job of the model.
+        served: model from `load`.
+        limits: limits of the engine.
+        mesh: mesh of the ranks.
+        held: stack as for `load`.
+        adapters: directories of peft, by name.
 
     Raises:
-        ValueError: as `load`.
-        OSError: as `load`.
-        ImportError: as `load`.
+        ValueError: see `load`.
+        OSError: see `load`.
+        ImportError: see `load`.
     """
     drafter = _load_drafter(job, limits, held)
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
@@ -154,7 +155,7 @@ def engine_of(
 
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
-    """The lines about a model that is ready: its size, the codes and place of weights, exactness and memory."""
+    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
@@ -166,17 +167,17 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
 
 
 def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
-    """The drafter of a job; each rank has a draft model for itself.
+    """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
-        job: names it.
-        limits: of the engine.
-        held: as for `load`.
+        job: job with the model's name.
+        limits: limits of the engine.
+        held: stack as for `load`.
 
     Raises:
-        ValueError: as `load`.
-        OSError: as `load`.
-        ImportError: as `load`.
+        ValueError: see `load`.
+        OSError: see `load`.
+        ImportError: see `load`.
     """
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
@@ -195,11 +196,11 @@ def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) 
 
 
 def load_text(job: GenerateJob) -> Text:
-    """Loads a model's tokenizer alone; the ends of GGUF files are those of the tokenizer, not of the model.
+    """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
         OSError: a file is missing.
-        ImportError: a package is missing; the message has its installation.
+        ImportError: a package is missing. The message has the installation.
     """
     path = pathlib.Path(job.model)
     if job.kind == "run":
@@ -257,7 +258,7 @@ def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextli
 def _load_unmodified(
     module: Callable[[str | None], _Module], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
 ) -> Served:
-    """An unmodified model of transformers, where `models.gpt` does not compute the same, or with an adapter."""
+    """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
     axis = _mesh_axis(mesh)
     exact = None if job.dtype == "float32" or axis else False
     try:
@@ -306,7 +307,7 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
 
 
 def _exact_change(job: GenerateJob) -> tuple[dict[str, Any], str]:
-    """The change of a `gpt.Config`, and the reason why there is no change."""
+    """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
         return {}, f"exact layers compute float32, and --dtype is {job.dtype}"
     if gpt.Config.chunks % job.ranks:
@@ -356,7 +357,7 @@ def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
 
 
 def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
-    """A model of transformers; on several ranks without weights: each rank reads its own parts of them."""
+    """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
     transformers = _import_transformers(directory)
     with reading(directory, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
@@ -370,7 +371,7 @@ def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) ->
 
 
 def _load_weights(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
-    """A model of transformers with its weights."""
+    """Returns a model of transformers with the weights."""
     automatic = _import_transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
     with reading(directory, "its model"):
@@ -385,10 +386,10 @@ def _load_weights(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any
 
 
 def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
-    """The tokens that end a text by a file of configuration, if there is one.
+    """Returns the tokens that end a text by a file of configuration, if present.
 
     Raises:
-        ValueError: they are not integers.
+        ValueError: the tokens are not integers.
     """
     value = object_of(path).get("eos_token_id") if path.is_file() else None
     tokens = [] if value is None else value if isinstance(value, list) else [value]

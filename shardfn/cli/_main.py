@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
     Args:
-        argv: the arguments. Default: those of the process.
+        argv: arguments of the program. Default: the arguments of the process.
 
     Returns:
         The exit status: 0, or 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Returns whether an error was raised by this package, whose messages name the mistake and the remedy.
+    """Returns whether an error comes from this package, with the mistake and the remedy in the message.
 
-    Errors of other packages keep their traceback, without which nobody would know what they are about.
+    Errors of other packages keep the traceback, to be understood.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -106,7 +106,7 @@ def _is_for_users(error: Exception) -> bool:
 
 
 def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
-    """Returns a command that loads a model, once its arguments are known to make sense, or None for the others."""
+    """Returns a command that loads a model, after a check of the arguments, or None for other commands."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
     if args.command == "generate":

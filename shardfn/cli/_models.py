@@ -1,4 +1,4 @@
-"""Models by name: published ones, and any other by the fields of `models.gpt.Config`."""
+"""Models by name: published models, and any other model by the fields of `models.gpt.Config`."""
 
 import ast
 import dataclasses
@@ -19,11 +19,11 @@ _OPTIONAL = ("num_kv_heads", "d_ff")
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A published model.
+    """Published model.
 
     Attributes:
-        config: shape.
-        source: where the shape was published, and which values were chosen here because the source does not give them.
+        config: config of the model.
+        source: publication of the shape, and values that were chosen here.
     """
 
     config: gpt.Config
@@ -106,7 +106,7 @@ def _parse_value(word: str) -> Any:
 
 
 def _type_problem(name: str, value: Any) -> list[str]:
-    """Returns the errors in the type of a field's value, at most one; the config checks its range."""
+    """Returns at most one error in the type of a field's value. The config checks the range."""
     if name in _WORDS or (name in _OPTIONAL and value is None):
         return []
     if name in _SWITCHES:

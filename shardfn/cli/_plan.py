@@ -1,4 +1,4 @@
-"""A plan of a run: whether it fits, its memory by kind, and its time."""
+"""A plan of a run: whether the run fits, the memory by kind, and the time."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ HEADROOM = 0.06
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """The memory and time that a run needs.
+    """Memory and time that a run needs.
 
     Attributes:
-        setup: the run.
+        setup: settings of the run.
         num_params: parameter count, N.
         states: model states on the fullest rank.
         memory: bytes at the peak by kind, on the fullest rank.
         limit: bytes that the program may use on a device.
-        cost: the step's time.
-        notes: assumptions that the reader must know.
+        cost: time of the step.
+        notes: assumptions to know.
         experts: experts of a model with experts.
     """
 
@@ -44,7 +44,7 @@ class JobPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Returns the bytes at the peak."""
         return sum(self.memory.values())
 
     @property
@@ -68,7 +68,7 @@ def plan(setup: Setup) -> JobPlan:
     """Returns the plan of a run.
 
     Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
-    those of the loss, of a block or of the optimizer's update, whichever are larger.
+    the largest of the loss, of a block and of the optimizer's update.
 
     Raises:
         ValueError: lists every setting that is out of range.

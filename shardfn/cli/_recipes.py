@@ -1,4 +1,4 @@
-"""Runs that were published, by name: their settings, and the figures that their authors report."""
+"""Published runs by name: the settings, and the figures reported by the authors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,12 +29,12 @@ _FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A published run.
+    """Published run.
 
     Attributes:
-        setup: settings.
-        published: the values that its authors report, by the figure's name.
-        source: authors and paper, and which settings were chosen here because they do not give them.
+        setup: settings of the run.
+        published: values reported by the authors, by the figure's name.
+        source: authors and paper, and settings that were chosen here.
     """
 
     setup: Setup
@@ -58,7 +58,7 @@ def recipe(name: str) -> Recipe:
 
 
 def recipe_text(name: str) -> str:
-    """Returns the plan of a recipe as Markdown, beside the published values.
+    """Returns the plan of a recipe as Markdown, next to the published values.
 
     Example:
         >>> recipe_text("zero-1t").splitlines()[0]
@@ -77,7 +77,7 @@ def recipe_json(name: str) -> dict[str, Any]:
 
 
 def _device_rate(p: JobPlan) -> float:
-    """Operations per second and device, with those of a recomputed forward."""
+    """Returns the operations per second and device, including a recomputed forward."""
     return p.cost.model_flops * (4 / 3 if p.setup.remat else 1) / p.cost.seconds / p.setup.world
 
 

@@ -100,7 +100,7 @@ def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
 
 
 def advice_text(told: Sequence[str]) -> str:
-    """Advice as the last part of a report, empty without any."""
+    """Returns advice as the last part of a report, empty without any."""
     return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
 
 
@@ -198,7 +198,7 @@ def dump(value: dict[str, Any]) -> str:
 
 
 def _function_name(value: Any) -> str:
-    """Returns a function of a config by its name; of a partial one, that of its function."""
+    """Returns the name of a function of a config, or of the function inside a partial."""
     return getattr(getattr(value, "func", value), "__name__", repr(value))
 
 

@@ -16,12 +16,12 @@ SEARCHED = ("1f1b", "interleaved", "zb-h1")
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
-        best: plans that fit, fastest first; of equally fast ones the smaller first.
-        failed: for each (tp, pp, stage) or (tp, pp, stage, remat) with no plan that fits, its smallest plan.
-        tried: the number of plans made.
+        best: plans that fit, the fastest first, and the smaller first among equally fast plans.
+        failed: smallest plan of each (tp, pp, stage) or (tp, pp, stage, remat) with no plan that fits.
+        tried: number of plans made.
         skipped: reasons why some combinations were not tried.
     """
 
@@ -32,9 +32,9 @@ class SearchResult:
 
 
 def search(setup: Setup) -> SearchResult:
-    """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp or pp, every split of its ranks among them.
+    """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp or pp, every split of the ranks.
 
-    Along pp it tries the schedules of `SEARCHED`, with each number of microbatches that they accept.
+    Along pp the schedules of `SEARCHED` are tried, with each accepted number of microbatches.
 
     The global batch (batch x dp of `setup`), sequence, precision, device and the number of ranks stay fixed.
 
@@ -61,7 +61,7 @@ def search(setup: Setup) -> SearchResult:
 def _smallest_failures(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]:
     """Returns the smallest plan of each combination in which none fits.
 
-    One for both settings of remat if neither fits.
+    A single plan for both settings of remat if neither fits.
     """
     good, good_stages = {_plan_family(p) for p in fitting}, {_plan_family(p)[:3] for p in fitting}
     smallest: dict[tuple[int, ...], JobPlan] = {}

@@ -50,7 +50,7 @@ def serve_command(job: ServeJob) -> int:
 
 
 def _write_line(line: str) -> None:
-    """Writes a line to stderr, past Python's buffer: its lock would hold up the end of a process that nothing reads."""
+    """Writes a line to stderr, past Python's buffer, whose lock could hold up the end of the process."""
     data = f"{line}\n".encode("utf-8", "backslashreplace")
     while data:
         data = data[os.write(sys.stderr.fileno(), data) :]

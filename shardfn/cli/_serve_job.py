@@ -30,15 +30,15 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ServeJob:
-    """The settings of a server; `shardfn serve --help` describes them.
+    """Settings of a server. See `shardfn serve --help`.
 
     Attributes:
-        model: the path, its kind, and how it is loaded.
-        running: the most sequences at a time.
-        budget: the most rows of a step.
-        chat_template: a file, or None for the tokenizer's own.
-        api_key_file: a file, or None.
-        adapters: directories, by name.
+        model: path and kind of the model, and settings of the loading.
+        running: largest number of sequences at a time (continuous batching).
+        budget: largest number of rows of a step (chunked prefill).
+        chat_template: file, or None for the tokenizer's template.
+        api_key_file: file of keys, or None.
+        adapters: directories of adapters, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -90,7 +90,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     """Returns the settings that the arguments describe. No weights are loaded.
 
     Raises:
-        ValueError: has everything that is wrong, each with its remedy.
+        ValueError: lists all mistakes, each with the remedy.
     """
     path = pathlib.Path(args.model)
     kind, ranks = kind_of(path), _parse_ranks(args.mesh)

@@ -1,4 +1,4 @@
-"""A rank of `shardfn serve`, as its front starts it: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
+"""A rank of `shardfn serve`, as the front starts the rank: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Loads the model, and computes until the front ends it.
+    """Loads the model, and computes until the front ends the process.
 
     Returns:
         The exit status: 2 if the model is refused, 1 if a file is damaged, or if the front or another rank has ended.
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
+    """Returns an engine with captured graphs. On one rank only the first, as `run_rank` captures the rest."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with contextlib.ExitStack() as held:

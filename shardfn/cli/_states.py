@@ -1,8 +1,8 @@
-"""Model states: the bytes of parameters, gradients and optimizer state on the rank that has the most.
+"""Model states: the bytes of parameters, gradients and optimizer state on the rank with the most.
 
-Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
-parallelism are in it. For N parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
-p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+Counted piece by piece from the layout of `sharded_step`, including padding, whole leaves and tensor parallelism. For N
+parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5) p N + g N + o N at stage 0, (p
++ g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
 """
 
 import dataclasses
@@ -53,19 +53,19 @@ class Setup:
     """The settings of a run.
 
     Attributes:
-        model: the name that the user gave.
-        config: shape.
-        mesh: axis name -> size.
-        cluster: the machines.
-        zero: the ZeRO rule.
+        model: name given by the user.
+        config: config of the model.
+        mesh: sizes of the axes, by name.
+        cluster: machines of the run.
+        zero: ZeRO rule.
         precision: a key of `PRECISIONS`.
         batch: sequences per rank and step.
         seq: tokens per sequence.
         accumulate: microbatches per step.
         remat: whether blocks are computed again in the backward.
-        efficiency: the fraction of the device's peak that its matrix products reach.
-        schedule: the pipeline's, if the mesh has an axis "pp". It has `accumulate` microbatches.
-        ep: number of the ranks along dp, those on which the experts lie. It divides dp.
+        efficiency: fraction of the device's peak reached by matrix products.
+        schedule: schedule of the pipeline, if the mesh has an axis "pp", with `accumulate` microbatches.
+        ep: number of ranks along dp on which the experts lie, a divisor of dp.
     """
 
     model: str
@@ -89,7 +89,7 @@ class Setup:
 
     @property
     def micro(self) -> int:
-        """Sequences per rank and microbatch."""
+        """Returns the sequences per rank and microbatch."""
         return self.batch // self.accumulate
 
     @property
@@ -99,11 +99,11 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step, over all ranks."""
+        """Returns the tokens per step, over all ranks."""
         return self.axis("dp") * self.batch * self.seq
 
     def axis(self, name: str) -> int:
-        """Returns the number of ranks along an axis, or 1 if the mesh does not have it."""
+        """Returns the number of ranks along an axis, or 1 if the mesh lacks the axis."""
         return self.mesh.get(name, 1)
 
     @property
@@ -113,7 +113,7 @@ class Setup:
 
     @property
     def heads_on_a_rank(self) -> tuple[int, int]:
-        """Heads of the rank along tp that has the most, and the heads of keys and values that these read.
+        """Returns the largest number of heads on a rank along tp, and the number of key heads for these.
 
         For example 28 heads over 8 ranks: 4, since the last rank has none.
         """
@@ -125,14 +125,14 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Bytes of model states on the rank that has the most, and bytes of their transfers.
+    """Bytes of model states on the rank with the most, and bytes of the transfers.
 
     Attributes:
         params: parameters between steps.
         grads: gradients at the end of the backward.
         optimizer: the optimizer's state.
-        window: whole parameters that are in memory at once, gathered for use.
-        reducing: whole gradients that are in memory at once before each rank keeps only its rows.
+        window: whole parameters in memory at once, gathered for use.
+        reducing: whole gradients in memory at once before each rank keeps only the rank's rows.
         gathered: bytes of this rank's blocks that are gathered for use.
         refreshed: bytes of this rank's blocks that are gathered after the update.
         scattered: bytes of gradients that are reduced to each rank's rows.
@@ -164,7 +164,7 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
 
     Args:
         setup: the run.
-        num_layers: blocks of that rank. Default: an even share of the pipeline's.
+        num_layers: number of blocks of the rank. Default: an even share of the pipeline's.
 
     Example:
         >>> from shardfn.graph import cluster
@@ -193,7 +193,7 @@ def _model_states(
     leaves = before + blocks + after
 
     def sent_bytes(unit: Any) -> float:
-        """Bytes whose ring over all ranks of dp sends as much as the unit's own ring."""
+        """Returns the bytes for which a ring over all ranks of dp sends as much as the unit's ring."""
         own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
         return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
 
@@ -240,7 +240,7 @@ def _largest_piece(cuts: Cuts) -> int:
 def _place_leaves(
     config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
-    """Returns the layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
+    """Returns the layout of every leaf: before the blocks, in the blocks, and after the blocks.
 
     Leaves of equal shape and spec share a layout, which takes time to compute.
     """
@@ -250,7 +250,7 @@ def _place_leaves(
     def place_leaf(size: torch.Size, compute: P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
-    # Layers of a stack are cut, gathered and reduced one by one, as those of a list are.
+    # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
     experts, cut = config.experts, mesh.axis_size("tp") > 1
     one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None)
     before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
@@ -261,7 +261,7 @@ def _place_leaves(
     _, mixture, _ = (
         [place_leaf(*leaf) for leaf in part] for part in _list_leaves(dataclasses.replace(one, experts=first), cut)
     )
-    # The fullest stage of a pipeline has layers with experts alone, until none is left.
+    # The fullest stage of a pipeline has only layers with experts, until none is left.
     num = min(num_layers, len(config.expert_layers))
     return before, block * (num_layers - num) + mixture * num, after
 
@@ -270,7 +270,7 @@ def _place_leaves(
 def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
     """Returns the shape and compute spec of the leaves of a model with one block.
 
-    Those before it, in it, and after it.
+    Leaves before the block, inside, and after.
     """
     with deferred():
         params = gpt.init(config, key(0))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, to at least three figures.
+    """Returns bytes in GiB, to at least three figures.
 
     Example:
         >>> gib(3 << 30), gib(80 << 30), gib(1 << 20)
@@ -15,7 +15,7 @@ def gib(nbytes: float) -> str:
 
 
 def gb(nbytes: float) -> str:
-    """Bytes in GB, to at least three figures."""
+    """Returns bytes in GB, to at least three figures."""
     return _format_number(nbytes / 1e9)
 
 
@@ -23,20 +23,20 @@ class Unit(NamedTuple):
     """A unit of bytes.
 
     Attributes:
-        name: such as "MiB".
-        nbytes: size.
+        name: name of the unit, such as "MiB".
+        nbytes: size in bytes.
     """
 
     name: str
     nbytes: int
 
     def of(self, nbytes: float) -> str:
-        """Bytes in this unit, without its name."""
+        """Returns bytes in this unit, without the name."""
         return _format_number(nbytes / self.nbytes)
 
 
 def unit_of(nbytes: float) -> Unit:
-    """Returns the unit in which a table with this largest entry is readable; from 0.1 GiB that is GiB.
+    """Returns the unit for a table with this largest entry, for example GiB from 0.1 GiB on.
 
     Example:
         >>> [unit_of(n).name for n in (80 << 30, 1 << 28, 1 << 20, 100)]
@@ -49,7 +49,7 @@ def unit_of(nbytes: float) -> Unit:
 
 
 def with_unit(nbytes: float) -> str:
-    """Bytes with the unit that fits them.
+    """Returns bytes with the unit that fits.
 
     Example:
         >>> with_unit(3 << 30), with_unit(1 << 20)
@@ -60,7 +60,7 @@ def with_unit(nbytes: float) -> str:
 
 
 def of_limit(nbytes: float, limit: float) -> str:
-    """Bytes of those that there are; one unit if it fits both.
+    """Returns bytes of a limit, in one unit if possible.
 
     Example:
         >>> of_limit(3 << 30, 80 << 30), of_limit(1 << 20, 80 << 30)

@@ -1,4 +1,4 @@
-"""The parity harness of `step.loss`: its derivatives equal those of one device."""
+"""The parity harness of `step.loss`: derivatives equal the derivatives on one device."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,21 +31,21 @@ def assert_derivative_parity(
     derivatives: Sequence[str] = DERIVATIVES,
     **options: Any,
 ) -> None:
-    """Asserts that `step.loss` and its derivatives equal those of the one-device loss.
+    """Asserts that `step.loss` and its derivatives equal the loss and derivatives on one device.
 
-    They are the value; `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product of
-    the Hessian with a vector. For your own models: call it inside `testing.distributed`.
+    Compared are the value, `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product
+    of the Hessian with a vector. For your models: call the function inside `testing.distributed`.
 
     Args:
-        loss: the loss that is sharded; may be transformed.
+        loss: sharded loss, which may be transformed.
         params: tree of whole floating-point tensors, the same on all ranks.
-        batch: the global batch.
-        mesh: the mesh.
-        reference: the plain loss of one device. Default: `loss`.
+        batch: global batch.
+        mesh: mesh of the ranks.
+        reference: plain loss of one device. Default: `loss`.
         specs: compute specs of params.
-        batch_spec: the batch's specs. Default: that of `sharded_step`.
-        own: this rank's part of the batch; default its rows by `batch_spec`.
-        derivatives: a selection of these. `torch.func` takes no saved-tensor hooks of torch, for example.
+        batch_spec: specs of the batch. Default: as in `sharded_step`.
+        own: this rank's part of the batch. Default: the rows by `batch_spec`.
+        derivatives: names of derivatives to compare. For example, `torch.func` takes no saved-tensor hooks of torch.
         **options: further options of `sharded_step`.
 
     Raises:
@@ -71,7 +71,7 @@ def assert_derivative_parity(
 
 
 def _load_forward_mode() -> None:
-    """Forward-mode AD loads these on its first use, and torch warns of its own code."""
+    """Loads modules that forward-mode AD would load on first use, as torch then warns of torch's code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         derivatives_of_decompositions()

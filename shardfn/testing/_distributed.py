@@ -1,7 +1,7 @@
 """`distributed`: a test function on N ranks.
 
-Ranks are processes on this machine with gloo between them, one thread each. They come from a pool that lives as long as
-the test session, since importing torch takes seconds; a call costs milliseconds.
+Ranks are processes on this machine with gloo between them, one thread each. Ranks come from a pool that lives as long
+as the test session, since importing torch takes seconds. A call costs milliseconds.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Param(Protocol):
 
 
 def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> Callable[[Callable[..., Any]], Any]:
-    """Runs a module-level function on every rank of a world of its own.
+    """Runs a module-level function on every rank of a new world.
 
     The call `f(*args)` becomes `[f(*args) on rank 0, ..., f(*args) on rank N-1]`, each in a process that has a fresh
     default process group (none when N is 1) and the seed 0. Arguments, fixtures among them, and return values travel by
@@ -32,15 +32,15 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
 
     Args:
         world: the number of ranks N, or several numbers, for which pytest runs the test one by one (a direct call then
-            names one with `world=`). A parameter called `world` receives it. A number with marks is a `pytest.param(4,
-            marks=pytest.mark.slow)`.
-        timeout: seconds that the ranks may take together.
+            names a number with `world=`). A parameter called `world` receives the number. A number with marks is a
+            `pytest.param(4, marks=pytest.mark.slow)`.
+        timeout: limit in seconds for all ranks together.
 
     Returns:
         A decorator. The decorated function returns the list of the ranks' values, or None when every rank returned
-        None. It raises the error of the rank that failed first, of the same type where that can be pickled, with the
-        rank's number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`. Ranks
-        that do not end in time are a `TimeoutError` with the stack of each.
+        None. It raises the error of the rank that failed first, of the same type if the error can be pickled, with the
+        rank's number and traceback as a note; `pytest.skip` in any rank skips. A dead rank is a `RankError`. Ranks that
+        do not end in time, as in a deadlock, are a `TimeoutError` with the stack of each.
 
     Raises:
         ValueError: the function is not at module level, or a world is less than 1.

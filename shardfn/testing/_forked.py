@@ -1,6 +1,6 @@
-"""The parent's side of the fork server: one process that has imported torch, and the workers forked from it.
+"""The parent's side of the fork server: a process that has imported torch, and workers forked from there.
 
-A worker thus starts in some ten milliseconds, where its imports take seconds, and shares the memory of the modules.
+A worker thus starts in some ten milliseconds, where imports take seconds, and shares the memory of the modules.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 
 
 class Forked:
-    """A worker, which is a child of the server, with methods as of `subprocess.Popen`.
+    """Worker, a child of the server, with methods as of `subprocess.Popen`.
 
-    The server writes its exit code into a pipe, which it then closes. A pipe closed without one means that the server
-    has ended too.
+    The server writes the exit code into a pipe, and closes the pipe. A pipe closed without an exit code means that the
+    server has ended, too.
     """
 
     def __init__(self, pid: int, status: Connection) -> None:
@@ -37,7 +37,7 @@ class Forked:
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> int | None:
-        """As `poll`, after at most `timeout` seconds."""
+        """Returns the result of `poll`, after at most `timeout` seconds."""
         if self._code is None and self._status.poll(timeout):
             text = os.read(self._status.fileno(), 64)
             self._code = int(text) if text else -signal.SIGKILL
@@ -45,22 +45,24 @@ class Forked:
         return self._code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to a worker that runs."""
+        """Sends a signal to a running worker."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the worker, and waits for its end."""
+        """Ends the worker, and waits for the end."""
         self.send_signal(signal.SIGKILL)
         self.wait(60.0)
 
 
 class ForkServer:
-    """A running server. It and its workers end with this process, which holds the other end of their standard input.
+    """Running server.
+
+    The server and the workers end with this process, which holds the other end of their standard input.
 
     Args:
-        files: Python files that it runs before the first fork.
+        files: Python files to run before the first fork.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -88,11 +90,11 @@ class ForkServer:
 
         Args:
             conn: end of the pipe to the pool, which is closed here.
-            files: standard output, its standard error, and the file for its stack.
+            files: files for standard output, standard error, and the stack of the worker.
             request: further entries of the message to the server.
 
         Raises:
-            RankError: the server has ended; has its stderr.
+            RankError: the server has ended. The message has the server's stderr.
         """
         status, theirs = Pipe(duplex=False)
         try:
@@ -107,7 +109,7 @@ class ForkServer:
         return Forked(self._receive_message(), status)
 
     def close(self) -> None:
-        """Ends the server. Its workers must have ended."""
+        """Ends the server. The workers must have ended."""
         self._process.kill()
         self._process.communicate()
         self._conn.close()
@@ -134,5 +136,5 @@ def _make_environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in launcher}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve its own host name
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve the local host name
     return env

@@ -1,4 +1,4 @@
-"""The odd tree: a small model with every kind of leaf that sharding is known to break."""
+"""The odd tree: a small model with every kind of leaf known to break sharding, such as a leaf of 7 rows."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ ODD_TRAINABLE = {
 
 
 def odd_params() -> dict[str, Any]:
-    """Returns leaves of shapes [7], [1], [] and [0], leaves smaller than the world, tied, frozen and unused ones."""
+    """Returns leaves of shapes [7], [1], [] and [0], and small, tied, frozen and unused leaves."""
     g = torch.Generator().manual_seed(1)
 
     def draw_tensor(*shape: int) -> Tensor:
@@ -42,7 +42,7 @@ def odd_params() -> dict[str, Any]:
 
 
 def odd_loss(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
-    """Uses `tied` twice, `unused` never, `empty` in a sum over nothing."""
+    """Returns a loss with two uses of `tied`, no use of `unused`, and a sum over `empty`."""
     x = batch["x"] @ params["tied"].t()
     h = torch.tanh(x @ params["blocks"][0]["w"].t() + params["bias7"]) * params["scalar"]
     h = h + torch.tanh(h @ params["blocks"][1]["w"])
@@ -51,6 +51,6 @@ def odd_loss(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
 
 
 def odd_batch(n: int) -> dict[str, Any]:
-    """Global batch n: 12 rows."""
+    """Returns global batch n, of 12 rows."""
     g = torch.Generator().manual_seed(100 + n)
     return {"x": torch.randn(ROWS, 5, generator=g), "y": torch.randn(ROWS, 3, generator=g)}

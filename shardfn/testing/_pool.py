@@ -1,7 +1,7 @@
 """The pool of long-lived workers on which `distributed` runs: start, call, watch, end.
 
-Rank r of a call is worker r of the pool for every world size, so a session holds the workers of its largest world. A
-call that leaves a worker dead or stuck ends the workers it used. The next call starts new ones.
+Rank r of a call is worker r of the pool for every world size, so a session holds the workers of the largest world. A
+call that leaves a worker dead or stuck ends all workers of the call. The next call starts new workers.
 """
 
 import atexit
@@ -38,7 +38,7 @@ _NUMBERS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Worker:
-    """A process: its pipe, and the temporary files that it writes to."""
+    """Process, with a pipe and temporary files for output."""
 
     process: Forked
     conn: Connection
@@ -50,11 +50,11 @@ class Worker:
 def worker_setup(file: str | os.PathLike[str]) -> None:
     """Runs a Python file before anything else in every worker, typically the test suite's own conftest.
 
-    So code that must precede the first `import shardfn`, such as jaxtyping's import hook, runs for the workers as well.
-    The file is run once, in the process that all workers are forked from, so it must leave no thread running.
+    So code before the first `import shardfn`, such as jaxtyping's import hook, runs for the workers as well. The file
+    is run once, in the process from which all workers are forked, and must leave no thread running.
 
     Args:
-        file: path of the file. Running workers are ended, because they have not run it.
+        file: path of the file. Running workers are ended, because the file has not run there.
 
     Example:
         >>> worker_setup(__file__)  # doctest: +SKIP
@@ -66,12 +66,12 @@ def worker_setup(file: str | os.PathLike[str]) -> None:
 
 
 def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list[Any]:
-    """Runs one task on ranks 0..world-1 and returns their results in rank order.
+    """Runs one task on ranks 0..world-1 and returns the results in rank order.
 
     Raises:
         TimeoutError: a rank did not finish in time. The message has every rank's state and stack.
         RankError: a worker died, or an error could not be sent.
-        BaseException: the error of the first rank that failed, with a note that has its traceback.
+        BaseException: the error of the first rank that failed, with the traceback as a note.
     """
     workers, reports = _try_call(world, timeout, task)
     if not any(r.started or not r.stuck for r in reports):
@@ -79,7 +79,7 @@ def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list
         end_workers(workers)
         workers, reports = _try_call(world, timeout, task)
     errors = [_print_output(rank, worker) for rank, worker in enumerate(workers)]
-    # A peer of a dead rank is not trusted again either: its transport may still wait for the dead one.
+    # A peer of a dead rank is not trusted again either: the transport may still wait for the dead rank.
     if not all(r.idle for r in reports):
         end_workers(workers)
     raise_first(what, timeout, reports, errors)
@@ -101,7 +101,7 @@ def _try_call(world: int, timeout: float, task: Mapping[str, Any]) -> tuple[list
 
 
 def end_workers(workers: list[Worker]) -> None:
-    """Ends these workers, each by its own pid, and forgets them."""
+    """Ends these workers, each by pid, and forgets them."""
     for worker in list(workers):
         worker.process.kill()
         for file in (worker.conn, worker.out, worker.err, worker.stack):
@@ -137,7 +137,7 @@ def _fork_worker() -> Worker:
     if not _SERVER:
         _SERVER.append(ForkServer(_SETUP_FILES))
     ours, theirs = Pipe()
-    # Opened to append, so that reading them from the start does not move the place where the worker writes.
+    # Opened to append, so a read from the start does not move the place where the worker writes.
     out, err, stack = (tempfile.TemporaryFile("a+b") for _ in range(3))
     try:
         process = _SERVER[0].fork(theirs, (out, err, stack), {"port": _STORE[0].port})
@@ -226,7 +226,7 @@ def _exit_code(worker: Worker) -> str:
 
 
 def _read_stack(worker: Worker) -> str:
-    """Returns the Python stack of a worker that still runs, written by its signal handler."""
+    """Returns the Python stack of a running worker, written by the signal handler."""
     worker.process.send_signal(signal.SIGUSR1)
     size, limit = 0, time.monotonic() + 2.0
     while time.monotonic() < limit:
@@ -244,7 +244,7 @@ def _read_stack(worker: Worker) -> str:
 
 
 def _take_contents(file: IO[bytes]) -> str:
-    """Returns the contents of a worker's file, which is emptied."""
+    """Returns the contents of a worker's file, and empties the file."""
     file.seek(0)
     text = file.read().decode(errors="replace")
     file.truncate(0)
@@ -252,7 +252,7 @@ def _take_contents(file: IO[bytes]) -> str:
 
 
 def _print_output(rank: int, worker: Worker) -> str:
-    """Prints a worker's output with its rank, and returns its stderr."""
+    """Prints a worker's output with the rank, and returns the stderr."""
     out, err = _take_contents(worker.out), _take_contents(worker.err)
     for stream, text in ((sys.stdout, out), (sys.stderr, err)):
         for line in text.splitlines():

@@ -1,16 +1,16 @@
-"""The known state of the ranks of one call, and the error that reports it."""
+"""The known state of the ranks of one call, and the error with a report."""
 
 import dataclasses
 import pickle
 
 from shardfn.core import RankError
 
-GRACE = 5.0  # seconds that the other ranks have to end once one has failed
+GRACE = 5.0  # seconds that the other ranks have to end once a rank has failed
 
 
 @dataclasses.dataclass
 class Report:
-    """The known state of one rank of a call."""
+    """Known state of one rank of a call."""
 
     status: str = "running"  # then finished | failed | died
     time: float = 0.0
@@ -20,21 +20,21 @@ class Report:
     released: bool = False
     idle: bool = False
     stack: str = ""
-    started: bool = False  # its process group is set up, the function runs
+    started: bool = False  # the process group is set up, the function runs
 
     @property
     def stuck(self) -> bool:
-        """Returns whether it still has something to do, other than to wait for its peers."""
+        """Returns whether the rank still has something to do, other than to wait for peers."""
         return self.status == "running" or (self.released and not self.idle)
 
 
 def raise_first(what: str, timeout: float, reports: list[Report], errors: list[str]) -> None:
-    """Raises the error of the call, if there is one: that of the first failed rank, a death, or a hang.
+    """Raises the error of the call, if any: of the first failed rank, a death, or a hang.
 
     Args:
         what: name of the function that ran.
-        timeout: seconds it had.
-        reports: one for each rank.
+        timeout: seconds that the function had.
+        reports: report of each rank.
         errors: stderr of each rank.
     """
     bad = [rank for rank, r in enumerate(reports) if r.status in ("failed", "died")]
@@ -45,7 +45,7 @@ def raise_first(what: str, timeout: float, reports: list[Report], errors: list[s
         raise TimeoutError(
             f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_list_states(reports)}"
         )
-    # A death is the cause of the errors that its peers report, whichever arrived first.
+    # A death is the cause of the errors of peers, whichever arrived first.
     first = min(bad, key=lambda rank: (reports[rank].status != "died", reports[rank].time))
     report = reports[first]
     error = _load_error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
@@ -76,7 +76,7 @@ def _make_note(first: int, reports: list[Report], stderr: str, bad: list[int], s
 
 
 def _rank_frames(report: Report) -> str:
-    """Returns the traceback of a rank, without the message of an error that is raised here itself."""
+    """Returns the traceback of a rank, without the message of an error raised here."""
     if report.value is None or not report.text.endswith(report.line):
         return report.text
     head, *rest = report.line.splitlines()
