@@ -23,7 +23,7 @@ def write_chart(plans: Sequence[JobPlan], path: str) -> None:
     known = figure.canvas.get_supported_filetypes()
     ending = Path(path).suffix.lstrip(".").lower()
     if ending not in known:
-        raise ValueError(f"--png {path}: a picture cannot be written as {ending!r}; use .png.")
+        raise ValueError(f"--png {path}: a picture cannot be written as {ending!r}. Use .png.")
     left, right = figure.subplots(1, 2)
     names = [_plan_label(p) for p in plans]
     _stack_bars(left, names, [{k: n / 2**30 for k, n in p.memory.items()} for p in plans])

@@ -219,7 +219,7 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
     if 1 < job.accumulate and job.batch < job.accumulate * job.shape["dp"]:
         yield (
             f"--accumulate {job.accumulate}: {job.accumulate} microbatches on dp={job.shape['dp']} need as many rows on"
-            f" each rank, and --batch has {job.batch}; pass a --batch of {job.accumulate * job.shape['dp']} or more"
+            f" each rank, and --batch has {job.batch}. Pass a --batch of {job.accumulate * job.shape['dp']} or more"
         )
     if job.remat and job.shape.get("tp", 1) > 1:
         yield f"--remat is for a mesh without tp, and this one is {job.mesh}"

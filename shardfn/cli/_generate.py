@@ -127,7 +127,7 @@ def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:
     if mesh.size > 1:
         lines = list(map(str, _first_result(comms_of(mesh).control.gather(lines))))
     if not lines:
-        raise ValueError("PROMPT is -, and stdin has 0 lines with a text; write one prompt in each line.")
+        raise ValueError("PROMPT is -, and stdin has 0 lines with a text. Write one prompt in each line.")
     return [text for prompt in job.prompts for text in (lines if prompt == _STDIN else [prompt])]
 
 
@@ -162,7 +162,7 @@ def _stop_token(job: GenerateJob, text: Text, token: str) -> int:
     found = int(token) if token.isdecimal() else text.token(token)
     if found is None:
         raise ValueError(
-            f"--stop-token {token!r} is not one of the {text.size} tokens of {job.model}; give one, or its id."
+            f"--stop-token {token!r} is not one of the {text.size} tokens of {job.model}. Give one, or its id."
         )
     return found
 

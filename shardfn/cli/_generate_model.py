@@ -88,7 +88,7 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     made = _load_model(path, job, mesh, held)
     if made.text.size > made.decoder.vocab:
         raise ValueError(
-            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}; take the"
+            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
             " tokenizer that the model was trained with."
         )
     if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
@@ -321,7 +321,7 @@ def _mesh_axis(mesh: Mesh) -> str | None:
 
 def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     if job.weights is not None and not config.exact:
-        raise ValueError(f"--weights {job.weights}: {_exact_change(job)[1]}; take other ranks, or leave out --weights")
+        raise ValueError(f"--weights {job.weights}: {_exact_change(job)[1]}. Take other ranks, or leave out --weights")
     return decoder(config, tp=_mesh_axis(mesh), codes=job.weights)
 
 

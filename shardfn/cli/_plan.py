@@ -121,7 +121,7 @@ def problems(s: Setup) -> list[str]:
         if getattr(s, name) < 1:
             out.append(f"--{name} {getattr(s, name)} must be at least 1.")
     if s.accumulate > 0 and s.batch % s.accumulate:
-        out.append(f"--accumulate {s.accumulate} does not divide --batch {s.batch}; use a divisor.")
+        out.append(f"--accumulate {s.accumulate} does not divide --batch {s.batch}. Use a divisor.")
     if s.seq > s.config.max_len:
         out.append(f"--seq {s.seq} is longer than the model's max_len={s.config.max_len}; cut it, or add max_len=..")
     if not 0 < s.efficiency <= 1:

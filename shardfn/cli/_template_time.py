@@ -25,7 +25,7 @@ def check_template(source: str) -> None:
     lines = [line for line, kind, value in tokens if kind == "operator" and value == "**"]
     if lines:
         raise ValueError(
-            f"the chat template has ** in line {lines[0]}, whose time has no limit; write the number, or a product."
+            f"the chat template has ** in line {lines[0]}, whose time has no limit. Write the number, or a product."
         )
 
 

@@ -160,7 +160,7 @@ class ArchiveWriter:
         wrong = [
             f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
         ]
-        raise_all(TypeError, "safetensors files have no such dtype; convert first:", wrong)
+        raise_all(TypeError, "safetensors files have no such dtype. Convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
         self.total, groups = sum(sizes.values()), _group_by_size(sizes, file_bytes)
         self._numel = sum(math.prod(shape) for _, shape in entries.values())

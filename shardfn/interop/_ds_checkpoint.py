@@ -345,7 +345,7 @@ def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     if tensor is not found:
         return tensor.float().clone()
     if shape is None:
-        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape; copy them there.")
+        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape. Copy them there.")
     if tensor.numel() != shape.numel():
         raise ValueError(f"{path} has {tensor.numel()} elements, and its parameter is {tuple(shape)}.")
     return tensor.float().reshape(shape).clone()

@@ -201,7 +201,7 @@ def _find_problems(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     if zero.get("stage", 0) not in ((0, 1, 2, 3) if has_experts(job.module) else (1, 2, 3)):
         out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
     if kind.lower() not in _STATES:
-        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; name the one that the job makes itself")
+        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are. Name the one that the job makes itself")
     for key in ("offload_param", "offload_optimizer"):
         if (zero.get(key) or {}).get("device") == "nvme":
             out.append(f"zero_optimization.{key}.device = 'nvme': it swaps files of its own; save a universal one")
@@ -236,7 +236,7 @@ def _check_experts(
     if stage == 0 and dtype is not torch.float32:
         out.append(f"zero_optimization.stage = 0 in {dtype}: its masters have no names; take stage 1 or 2, or float32")
     if stage == 0 and str(config["optimizer"]["type"]).lower() != "sgd" and not params.get("torch_adam"):
-        out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam; set it, or take stage 1")
+        out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam. Set it, or take stage 1")
     frozen = [name for name, p in named_parameters(job.module) if not p.requires_grad]
     if stage == 0 and frozen:
         out.append(f"stage = 0: parameters have numbers there, also frozen ones such as {frozen[0]}; take stage 1 or 2")

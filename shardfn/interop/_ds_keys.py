@@ -230,7 +230,7 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
         elif value == "auto" and key in BATCH:
             continue  # derived from the other sizes
         elif value == "auto" and _is_needed(kind):
-            problems.append(f'{path} is "auto", which transformers\' Trainer fills in; give a value')
+            problems.append(f'{path} is "auto", which transformers\' Trainer fills in. Give a value')
         elif isinstance(kind, dict):
             if not isinstance(value, dict):
                 problems.append(f"{path} is {value!r}, and is to be an object")

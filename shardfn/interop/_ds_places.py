@@ -76,7 +76,7 @@ def _check_states(out: list[PlacedPart], cut: Partition) -> list[str]:
             continue
         if kind not in cut.states or not names:
             lacks = "no such state here" if kind in cut.states else "no such state there"
-            problems.append(f"{kind}: the optimizer has {lacks}; give config['optimizer'] of the same rule")
+            problems.append(f"{kind}: the optimizer has {lacks}. Give config['optimizer'] of the same rule")
             continue
         problems += [f"{name} is trained there, and has no {kind} here" for name in sorted(trained - names)]
         empty = {name for name, shape in cut.shapes.items() if not shape.numel()}

@@ -129,7 +129,7 @@ def _read_llama(t: Mapping[str, Any]) -> _Fields:
         must["head_dim"] = None, D // H
     refused = _find_differences(t, must)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused += [f"rope_type={rope_type!r}; only 'default' is known"] if rope_type != "default" else []
+    refused += [f"rope_type={rope_type!r}. Only 'default' is known"] if rope_type != "default" else []
     if sliding is not None and kind == "qwen2":
         refused.append(f"use_sliding_window=True with sliding_window={sliding}: layers differ in their windows")
     return fields, refused

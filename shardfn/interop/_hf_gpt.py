@@ -234,7 +234,7 @@ def _check_names(
     raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
     dtypes = {archive[name].dtype for name in wanted}
     if dtype is None and len(dtypes) > 1:
-        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; pass dtype=.")
+        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
 
 
 def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> Any:

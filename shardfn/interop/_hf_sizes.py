@@ -45,4 +45,4 @@ def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
         for name in _NUMBERS
         if (x := given.get(name)) is not None and (type(x) not in (int, float) or not 0 < x <= sys.float_info.max)
     ]
-    raise_all(ValueError, f"{where} has numbers that no model has; copy the file from the model again:", wrong)
+    raise_all(ValueError, f"{where} has numbers that no model has. Copy the file from the model again:", wrong)

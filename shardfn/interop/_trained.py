@@ -166,7 +166,7 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
     found = {name: [row for row in rows if len(row[0]) == nearest[name]] for name, rows in found.items()}
     raise_all(
         ValueError,
-        "the model state has several values for buffers of the module; pass a state with the right part of it,"
+        "the model state has several values for buffers of the module. Pass a state with the right part of it,"
         " state._replace(model_state=...):",
         [f"{name}: {', '.join(path for _, path, _ in rows)}" for name, rows in found.items() if len(rows) > 1],
     )

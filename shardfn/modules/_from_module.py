@@ -329,7 +329,7 @@ class _ModuleCall:
             if new is not old:
                 raise ValueError(
                     f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
-                    f" {new.device}, and would train the converted copies; convert the module before"
+                    f" {new.device}, and would train the converted copies. Convert the module before"
                     " from_module, or name that parameter in the policy: exceptions={...}."
                 )
         return True

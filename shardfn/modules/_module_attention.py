@@ -131,7 +131,7 @@ class RoutedCall:
         if self.attends and not self.num_calls:
             raise ValueError(
                 f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
-                " may have attended to this rank's tokens alone; use a model whose attention follows its"
+                " may have attended to this rank's tokens alone. Use a model whose attention follows its"
                 " AttentionInterface."
             )
 
@@ -356,7 +356,7 @@ def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
     if given.get("past_key_values") is not None:
         out.append("past_key_values are not cut; leave them out")
     if getattr(given.get("position_ids"), "ndim", 2) > 2:
-        out.append("position_ids of several axes are not routed; give those of text, [B, T]")
+        out.append("position_ids of several axes are not routed. Give those of text, [B, T]")
     seen = [n for n, x in given.items() if n.startswith(_SEEN) and x is not None]
     if cut and seen:
         out.append(

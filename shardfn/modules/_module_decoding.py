@@ -206,7 +206,7 @@ def served_attention(
             (layer is None, "it has no layer_idx, by which its keys and values are found"),
             (attention_mask is not None, "it has a mask of its own"),
             (not causal, "its tokens look ahead"),
-            (bool(dropout), "it drops pairs; call eval() of the model"),
+            (bool(dropout), "it drops pairs. Call eval() of the model"),
             (
                 not query.shape[2] == key.shape[2] == value.shape[2],
                 f"{query.shape[2]} queries attend to {key.shape[2]} keys of other tokens",
@@ -243,7 +243,7 @@ def _find_other_states(module: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         yield "its tokens attend to the states of an encoder; served are decoders alone"
     if config.get_text_config(decoder=True) is not config:
-        yield "it has more parts than a language model; pass that part as a ...ForCausalLM"
+        yield "it has more parts than a language model. Pass that part as a ...ForCausalLM"
     if getattr(type(module), "_is_stateful", False):
         yield "its layers keep a state that is not keys and values of tokens"
     for path, sub in named_modules(module):

@@ -120,7 +120,7 @@ def _problems_of(module: Any) -> list[str]:
         if name in own and own[name].shape[:1] != (module.num_experts,)
     ]
     out += [
-        f"has {name} of {own[name].dtype}; convert the experts to a floating-point dtype of 16 bits or more"
+        f"has {name} of {own[name].dtype}. Convert the experts to a floating-point dtype of 16 bits or more"
         for name in leaves_of(module)
         if name in own and (own[name].itemsize < 2 or not own[name].is_floating_point())
     ]

@@ -191,7 +191,7 @@ class LayeredFunction:
             if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
-                    " several ranks; pass them on unchanged."
+                    " several ranks. Pass them on unchanged."
                 )
             stack = span.stack
         whole = span is None

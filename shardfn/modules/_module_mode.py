@@ -101,7 +101,7 @@ class ModuleMode(TorchFunctionMode):
             if path := next((path for path, p in self._given.items() if p is x), None):
                 raise ValueError(
                     f"the forward of the module gives its parameter {path!r} other memory (.data = ...), which the step"
-                    " would not keep; compute a new tensor, or convert the module before from_module."
+                    " would not keep. Compute a new tensor, or convert the module before from_module."
                 )
         return func(x, *value)
 
@@ -110,8 +110,8 @@ class ModuleMode(TorchFunctionMode):
             if id(x) in self._own:
                 raise ValueError(
                     f"the forward of the module gives {name} its own parameter {self._own[id(x)]!r} in place of the one"
-                    " that the step trains, so it has that by another way than its name (a list, a function, a hook);"
-                    " take it by its name."
+                    " that the step trains, so it has that by another way than its name (a list, a function, a hook)."
+                    " Take it by its name."
                 )
             self._buffers.see(name, x)
 
@@ -195,7 +195,7 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     used = kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)
     if running is not None and used:
         raise ValueError(
-            "instance_norm in training changes its running statistics, by this rank's rows; build the layer with"
+            "instance_norm in training changes its running statistics, by this rank's rows. Build the layer with"
             " track_running_stats=False, or make the statistics constants: eval() of that layer."
         )
     return func(*args, **kwargs)

@@ -110,7 +110,7 @@ class _Router(TorchFunctionMode):
             num, wanted = own.experts_Sk.shape
             raise ValueError(
                 f"replaying: {own.path} has {len(input)} tokens with {k} choices each, and chosen has {num} tokens with"
-                f" {wanted}; pass the routes of these tokens, cut over ranks and microbatches as they are."
+                f" {wanted}. Pass the routes of these tokens, cut over ranks and microbatches as they are."
             )
         return True
 
@@ -124,6 +124,6 @@ class _Router(TorchFunctionMode):
             own = self._own
             raise ValueError(
                 f"replaying: beside {own.path} {self._num} calls of topk choose among {own.num_experts} experts, and 1"
-                " is expected, so that its router cannot be replayed; take the forward without replaying, whose"
+                " is expected, so that its router cannot be replayed. Take the forward without replaying, whose"
                 " metrics show the tokens with other probabilities."
             )

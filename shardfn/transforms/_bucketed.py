@@ -147,7 +147,7 @@ class Bucketed(Transform):
                 n = changed[0]
                 raise ValueError(
                     f"bucketed: {n} has shape {shapes[n]} in the bucket of {size}, and {before[n]} in that of {other},"
-                    " so it has rows of the padding; name its dim in out_dims."
+                    " so it has rows of the padding. Name its dim in out_dims."
                 )
         self._first[size] = rest, shapes
 

@@ -97,7 +97,7 @@ def _find_problems(
         for path in found[pattern]:
             shape = tuple(leaves[path].shape)
             if path in seen:
-                yield f"{path} is found by {seen[path]!r} and by {pattern!r}; name it once"
+                yield f"{path} is found by {seen[path]!r} and by {pattern!r}. Name it once"
             seen[path] = pattern
             if not -len(shape) <= dim < len(shape):
                 yield f"{path} of shape {shape} has no dim {dim}"

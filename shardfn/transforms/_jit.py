@@ -79,7 +79,7 @@ def jit(
         if name not in fields:
             raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
     if graph_schedule is not None and options:
-        raise ValueError(f"jit got graph_schedule= and {sorted(options)}; put them in one Schedule.")
+        raise ValueError(f"jit got graph_schedule= and {sorted(options)}. Put them in one Schedule.")
     check_order("jit", f)
     _check_choosing(graph_schedule, cluster, memory, options)
     _check_max_graphs(max_graphs)

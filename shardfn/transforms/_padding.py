@@ -194,12 +194,12 @@ def _find_misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> It
         if dim is None:
             continue
         if not isinstance(x, Tensor | GlobalTensor):
-            yield f"{path} is {a_kind(x)}, which has no dim {dim}; name None for it"
+            yield f"{path} is {a_kind(x)}, which has no dim {dim}. Name None for it"
         elif isinstance(x, GlobalTensor) and x.ndim and x.mesh.axes(x.spec.dim_axes(dim % x.ndim)):
             yield f"{path} is cut along dim {dim} as {x.spec!r}; return this rank's rows, with None in out_specs"
         elif not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
             yield (
-                f"{path} has shape {tuple(x.shape)}, and not the {size} rows of the bucket along dim {dim}; name None"
+                f"{path} has shape {tuple(x.shape)}, and not the {size} rows of the bucket along dim {dim}. Name None"
                 " for it, or the dim that has the length"
             )
 

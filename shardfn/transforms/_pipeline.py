@@ -96,7 +96,7 @@ def pipeline(
     if not callable(block) and (per_stage is not None or not functions):
         raise ValueError(
             f"a pipeline of {len(functions)} functions with layers_per_stage={layers_per_stage}: give a function or"
-            " more, and leave layers_per_stage out; make one function of those that are to be a stage's together."
+            " more, and leave layers_per_stage out. Make one function of those that are to be a stage's together."
         )
     loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, functions)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss

@@ -103,7 +103,7 @@ def propose_specs(
     if of.stages in names:
         raise ValueError(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
-            " anyway; name another axis."
+            " anyway. Name another axis."
         )
     return SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
 

@@ -159,7 +159,7 @@ def _tiled_length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     paths = tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
     raise_all(
-        ValueError, f"tiled cuts along dim {dim}; pass tensors that are to be whole by name, or with params:", lacking
+        ValueError, f"tiled cuts along dim {dim}. Pass tensors that are to be whole by name, or with params:", lacking
     )
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
@@ -167,7 +167,7 @@ def _tiled_length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     lengths_of = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
     raise_all(
         ValueError,
-        f"lengths along dim {dim}, which tiled cuts, differ; pass tensors that are to be whole by name:",
+        f"lengths along dim {dim}, which tiled cuts, differ. Pass tensors that are to be whole by name:",
         lengths_of if len(lengths) > 1 else [],
     )
     return lengths.pop()
