@@ -176,7 +176,7 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:
     if not path.is_dir():
         if path.exists():
-            yield f"MODEL {path} is a file; pass the directory that it is in"
+            yield f"MODEL {path} is a file. Pass the directory that it is in"
             return
         yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
         return

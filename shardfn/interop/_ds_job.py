@@ -211,7 +211,7 @@ def _find_problems(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     brain = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled")
     if brain and zero.get("stage") == 1 and sums in ("fp32", "float32", "float"):
-        out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format; save a universal one")
+        out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format. Save a universal one")
     if (config.get("expert_parallel") or {}).get("enabled"):
         out.append("expert_parallel.enabled: AutoEP has files of its own; it reads those of module_to_hf")
     if int((config.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
