@@ -43,11 +43,11 @@ def bench(args: argparse.Namespace) -> int:
     """
     for name in ("requests", "prompt", "drawn"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: it must be at least 1.")
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     if args.vocab < 2:
-        raise ValueError(f"--vocab {args.vocab}: it must be at least 2.")
+        raise ValueError(f"--vocab must be at least 2, got {args.vocab}.")
     if args.rate is not None and not args.rate > 0:
-        raise ValueError(f"--rate {args.rate}: it must be above 0.")
+        raise ValueError(f"--rate must be above 0, got {args.rate}.")
     if importlib.util.find_spec("h11") is None:
         raise ImportError("it needs h11, which is missing: pip install 'shardfn[serve]'")
     lengths = {name: getattr(args, name) for name in ("prompt", "drawn", "vocab", "seed")}

@@ -150,12 +150,12 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
     yield from _wrong_rows(job)
     for name in ("steps", "every", "batch", "length", "accumulate", "log_every", "max_nonfinite"):
         if getattr(job, name) < 1:
-            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be at least 1"
+            yield f"--{name.replace('_', '-')} must be at least 1, got {getattr(job, name)}"
     if not 0 < job.lr < math.inf:
-        yield f"--lr {job.lr}: it must be above 0, and finite"
+        yield f"--lr must be above 0, and finite, got {job.lr}"
     for name in ("weight_decay", "lora_alpha"):
         if not 0 <= getattr(job, name) < math.inf:
-            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be 0 or more, and finite"
+            yield f"--{name.replace('_', '-')} must be 0 or more, and finite, got {getattr(job, name)}"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
     for name in ("lora_alpha", "codes", "merge"):

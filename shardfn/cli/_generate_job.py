@@ -253,9 +253,9 @@ def _find_problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
-        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+        yield f"--context must be at least 2, a token of the prompt and a drawn token, got {args.context}"
     if not args.cache_gib > 0:
-        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+        yield f"--cache-gib must be above 0, got {args.cache_gib}"
 
 
 def _parse_grammar(args: argparse.Namespace) -> Any:

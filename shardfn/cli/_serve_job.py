@@ -135,11 +135,11 @@ def _parse_ranks(mesh: str) -> int | str:
 
 def _find_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.context is not None and args.context < 2:
-        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+        yield f"--context must be at least 2, a token of the prompt and a drawn token, got {args.context}"
     if not args.cache_gib > 0:
-        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+        yield f"--cache-gib must be above 0, got {args.cache_gib}"
     if not 1 <= args.running < args.budget:
-        yield f"--running {args.running}: it must be from 1 to {args.budget - 1}, fewer than --budget"
+        yield f"--running must be from 1 to {args.budget - 1}, fewer than --budget, got {args.running}"
     names = [pair.partition("=")[0] for pair in args.adapter]
     for name, pair in zip(names, args.adapter, strict=True):
         if not name or not pair.partition("=")[2]:
