@@ -1,12 +1,12 @@
-"""Activations, which the forward stores for the backward: their bytes by formula.
+"""Bytes of activations, stored by the forward for the backward, by formula.
 
 A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size: 4 D (two
 norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu. The scores are not
 kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of Korthikanti et al.
-2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on. Tensor parallelism over t
-ranks divides all but the 4 D and the masks. A rank of a pipeline stores those of its blocks, for each microbatch that
-its schedule has open. The last rank has the logits as well. With experts F is the sum over a token's choices, in the
-mean of the layers, and each choice has three rows of D: as it came, sorted, and its result.
+2022, arXiv 2205.05198, less the dropout masks, which add 2 D bytes where dropout is on. Tensor parallelism over t ranks
+divides all but the 4 D and the masks. A rank of a pipeline stores the activations of the rank's blocks, for each open
+microbatch of the schedule. The last rank has the logits as well. With experts F is the sum over a token's choices, in
+the mean of the layers, and each choice has three rows of D: the input, the sorted input, and the result.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ _LOGIT_BYTES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank.
+    """Bytes of activations on one rank.
 
     Attributes:
-        saved: stored for the backward, of all microbatches that are open at a time; without a pipeline that is one.
-        temporaries: the most that is in memory besides: by the loss over the vocabulary, or by one block.
+        saved: bytes stored for the backward, of all microbatches open at a time. Without a pipeline there is one.
+        temporaries: largest number of further bytes in memory, for the loss over the vocabulary, or for one block.
     """
 
     saved: int
@@ -34,9 +34,10 @@ class Activations:
 
 
 def activation_bytes(setup: Setup) -> Activations:
-    """Activations on the rank that has the most.
+    """Returns the activations on the rank with the most.
 
-    With remat a block stores its input alone, and the activations of one block at a time exist, in its backward.
+    With remat (activation checkpointing) a block stores only the input, and the activations of one block at a time
+    exist, in the block's backward.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -55,14 +56,14 @@ def activation_bytes(setup: Setup) -> Activations:
     kept, busy = (tokens * size * c.d_model, block + widest) if setup.remat else (block, widest)
     per_chunk = layers // line.num_chunks * kept
     ranks = [Activations(held * per_chunk, busy) for held in line.held]
-    # The model's end: with stages that go down the ranks and up again it is on the first.
+    # The model's end: on the first rank with stages that go down the ranks and up again.
     end = 0 if setup.schedule in ("zb-v", "dualpipe-v") else -1
     ranks[end] = Activations(ranks[end].saved + ends, max(logits, busy))
     return max(ranks, key=lambda a: a.saved + a.temporaries)
 
 
 def _block_bytes(setup: Setup) -> int:
-    """Bytes that one block keeps for each token."""
+    """Returns the bytes that one block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
     features = math.ceil((2 if c.mlp == "gelu" else 4) * mean_width(c))
     heads, kv_heads = setup.heads_on_a_rank

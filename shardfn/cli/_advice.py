@@ -1,4 +1,4 @@
-"""Advice on a run, in words. Each piece of advice is a plan with one setting changed, and comes with its figures."""
+"""Advice on a run, in words. Each piece of advice is a plan with one changed setting, and has figures."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,29 +8,29 @@ from ._states import Setup
 from ._units import of_limit
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
-# Below this part of the best one found a plan is not worth a larger batch; above it the smallest batch is taken.
+# Below this part of the best plan a plan is not worth a larger batch. Above, the smallest batch is taken.
 _NEAR = 0.9
 
 
 def advice(made: JobPlan) -> tuple[str, ...]:
-    """Changes that make a run fit, or make it faster by at least a tenth, empty without any."""
-    return _to_fit(made) if not made.fits else _to_be_faster(made)
+    """Returns changes by which a run fits, or is faster by at least a tenth, empty without any."""
+    return _suggest_fit(made) if not made.fits else _suggest_speed(made)
 
 
-def _to_fit(made: JobPlan) -> tuple[str, ...]:
+def _suggest_fit(made: JobPlan) -> tuple[str, ...]:
     s = made.setup
-    tried = [(" and ".join(words), p) for words, setup in _smaller(s) for p in [plan(setup)] if p.fits]
+    tried = [(" and ".join(words), p) for words, setup in _smaller_setups(s) for p in [plan(setup)] if p.fits]
     if tried:
         words, p = tried[0]
-        return (f"{_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
+        return (f"{_make_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
     return (
         "No stage, number of microbatches or --remat makes it fit on this mesh: take more ranks (--mesh), a larger"
         " --device, or let shardfn plan --search find how many microbatches and ranks along tp it takes.",
     )
 
 
-def _smaller(s: Setup) -> Iterator[tuple[list[str], Setup]]:
-    """Settings that take less memory, the cheapest change first."""
+def _smaller_setups(s: Setup) -> Iterator[tuple[list[str], Setup]]:
+    """Yields settings that take less memory, the cheapest change first."""
     for stage in range(s.zero.stage, 4):
         for k in dict.fromkeys((s.accumulate, s.batch)):
             for remat in (s.remat,) if s.remat else (False, True):
@@ -42,13 +42,13 @@ def _smaller(s: Setup) -> Iterator[tuple[list[str], Setup]]:
                     yield words, dataclasses.replace(s, zero=zero, accumulate=k, remat=remat)
 
 
-def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
+def _suggest_speed(made: JobPlan) -> tuple[str, ...]:
     s, cost = made.setup, made.cost
     if cost.dominates == "computation" and cost.mfu > 0.5 * s.efficiency:
         return ()
     found = []
     for factor in _FACTORS:
-        # Larger microbatches first: transfers of stage 3 are made anew for each one.
+        # Larger microbatches first: transfers of stage 3 are made again for each microbatch.
         for k in (s.accumulate, s.accumulate * factor):
             p = plan(dataclasses.replace(s, batch=s.batch * factor, accumulate=k))
             if p.fits:
@@ -69,5 +69,5 @@ def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
     )
 
 
-def _sentence(words: str) -> str:
+def _make_sentence(words: str) -> str:
     return "Take" + words.removeprefix("take") if words.startswith("take") else f"Take {words}"

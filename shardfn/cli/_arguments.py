@@ -1,4 +1,4 @@
-"""The arguments of `shardfn plan`, and the run that they describe."""
+"""Arguments of `shardfn plan`, and the described run."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=..; or a config.json of"
         " transformers (default gpt2)",
     )
-    # Also without the option's name, as in `shardfn plan config.json`; suppressed, it leaves the option's value alone.
+    # Also without the option's name, as in `shardfn plan config.json`; suppressed, so the option's value stays.
     run.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model MODEL")
     run.add_argument(
         "--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor (default dp=1)"
@@ -61,10 +61,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_recipe_alone(args: argparse.Namespace) -> None:
-    """Refuses options that set up a run beside `--recipe`, which has its own settings.
+    """Refuses options that set up a run next to `--recipe`, which has settings.
 
     Raises:
-        ValueError: lists them.
+        ValueError: lists such options.
     """
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
@@ -103,7 +103,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`dp=8,tp=2` as axis sizes, in the order given.
+    """Returns the axis sizes in a text such as `dp=8,tp=2`, in the order given.
 
     Raises:
         ValueError: lists every entry that is not an axis of a plan or has no positive size.

@@ -32,7 +32,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Runs it, and prints the result.
+    """Runs the benchmark, and prints the result.
 
     Returns:
         The exit status: 1 if a request fails.
@@ -43,11 +43,11 @@ def bench(args: argparse.Namespace) -> int:
     """
     for name in ("requests", "prompt", "drawn"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: it must be at least 1.")
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     if args.vocab < 2:
-        raise ValueError(f"--vocab {args.vocab}: it must be at least 2.")
+        raise ValueError(f"--vocab must be at least 2, got {args.vocab}.")
     if args.rate is not None and not args.rate > 0:
-        raise ValueError(f"--rate {args.rate}: it must be above 0.")
+        raise ValueError(f"--rate must be above 0, got {args.rate}.")
     if importlib.util.find_spec("h11") is None:
         raise ImportError("it needs h11, which is missing: pip install 'shardfn[serve]'")
     lengths = {name: getattr(args, name) for name in ("prompt", "drawn", "vocab", "seed")}
@@ -57,7 +57,7 @@ def bench(args: argparse.Namespace) -> int:
     made = summary(found, time.monotonic() - began)
     print(json.dumps(made) if args.json else table(made))
     if args.png:
-        _draw(found, args.png)
+        _draw_delays(found, args.png)
     for text in sorted({one.error for one in found if one.error})[:3]:
         print(f"shardfn bench: error: {text}", file=sys.stderr)
     return 1 if made["failed"] else 0
@@ -67,7 +67,7 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
     """Returns the percentiles of delays, and the rate of tokens.
 
     Args:
-        found: the answers.
+        found: delays of the answers.
         seconds: seconds of the whole run.
     """
     good = [one for one in found if not one.error]
@@ -83,7 +83,9 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
-        "delays": {name: {f"p{part}": _percentile(values, part) for part in _PARTS} for name, values in rows.items()},
+        "delays": {
+            name: {f"p{part}": _find_percentile(values, part) for part in _PARTS} for name, values in rows.items()
+        },
     }
 
 
@@ -106,12 +108,12 @@ def table(made: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{made['requests']} requests, {made['failed']} failed; {rate}"])
 
 
-def _percentile(values: Sequence[float], part: int) -> float:
-    """Returns the least value that is not below this part of them, or 0 without any."""
+def _find_percentile(values: Sequence[float], part: int) -> float:
+    """Returns the least value that is not below this part of the values, or 0 without values."""
     return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 
-def _draw(found: Sequence[Delays], path: str) -> None:
+def _draw_delays(found: Sequence[Delays], path: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")

@@ -21,7 +21,7 @@ def template(source: str) -> Callable[[list[dict[str, str]]], str]:
     import jinja2
     import jinja2.sandbox
 
-    def refuse(message: str) -> Any:
+    def refuse_messages(message: str) -> Any:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -31,11 +31,11 @@ def template(source: str) -> Callable[[list[dict[str, str]]], str]:
     except (jinja2.TemplateError, ValueError) as error:
         raise ValueError(f"--chat-template: {error}") from error
 
-    def chat(messages: list[dict[str, str]]) -> str:
+    def render_chat(messages: list[dict[str, str]]) -> str:
         try:
-            given = {"messages": messages, "add_generation_prompt": True, "raise_exception": refuse}
+            given = {"messages": messages, "add_generation_prompt": True, "raise_exception": refuse_messages}
             return rendered(lambda: made.render(given))
-        except Exception as error:  # a template is a program, which may divide by zero
+        except Exception as error:  # a template is a program and may, for example, divide by zero
             raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
 
-    return chat
+    return render_chat

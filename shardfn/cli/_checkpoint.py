@@ -44,9 +44,9 @@ def checkpoint_command(args: argparse.Namespace) -> int:
         The exit status.
 
     Raises:
-        OSError: there is no such checkpoint, or it is damaged.
-        ValueError: it was written by a newer version, or it holds no parameters.
-        ImportError: it has a URL, and the package for its protocol is missing.
+        OSError: the checkpoint is missing or damaged.
+        ValueError: the checkpoint was written by a newer version, or holds no parameters.
+        ImportError: the checkpoint has a URL, and the package for the protocol is missing.
     """
     if args.what == "export":
         names = export_checkpoint(args.path, args.out, args.step, dtype=args.dtype)

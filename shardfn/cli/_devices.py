@@ -1,4 +1,4 @@
-"""The machine of an estimate: a known device, with the memory that is here where the device is here."""
+"""The machine of an estimate: a known device, with the local memory where the device is local."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ _NAMES = {"v100": "v100-32", "h200": "h200", "h100": "h100", "b200": "b200", "40
 
 
 def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
-    """Returns the cluster of a device by its name; processes on a CPU share the memory of this machine.
+    """Returns the cluster of a device by name. Processes on a CPU share the memory of this machine.
 
     Args:
         name: name of the device, as `DEVICES` lists it.
@@ -22,11 +22,11 @@ def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
         ValueError: the device is not known.
     """
     known = cluster(name)
-    return _with_memory(known, machine_memory() // _here(known, shape)) if known.device.name == "cpu" else known
+    return _limit_memory(known, machine_memory() // _local_ranks(known, shape)) if known.device.name == "cpu" else known
 
 
 def local_cluster(shape: Mapping[str, int]) -> Cluster:
-    """Returns the cluster of the device that is here, with its memory. A GPU that is not known computes as an A100.
+    """Returns the cluster of the local device, with the memory. An unknown GPU computes as an A100.
 
     Args:
         shape: sizes of the mesh's axes.
@@ -35,13 +35,13 @@ def local_cluster(shape: Mapping[str, int]) -> Cluster:
         return device_cluster("cpu", shape)
     about = torch.cuda.get_device_properties(0)
     name = next((device for part, device in _NAMES.items() if part in about.name.lower()), "a100-80")
-    return _with_memory(cluster(name), about.total_memory)
+    return _limit_memory(cluster(name), about.total_memory)
 
 
-def _here(known: Cluster, shape: Mapping[str, int]) -> int:
+def _local_ranks(known: Cluster, shape: Mapping[str, int]) -> int:
     """Returns the number of ranks on one machine."""
     return max(1, min(math.prod(shape.values()), known.per_node))
 
 
-def _with_memory(known: Cluster, memory: int) -> Cluster:
+def _limit_memory(known: Cluster, memory: int) -> Cluster:
     return dataclasses.replace(known, device=dataclasses.replace(known.device, memory=memory))

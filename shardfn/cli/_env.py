@@ -1,4 +1,4 @@
-"""`shardfn env`: the libraries and devices that shardfn uses, found or missing, and the features lost without them."""
+"""`shardfn env`: the used libraries and devices, found or missing, and the features lost without them."""
 
 import importlib.metadata
 import os
@@ -36,12 +36,12 @@ _PROBE = 'extern "C" int answer() { return 42; }\n'
 
 
 class Fact(NamedTuple):
-    """A line of `shardfn env`.
+    """Line of `shardfn env`.
 
     Attributes:
-        what: the name of the library or device.
+        what: name of the library or device.
         found: version or description.
-        lacks: the features that do not work without it, empty if it was found.
+        lacks: features that do not work without the library or device, empty if found.
     """
 
     what: str
@@ -50,12 +50,12 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """Looks at this machine. Builds a line of C++ to see whether that works, and starts no process group."""
-    return [*_software(), *_hardware(), *_transports()]
+    """Looks at this machine. Builds a line of C++ as a check, and starts no process group."""
+    return [*_list_software(), *_list_hardware(), *_list_transports()]
 
 
 def env_text() -> str:
-    """Returns the facts as text; those that lack something come last."""
+    """Returns the facts as text, with missing parts last."""
     rows = facts()
     width = max(len(x.what) for x in rows)
     lines = [f"{x.what:<{width}}  {x.found}" for x in rows]
@@ -63,8 +63,8 @@ def env_text() -> str:
     return "\n".join([*lines, "", *(["not there:", *lacking] if lacking else ["all of it works"])])
 
 
-def _software() -> Iterator[Fact]:
-    yield Fact("shardfn", _version("shardfn") or "not installed, run from its sources")
+def _list_software() -> Iterator[Fact]:
+    yield Fact("shardfn", _find_version("shardfn") or "not installed, run from its sources")
     yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
     needs = {
         "triton": "kernels on a GPU; elsewhere C++ and torch do without",
@@ -76,12 +76,12 @@ def _software() -> Iterator[Fact]:
         "deepspeed": "nothing but the comparison with it (pytest -m deepspeed)",
     }
     for name in _PACKAGES:
-        version = _version(name)
+        version = _find_version(name)
         yield Fact(name, version or "-", "" if version or name not in needs else needs[name])
-    yield _compiler(cxx_compiler())
+    yield _describe_compiler(cxx_compiler())
 
 
-def _compiler(compiler: str | None) -> Fact:
+def _describe_compiler(compiler: str | None) -> Fact:
     lacks = "kernels in C++ and the channel through memory; torch and gloo do without, more slowly"
     if compiler is None:
         return Fact("C++ compiler", "-", lacks)
@@ -100,7 +100,7 @@ def _compiler(compiler: str | None) -> Fact:
         source.unlink(missing_ok=True)
 
 
-def _hardware() -> Iterator[Fact]:
+def _list_hardware() -> Iterator[Fact]:
     yield Fact("cores", f"{len(os.sched_getaffinity(0))} for this process, {torch.get_num_threads()} threads of torch")
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
@@ -123,7 +123,7 @@ def _hardware() -> Iterator[Fact]:
         yield Fact("GPU", f"- ({why})")
 
 
-def _transports() -> Iterator[Fact]:
+def _list_transports() -> Iterator[Fact]:
     for name, there, lacks in (
         ("gloo", dist.is_available() and dist.is_gloo_available(), "several ranks on CPUs, and ranks' agreements"),
         (
@@ -142,7 +142,7 @@ def _transports() -> Iterator[Fact]:
     yield Fact("home", f"{cache}, {shutil.disk_usage(cache).free / 2**30:.1f} GiB free")
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

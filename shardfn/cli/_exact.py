@@ -1,4 +1,4 @@
-"""Exact figures of a plan: the step is captured for ranks that do not exist, and its graph gives memory and traffic."""
+"""Exact figures of a plan: the step is captured for ranks that do not exist, and the graph gives memory and traffic."""
 
 import dataclasses
 import functools
@@ -13,19 +13,19 @@ from shardfn.transforms import accumulate, mixed_precision, remat, sharded_step
 
 from ._states import Setup
 
-# The graph's kinds, in the words of a plan. The others keep their names.
+# The graph's kinds, in the words of a plan. Other kinds keep their names.
 _KINDS = {"gathered": "gathered window"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Figures of one rank, from the captured step.
+    """Figures of one rank from the captured step.
 
     Attributes:
         memory: bytes alive at the peak, by kind.
-        peak: sum.
-        traffic: (axes, collective, bytes sent a step).
-        flops: floating-point operations of the rank.
+        peak: sum of `memory`.
+        traffic: tuples (axes, collective, bytes sent per step).
+        flops: number of floating-point operations of the rank.
         seconds: time of the step on the cluster, summed over ops at the device's full rates.
         mfu: operations / seconds / the device's rate.
         notes: assumptions that the reader must know.
@@ -41,7 +41,7 @@ class Exact:
 
 
 def exact(setup: Setup) -> Exact:
-    """Captures the step of a run and analyses its graph: seconds for a small model, a minute for the largest.
+    """Captures the step of a run and analyses the graph, in seconds, or a minute for the largest model.
 
     Raises:
         ValueError: the mesh has an axis "tp" or "pp", or experts lie on ranks, which the capture here does not support.
@@ -62,15 +62,15 @@ def exact(setup: Setup) -> Exact:
             )
     if setup.ep > 1:
         raise ValueError(f"--exact captures the step with all experts on every rank: use --ep 1, not {setup.ep}.")
-    lowered = _step(setup).lower(*_inputs(setup))
+    lowered = _make_step(setup).lower(*_make_inputs(setup))
     memory, cost, time = lowered.memory_analysis(), lowered.cost_analysis(), lowered.estimate(setup.cluster)
     kinds = {_KINDS.get(kind, kind): nbytes for kind, nbytes in memory.by_kind.items() if nbytes}
     traffic = tuple((axes, op, sent) for (op, axes), (_, sent) in cost.transfers.items())
-    return Exact(kinds, memory.peak, traffic, cost.flops, time.seconds, time.mfu, _notes(setup))
+    return Exact(kinds, memory.peak, traffic, cost.flops, time.seconds, time.mfu, _list_notes(setup))
 
 
-def _step(setup: Setup):
-    loss = functools.partial(gpt.loss, _without_biases(setup.config), **({"wrap": remat} if setup.remat else {}))
+def _make_step(setup: Setup):
+    loss = functools.partial(gpt.loss, _remove_biases(setup.config), **({"wrap": remat} if setup.remat else {}))
     if setup.accumulate > 1:
         loss = accumulate(loss, setup.accumulate)
     if _is_narrow(setup):
@@ -82,14 +82,14 @@ def _step(setup: Setup):
     return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
 
 
-def _without_biases(config: gpt.Config) -> gpt.Config:
-    """Returns the config, whose experts are chosen without biases: they lie in no parameter."""
+def _remove_biases(config: gpt.Config) -> gpt.Config:
+    """Returns the config without biases of the routers, which lie in no parameter."""
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, bias_rate=0.0))
 
 
-def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
+def _make_inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
     """Returns the parameters and the batch, as tensors without data."""
     with deferred():
         draws = gpt.init(setup.config, key(0))
@@ -98,7 +98,7 @@ def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
     return params, {"tokens": tokens}
 
 
-def _notes(setup: Setup) -> tuple[str, ...]:
+def _list_notes(setup: Setup) -> tuple[str, ...]:
     notes = ["Captured: dropout is off, and times are at the device's full rates, without --efficiency."]
     if setup.config.experts is not None and setup.config.experts.bias_rate > 0:
         notes.append("Captured: experts are chosen without biases, which are a number for each expert of a layer.")
@@ -111,5 +111,5 @@ def _notes(setup: Setup) -> tuple[str, ...]:
 
 
 def _is_narrow(setup: Setup) -> bool:
-    """Returns whether parameters are narrower than the optimizer's copies of them."""
+    """Returns whether parameters are narrower than the optimizer's copies."""
     return setup.bytes_of.dtype != "float32"

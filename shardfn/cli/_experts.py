@@ -1,8 +1,8 @@
-"""Experts in a plan: their parameters, their work and activations for a token, and the bytes of their exchange.
+"""Experts in a plan: parameters, work and activations for a token, and the bytes of the exchange.
 
 S tokens of a rank and microbatch, k choices of a token, E experts, F ffn of an expert, D model. Experts lie on ep of
 the dp ranks of data: a dense leaf is cut over dp ranks, an expert over dp / ep. With ep 1 every rank has all experts,
-which ZeRO's stage 3 gathers as any leaf. Each token is sent to the ranks of its k experts and back.
+which ZeRO's stage 3 gathers as any leaf. An all-to-all sends each token to the ranks of the token's k experts and back.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from ._states import Setup
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsPlan:
-    """The experts of a run.
+    """Experts of a run.
 
     Attributes:
-        layers: those with experts.
-        active: parameters that a token uses.
+        layers: number of layers with experts.
+        active: number of parameters that a token uses.
         balanced: bytes that a rank sends in a step for the exchange of tokens, if experts are equally busy.
-        most: the same if all tokens choose the experts of one rank: the room of a captured step.
+        most: bytes if all tokens choose the experts of one rank: the room of a captured step.
         weights: bytes of the gathers and sums of all experts, in place of the exchange.
     """
 
@@ -59,21 +59,21 @@ def mean_width(config: gpt.Config) -> float:
 
 
 def row_copies(config: gpt.Config) -> float:
-    """Values of width D that a mean layer keeps for its token's choices: rows as they came, sorted, and results."""
+    """Returns the values of width D that a mean layer keeps for a token's choices."""
     if config.experts is None:
         return 0.0
     return 3 * config.experts.top_k * len(config.expert_layers) / config.num_layers
 
 
 def router_weights(config: gpt.Config) -> float:
-    """Weights of the router of a mean layer."""
+    """Returns the number of weights of the router of a mean layer."""
     if config.experts is None:
         return 0.0
     return config.experts.num * config.d_model * len(config.expert_layers) / config.num_layers
 
 
 @functools.lru_cache(maxsize=64)
-def _active(config: gpt.Config) -> int:
+def _active_params(config: gpt.Config) -> int:
     from shardfn.models import moe
 
     return moe.num_active_params(config)
@@ -106,7 +106,9 @@ def experts_plan(setup: Setup) -> ExpertsPlan | None:
         remat=setup.remat,
     )
     times = len(c.expert_layers) * setup.accumulate / setup.axis("pp")
-    return ExpertsPlan(len(c.expert_layers), _active(c), each.tokens * times, each.most * times, each.weights * times)
+    return ExpertsPlan(
+        len(c.expert_layers), _active_params(c), each.tokens * times, each.most * times, each.weights * times
+    )
 
 
 def expert_problems(s: Setup) -> list[str]:

@@ -30,7 +30,7 @@ from ._states import Setup
 
 
 def estimate(job: FinetuneJob) -> str:
-    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why it cannot be made."""
+    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why there is none."""
     dp = job.shape["dp"]
     try:
         config = parse_model(job.model)
@@ -56,7 +56,7 @@ def estimate(job: FinetuneJob) -> str:
 
 
 def finetune(job: FinetuneJob) -> int:
-    """Prints the estimate, and runs a job, or goes on with it from its last checkpoint.
+    """Prints the estimate, and runs a job, or resumes the job from the last checkpoint.
 
     Returns:
         The exit status.
@@ -68,18 +68,18 @@ def finetune(job: FinetuneJob) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(estimate(job), flush=True)
     try:
-        _train(job, make_mesh(job.shape))
+        _train_model(job, make_mesh(job.shape))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
 
 
-def _train(job: FinetuneJob, mesh: Mesh) -> None:
+def _train_model(job: FinetuneJob, mesh: Mesh) -> None:
     tokenizer = _load_tokenizer(job)
     made = load_model(job, mesh)
-    training, validation = _batches(job, tokenizer, made.module)
-    schedule = _schedule(job)
+    training, validation = _make_batches(job, tokenizer, made.module)
+    schedule = _make_schedule(job)
     optimizer = chain(clip_by_global_norm(1.0), adamw(schedule, weight_decay=job.weight_decay))
     step = sharded_step(
         made.loss,
@@ -96,31 +96,31 @@ def _train(job: FinetuneJob, mesh: Mesh) -> None:
     by = "validation_loss" if job.validation else None
     checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every, best=by)
     if checkpoints.steps():
-        state, at = _restored(checkpoints, state, made.lora)
-        _resume(job, cursor, at)
+        state, at = _restore_state(checkpoints, state, made.lora)
+        _move_cursor(job, cursor, at)
     _write_settings(job, mesh)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
         first = cursor.next
         bar = progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
         for n, batch in enumerate(bar, first):
             last = n + 1 == job.steps
-            state, metrics = step(state, _on(batch, mesh))
+            state, metrics = step(state, _move_batch(batch, mesh))
             logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
             if validation is not None and ((n + 1) % job.every == 0 or last):
                 dp = {"rank": mesh.axis_index("dp"), "world": mesh.axis_size("dp")}
-                held_out = (_on(held, mesh) for held in validation.once(**dp))
+                held_out = (_move_batch(held, mesh) for held in validation.once(**dp))
                 with speed.pause():
                     logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
             row = logger.write(n + 1, logged, speed(tokens))
             if n == first or (n + 1) % job.log_every == 0 or last or "validation_loss" in row:
-                _report(job, bar, row)
+                _report_step(job, bar, row)
             if _is_finite(job, guard, n + 1, metrics, batch):
                 kept = None if by is None else logged
-                checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=kept, now=last)
+                checkpoints.save(_saved_part(state, made.lora), n + 1, user=cursor.state(), metrics=kept, now=last)
         best = checkpoints.best() if by else None
         if best is not None and best != job.steps:
-            state, _ = _restored(checkpoints, state, made.lora, step=best)
+            state, _ = _restore_state(checkpoints, state, made.lora, step=best)
         if best is not None and mesh.rank == 0:
             print(f"The result is that of step {best}, with the lowest validation loss.", flush=True)
     _write_result(job, made, tokenizer, state, mesh)
@@ -135,14 +135,17 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
     return tokenizer
 
 
-def _schedule(job: FinetuneJob) -> Schedule:
-    """Returns the learning rate: a warmup of a tenth of the steps, then a cosine. One step has the whole rate."""
+def _make_schedule(job: FinetuneJob) -> Schedule:
+    """Returns the learning rate.
+
+    A warmup of a tenth of the steps, then a cosine. A run of a single step has the whole rate.
+    """
     if job.steps == 1:
         return constant_schedule(job.lr)
     return warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
 
 
-def _report(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
+def _report_step(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
     """Shows the figures of a step next to the bar, or as a line without a bar. Only the first rank has a row."""
     if not row:
         return
@@ -183,11 +186,11 @@ def _is_finite(
         ) from None
 
 
-def _resume(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> None:
+def _move_cursor(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> None:
     """Moves the cursor to the position of a checkpoint.
 
     Raises:
-        ValueError: the data is another one.
+        ValueError: the data has changed.
     """
     try:
         cursor.at(at)
@@ -197,7 +200,7 @@ def _resume(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[ExampleBatches, ExampleBatches | None]:
+def _make_batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[ExampleBatches, ExampleBatches | None]:
     collate = pad(job.length, token=tokenizer.pad_token_id or 0)
     vocab_size = module.get_input_embeddings().num_embeddings
 
@@ -210,16 +213,16 @@ def _batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[ExampleBatc
     return training, ExampleBatches(JSONLines(job.validation, encode), job.batch, collate, seed=None)
 
 
-def _kept(state: TrainState, lora: LoRA | None) -> TrainState:
+def _saved_part(state: TrainState, lora: LoRA | None) -> TrainState:
     """Returns the part of a state that is saved: without a frozen model."""
     return state if lora is None else without_base(state)
 
 
-def _restored(
+def _restore_state(
     checkpoints: Manager, state: TrainState, lora: LoRA | None, step: int | None = None
 ) -> tuple[TrainState, Any]:
-    """Returns a checkpoint's state, in the memory of the given one, and its position; by default of the newest."""
-    restored = checkpoints.restore(_kept(state, lora), step=step)
+    """Returns a checkpoint's state, in the memory of the given state, and the position. Default: the newest."""
+    restored = checkpoints.restore(_saved_part(state, lora), step=step)
     tree = restored.tree if lora is None else with_base(restored.tree, state.params["base"])
     return tree, restored.user
 
@@ -241,7 +244,7 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
         export(state, made.module, out / "model", dtype=dtype, tokenizer=tokenizer)
         return
     adapters = unshard(master_params(state)["lora"])
-    merged = _merge(job, made, state, adapters) if job.merge else None
+    merged = _merge_adapters(job, made, state, adapters) if job.merge else None
     if mesh.rank == 0:
         save_peft(out / "adapter", made.lora, adapters, base_model=str(pathlib.Path(job.model).resolve()))
         tokenizer.save_pretrained(out / "adapter")
@@ -249,29 +252,29 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
             module_to_hf(made.module, merged, out / "model", dtype=dtype, tokenizer=tokenizer)
 
 
-def _merge(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
-    """Returns the parameters of MODEL with the adapters added, each deferred until it is written.
+def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
+    """Returns the parameters of MODEL with the adapters added, each deferred until the writing.
 
-    They are read from MODEL's files, since the step may have rounded them. Leaves in codes are those of the step,
-    beside which the adapters were trained.
+    Parameters are read from MODEL's files, since the step may have rounded them. Leaves in codes come from the step, as
+    the adapters were trained with these codes.
     """
     lora = made.lora
     assert lora is not None
     coded = {path: state.params["base"][path] for path in lora.sites} if job.codes else {}
     base = module_from_hf(made.module, job.model) | unshard(coded)
 
-    def merged(path: str) -> Draw:
+    def defer_merged(path: str) -> Draw:
         leaf = base[path]
         wide = torch.promote_types(leaf.dtype, torch.float32)
 
-        def block(slices: tuple[slice, ...]) -> torch.Tensor:
+        def read_block(slices: tuple[slice, ...]) -> torch.Tensor:
             own = {letter: x.cpu() for letter, x in adapters[path].items()}
             return lora.merge_leaf(path, leaf.detach().cpu().to(wide), own)[slices]
 
-        return Draw(block, leaf.shape, wide, torch.device("cpu"))
+        return Draw(read_block, leaf.shape, wide, torch.device("cpu"))
 
-    return {path: merged(path) if path in lora.sites else x for path, x in base.items()}
+    return {path: defer_merged(path) if path in lora.sites else x for path, x in base.items()}
 
 
-def _on(batch: PyTree, mesh: Mesh) -> PyTree:
+def _move_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     return {name: x.to(mesh.device) for name, x in batch.items()}

@@ -47,7 +47,7 @@ _HELP = {
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneJob:
-    """The settings of a run; `shardfn finetune --help` describes them."""
+    """Settings of a run. See `shardfn finetune --help`."""
 
     model: str
     train: str
@@ -77,15 +77,15 @@ class FinetuneJob:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Returns the sizes of the axes, with that of `-1` filled in."""
-        given = dict(_sizes(self.mesh))
+        """Returns the sizes of the axes, with `-1` filled in."""
+        given = dict(_parse_sizes(self.mesh))
         known = 1
         for size in given.values():
             known *= max(size, 1)
-        return {axis: _world() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
+        return {axis: _world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
 
 
-# They change no number of the run, so that a run that goes on may change them.
+# These settings change no number of the run, and a resumed run may change them.
 _FREE = ("out", "merge", "cluster", "mesh", "every", "validation", "dtype", "log_every", "max_nonfinite")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -99,7 +99,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
     for field in dataclasses.fields(FinetuneJob)[2:]:
         name, text = f"--{field.name.replace('_', '-')}", f"{_HELP[field.name]} (default {field.default!r})"
-        # Suppressed: only options that are given are there, so that they go before those of the file.
+        # Suppressed: only given options are present, and go before options of the file.
         if field.type is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -112,16 +112,16 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
 
     Raises:
         ValueError: lists every error, each with its remedy.
-        FileNotFoundError: there is no such file of options.
+        FileNotFoundError: the file of options is missing.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
     given = {name: value for name, value in vars(args).items() if name in names}
-    job = FinetuneJob(**(_of_file(args.config) | given))
-    raise_all(ValueError, "this run cannot start:", [*_problems(job)])
+    job = FinetuneJob(**(_read_settings(args.config) | given))
+    raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
 
 
-def _of_file(path: str | None) -> dict[str, Any]:
+def _read_settings(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
@@ -143,19 +143,19 @@ def _of_file(path: str | None) -> dict[str, Any]:
     return out
 
 
-def _problems(job: FinetuneJob) -> Iterator[str]:
+def _find_problems(job: FinetuneJob) -> Iterator[str]:
     if importlib.util.find_spec("transformers") is None:
         yield "transformers is not installed: pip install 'shardfn[hf]'"
     yield from _wrong_model(pathlib.Path(job.model))
     yield from _wrong_rows(job)
     for name in ("steps", "every", "batch", "length", "accumulate", "log_every", "max_nonfinite"):
         if getattr(job, name) < 1:
-            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be at least 1"
+            yield f"--{name.replace('_', '-')} must be at least 1, got {getattr(job, name)}"
     if not 0 < job.lr < math.inf:
-        yield f"--lr {job.lr}: it must be above 0, and finite"
+        yield f"--lr must be above 0, and finite, got {job.lr}"
     for name in ("weight_decay", "lora_alpha"):
         if not 0 <= getattr(job, name) < math.inf:
-            yield f"--{name.replace('_', '-')} {getattr(job, name)}: it must be 0 or more, and finite"
+            yield f"--{name.replace('_', '-')} must be 0 or more, and finite, got {getattr(job, name)}"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
     for name in ("lora_alpha", "codes", "merge"):
@@ -170,13 +170,13 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
     if job.precision not in ("bf16", "fp32"):
         yield f"--precision {job.precision}: it is bf16 or fp32.{did_you_mean(job.precision, ('bf16', 'fp32'))}"
     yield from _wrong_mesh(job)
-    yield from _other_run(job)
+    yield from _find_differences(job)
 
 
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:
     if not path.is_dir():
         if path.exists():
-            yield f"MODEL {path} is a file; pass the directory that it is in"
+            yield f"MODEL {path} is a file. Pass the directory that it is in"
             return
         yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
         return
@@ -199,7 +199,7 @@ def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
-    sizes, world, before = _sizes(job.mesh), _world(), True
+    sizes, world, before = _parse_sizes(job.mesh), _world_size(), True
     for axis, size in sizes:
         if axis not in _AXES:
             before = False
@@ -219,13 +219,13 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
     if 1 < job.accumulate and job.batch < job.accumulate * job.shape["dp"]:
         yield (
             f"--accumulate {job.accumulate}: {job.accumulate} microbatches on dp={job.shape['dp']} need as many rows on"
-            f" each rank, and --batch has {job.batch}; pass a --batch of {job.accumulate * job.shape['dp']} or more"
+            f" each rank, and --batch has {job.batch}. Pass a --batch of {job.accumulate * job.shape['dp']} or more"
         )
     if job.remat and job.shape.get("tp", 1) > 1:
         yield f"--remat is for a mesh without tp, and this one is {job.mesh}"
 
 
-def _other_run(job: FinetuneJob) -> Iterator[str]:
+def _find_differences(job: FinetuneJob) -> Iterator[str]:
     """Yields the settings in which an interrupted run in the same directory differs."""
     record = pathlib.Path(job.out, "run.json")
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
@@ -251,11 +251,11 @@ def _other_run(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """Returns the settings that a run which goes on may not change."""
+    """Returns the settings that a resumed run must not change."""
     return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
 
 
-def _sizes(text: str) -> list[tuple[str, Any]]:
+def _parse_sizes(text: str) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for item in filter(None, (i.strip() for i in text.split(","))):
         axis, _, size = (part.strip() for part in item.partition("="))
@@ -263,5 +263,5 @@ def _sizes(text: str) -> list[tuple[str, Any]]:
     return out
 
 
-def _world() -> int:
+def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""The model of `shardfn finetune`: made without weights, with its loss, its first parameters and its specs."""
+"""The model of `shardfn finetune`: made without weights, with the loss, first parameters and specs."""
 
 import pathlib
 import re
@@ -16,14 +16,14 @@ from ._finetune_job import FinetuneJob
 
 
 class Trained(NamedTuple):
-    """A model, made without weights, with the functions and leaves that a step needs.
+    """Model, made without weights, with the functions and leaves for a step.
 
     Attributes:
-        module: the model.
+        module: module of the model.
         loss: `loss(params, batch)`.
-        params: the first parameters, deferred.
-        specs: specs.
-        lora: the adapters, or None where all weights are trained.
+        params: first parameters, deferred.
+        specs: specs of the parameters.
+        lora: adapters, or None where all weights are trained.
     """
 
     module: Any
@@ -34,7 +34,7 @@ class Trained(NamedTuple):
 
 
 def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
-    """Makes the model of a job. Its weights are read when the step is initialised.
+    """Makes the model of a job. The weights are read when the step is initialised.
 
     Raises:
         ValueError: the files do not fit the model, or adapters cannot be made. The message lists all.
@@ -42,7 +42,7 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     module = _empty_module(job)
     params, (_, apply) = module_from_hf(module, job.model), from_module(module)
 
-    def loss(params: PyTree, batch: PyTree) -> WeightedMean:
+    def batch_loss(params: PyTree, batch: PyTree) -> WeightedMean:
         inputs = {"input_ids": batch["tokens"], "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
         out = apply(params, **inputs, use_cache=False, num_items_in_batch=1)  # of a sum, divided by 1
         return WeightedMean(out.loss, batch["weight"].sum())
@@ -51,18 +51,18 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     specs: Any = P()
     if cut:
         rows = -(-job.batch // mesh.axis_size("dp") // job.accumulate)
-        specs = propose_specs(loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
+        specs = propose_specs(batch_loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
     lora = None
     if job.lora:
-        targets, transposed = _targets(module)
+        targets, transposed = _lora_targets(module)
         codes: Any = job.codes or None
         lora = LoRA.of(
             params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
         )
         if codes:
-            specs = _in_codes(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
-        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
-    whole = loss if lora is None else lora.adapt(loss)
+            specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
+        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters next to cut leaves are used
+    whole = batch_loss if lora is None else lora.adapt(batch_loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
     whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
@@ -76,10 +76,10 @@ def load_part(name: str, source: Any, load: Callable[[Any], Any]) -> Any:
     Args:
         name: words for the part.
         source: argument of the function.
-        load: function of transformers, which may raise anything for files that it does not know.
+        load: function of transformers, which may raise anything for unknown files.
 
     Raises:
-        ValueError: the function raised; has its message.
+        ValueError: the function raised. The message is included.
     """
     try:
         return load(source)
@@ -97,14 +97,14 @@ def _empty_module(job: FinetuneJob) -> Any:
         module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
     module.train(job.remat)  # else dropout is off
     if job.remat:
-        # The first name is that of transformers 5.24 and later. The second one is gone in 6.
+        # The first name is for transformers 5.24 and later. The second name is gone in 6.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         enable()
     return module
 
 
-def _targets(module: Any) -> tuple[list[str], bool]:
-    """Returns all linear layers but the head, as regular expressions, and whether their weights are `[in, out]`."""
+def _lora_targets(module: Any) -> tuple[list[str], bool]:
+    """Returns patterns of all linear layers but the head, and whether the weights are `[in, out]`."""
     head = module.get_output_embeddings()
     kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
     paths = [path for path, kind in kinds.items() if kind in ("Linear", "Conv1D")]
@@ -117,22 +117,22 @@ def _targets(module: Any) -> tuple[list[str], bool]:
     return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
 
 
-def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
+def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
     """Returns the specs of a base whose weights with an adapter are in codes.
 
-    A cut of the last dim between elements that share a scale becomes one of dim 0.
+    A cut of the last dim between elements with a shared scale becomes a cut of dim 0.
 
     Args:
         specs: specs by name.
-        lora: has the codes.
+        lora: adapters with the codes.
         num: ranks along `tp`.
     """
 
-    def own(name: str, spec: P) -> P | Sharding:
+    def quantized_spec(name: str, spec: P) -> P | Sharding:
         if name not in lora.sites:
             return spec
         *first, last = lora.sites[name].shape
         apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
         return Sharding(P("tp") if apart else spec, codes=lora.codes)
 
-    return {name: own(name, spec) for name, spec in specs.items()}
+    return {name: quantized_spec(name, spec) for name, spec in specs.items()}

@@ -17,11 +17,11 @@ _FORMS = 64
 
 
 class Scan(NamedTuple):
-    """The result of reading a file of rows once.
+    """Result of reading a file of rows once.
 
     Attributes:
         problems: a text for each wrong row, with the file and the line.
-        samples: one row of each form, for example of each sequence of roles: its place and its value.
+        samples: place and value of one row of each form, for example of each sequence of roles.
         chats: whether there are rows of messages.
     """
 
@@ -31,18 +31,18 @@ class Scan(NamedTuple):
 
 
 def scan_rows(path: str, learn: str) -> Scan:
-    """Reads all rows of a file, and lists the wrong ones. A file that did not change is read only once.
+    """Reads all rows of a file, and lists the wrong rows. An unchanged file is read only once.
 
     Args:
         path: file of JSON lines.
         learn: "answers" or "everything"; answers need a message of the assistant.
     """
     about = os.stat(path)
-    return _scan(path, learn, (about.st_mtime_ns, about.st_size))
+    return _scan_rows(path, learn, (about.st_mtime_ns, about.st_size))
 
 
 @functools.lru_cache(maxsize=4)
-def _scan(path: str, learn: str, version: tuple[int, int]) -> Scan:
+def _scan_rows(path: str, learn: str, version: tuple[int, int]) -> Scan:
     del version
     problems, samples = list[str](), dict[Any, tuple[str, Any]]()
     any_row = False
@@ -67,7 +67,7 @@ def _scan(path: str, learn: str, version: tuple[int, int]) -> Scan:
 
 
 def row_problems(name: str, path: str, learn: str) -> Iterator[str]:
-    """Yields the problems of a file's rows, five of them and the number of the others."""
+    """Yields the problems of a file's rows, five problems and the number of further problems."""
     yield from first_of([f"{name} {problem}" for problem in scan_rows(path, learn).problems], _LISTED)
 
 
@@ -100,8 +100,8 @@ def encode_row(
         tokenizer: tokenizer of transformers.
         row: a row without `row_problems`.
         length: number of tokens at most.
-        learn: "answers": a prompt, and messages of others than the assistant, have no labels. "everything": all tokens
-            have.
+        learn: "answers" for labels only on completions and messages of the assistant, or "everything" for labels on all
+            tokens.
         vocab_size: number of the model's embeddings.
 
     Raises:
@@ -129,7 +129,7 @@ def _encode_text(tokenizer: Any, prompt: str, text: str, learn: str) -> dict[str
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     first = tokenizer(prompt)["input_ids"] if prompt else []
     ids = tokenizer(prompt + text)["input_ids"]
-    if ids[: len(first)] != first:  # a token would span both; the model is used with the tokens of the prompt only
+    if ids[: len(first)] != first:  # a token would span both. The model is used with only the tokens of the prompt
         ids = first + tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = ids + end if ids[-1:] != end else ids
     labels = [*ids] if learn == "everything" else [IGNORED] * len(first) + ids[len(first) :]
@@ -188,18 +188,18 @@ def _message_problems(name: str, messages: Any) -> Iterator[str]:
 
 
 def _has_answer(messages: Any) -> bool:
-    """Returns whether a message is one of the assistant's, or True for values that `_message_problems` names."""
+    """Returns whether the assistant has a message, or True for values refused by `_message_problems`."""
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages) or not messages:
         return True
     return any(m.get("role") == "assistant" for m in messages)
 
 
 def _form_of(row: Mapping[str, Any]) -> Any:
-    """Returns a key that is equal for rows that a chat template treats alike."""
+    """Returns a key that is equal for rows with equal treatment by a chat template."""
     if "messages" in row:
-        return "messages", _roles(row["messages"]), bool(row.get("tools"))
+        return "messages", _message_roles(row["messages"]), bool(row.get("tools"))
     if _is_pair(row) and isinstance(row["prompt"], list):
-        return "pair", _roles(row["prompt"]), _roles(row["completion"]), bool(row.get("tools"))
+        return "pair", _message_roles(row["prompt"]), _message_roles(row["completion"]), bool(row.get("tools"))
     return _is_pair(row)
 
 
@@ -207,5 +207,5 @@ def _is_pair(row: Mapping[str, Any]) -> bool:
     return {"prompt", "completion"} <= row.keys()
 
 
-def _roles(messages: list[Mapping[str, Any]]) -> tuple[Any, ...]:
+def _message_roles(messages: list[Mapping[str, Any]]) -> tuple[Any, ...]:
     return tuple((m["role"], bool(m.get("tool_calls")), type(m.get("content")).__name__) for m in messages)

@@ -32,16 +32,16 @@ from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
-_ADAPTER = "adapter"  # its name in the engine
+_ADAPTER = "adapter"  # the adapter's name in the engine
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """Prompt of a run.
 
     Attributes:
-        asked: the user's text.
+        asked: text of the user.
         ids: ids of its tokens.
-        sampling: how it is continued.
+        sampling: way to draw the continuation.
     """
 
     asked: str
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An engine, and the prompts that it is known to take."""
+    """Engine, and prompts known to fit."""
 
     job: GenerateJob
     engine: Engine
@@ -66,13 +66,13 @@ def generate(job: GenerateJob) -> int:
     """
     try:
         try:
-            ready = _prepared(job)
+            ready = _prepare_job(job)
         except (ValueError, OSError, ImportError) as error:
             end_start()
             if os.environ.get("RANK", "0") == "0":
                 print(f"shardfn generate: error: {one_line(error)}", file=sys.stderr)
             return 1 if isinstance(error, DamagedError) else 2
-        _run(ready)
+        _run_job(ready)
         return 0
     except FloatingPointError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -88,21 +88,21 @@ def generate(job: GenerateJob) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the message of an error as one line, with the first items of its list."""
+    """Returns the message of an error as one line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
 
 
-def _prepared(job: GenerateJob) -> Ready:
+def _prepare_job(job: GenerateJob) -> Ready:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
-    asked = _asked(job, mesh)
+    asked = _read_texts(job, mesh)
     with contextlib.ExitStack() as held:
         with waiting("reading", job.model):
             served = load(job, mesh, held)
         made, text = served.decoder, served.text
-        prompts = _prompts(job, made, text, asked)
-        limits = _limits(job, made, prompts)
+        prompts = _make_prompts(job, made, text, asked)
+        limits = _choose_limits(job, made, prompts)
         for i, prompt in enumerate(prompts):
             try:
                 check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
@@ -111,7 +111,7 @@ def _prepared(job: GenerateJob) -> Ready:
         adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
         with waiting("packing weights"):
             engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
-    engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
+    engine.check(prompts[0].ids, prompts[0].sampling, adapter=_adapter_name(job))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
@@ -119,37 +119,37 @@ def _prepared(job: GenerateJob) -> Ready:
     return Ready(job, engine, prompts)
 
 
-def _asked(job: GenerateJob, mesh: Mesh) -> list[str]:
-    """Returns the texts. Those of stdin are read by the first rank."""
+def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:
+    """Returns the texts. The first rank reads texts from stdin."""
     if _STDIN not in job.prompts:
         return list(job.prompts)
     lines = [line for line in sys.stdin.read().splitlines() if line.strip()] if mesh.rank == 0 else []
     if mesh.size > 1:
-        lines = list(map(str, _of_first(comms_of(mesh).control.gather(lines))))
+        lines = list(map(str, _first_result(comms_of(mesh).control.gather(lines))))
     if not lines:
-        raise ValueError("PROMPT is -, and stdin has 0 lines with a text; write one prompt in each line.")
+        raise ValueError("PROMPT is -, and stdin has 0 lines with a text. Write one prompt in each line.")
     return [text for prompt in job.prompts for text in (lines if prompt == _STDIN else [prompt])]
 
 
-def _of_first(gathered: list[object]) -> list[object]:
+def _first_result(gathered: list[object]) -> list[object]:
     first = gathered[0]
     assert isinstance(first, list)
     return first
 
 
-def _prompts(job: GenerateJob, made: Decoder, text: Text, asked: Sequence[str]) -> list[Prompt]:
-    most = _context(job, made)
-    stops = tuple(sorted({*text.ends, *(_stop(job, text, token) for token in job.stop_tokens)}))
+def _make_prompts(job: GenerateJob, made: Decoder, text: Text, asked: Sequence[str]) -> list[Prompt]:
+    most = _find_context(job, made)
+    stops = tuple(sorted({*text.ends, *(_stop_token(job, text, token) for token in job.stop_tokens)}))
     out = []
     for one in asked:
-        ids = _encoded(job, text, one)
+        ids = _encode_prompt(job, text, one)
         left = max(1, min(_MOST, most - len(ids)))
         num = left if job.max_tokens is None else job.max_tokens
         out.append(Prompt(one, ids, dataclasses.replace(job.sampling, max_tokens=num, stop_tokens=stops)))
     return out
 
 
-def _encoded(job: GenerateJob, text: Text, asked: str) -> list[int]:
+def _encode_prompt(job: GenerateJob, text: Text, asked: str) -> list[int]:
     if not job.chat:
         return text.encode(asked)
     if text.chat is None:
@@ -158,22 +158,22 @@ def _encoded(job: GenerateJob, text: Text, asked: str) -> list[int]:
     return text.plain(text.chat([*system, {"role": "user", "content": asked}]))
 
 
-def _stop(job: GenerateJob, text: Text, token: str) -> int:
+def _stop_token(job: GenerateJob, text: Text, token: str) -> int:
     found = int(token) if token.isdecimal() else text.token(token)
     if found is None:
         raise ValueError(
-            f"--stop-token {token!r} is not one of the {text.size} tokens of {job.model}; give one, or its id."
+            f"--stop-token {token!r} is not one of the {text.size} tokens of {job.model}. Give one, or its id."
         )
     return found
 
 
-def _context(job: GenerateJob, made: Decoder) -> int:
+def _find_context(job: GenerateJob, made: Decoder) -> int:
     if job.context is not None and job.context > made.context:
         raise ValueError(f"--context {job.context}: the longest sequence of {job.model} has {made.context} tokens.")
     return made.context if job.context is None else job.context
 
 
-def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
+def _choose_limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
     """Returns the sizes for these prompts.
 
     No longer sequence, no larger step, and few graphs, as a capture takes seconds.
@@ -186,7 +186,7 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
     decodes = [size for size in (1, 4, 16, 32) if size < min(max(4 * running, 2 * drafts), budget)]
     return limits_of(
         made,
-        context=max(2, min(_context(job, made), longest)),
+        context=max(2, min(_find_context(job, made), longest)),
         cache_bytes=int(job.cache_gib * 2**30),
         running=running,
         buckets=tuple(sorted({*decodes, budget})),
@@ -195,10 +195,10 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
     )
 
 
-def _run(ready: Ready) -> None:
+def _run_job(ready: Ready) -> None:
     start = time.monotonic()
     one = len(ready.prompts) == 1 and ready.job.sampling.n == 1 and not ready.job.json
-    drawn = _stream(ready) if one else _all(ready)
+    drawn = _stream_completion(ready) if one else _print_completions(ready)
     seconds = time.monotonic() - start
     if ready.engine.mesh.rank == 0:
         rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
@@ -207,18 +207,18 @@ def _run(ready: Ready) -> None:
         print(rate, file=sys.stderr, flush=True)
 
 
-def _name(job: GenerateJob) -> str | None:
+def _adapter_name(job: GenerateJob) -> str | None:
     return None if job.adapter is None else _ADAPTER
 
 
-def _stream(ready: Ready) -> int:
-    """Prints the one completion while it is drawn, to a terminal at once, and returns its number of tokens."""
+def _stream_completion(ready: Ready) -> int:
+    """Streams the single completion to stdout, and returns the number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
-    for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_name(ready.job)):
+    for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_adapter_name(ready.job)):
         end_start()
         if token.finish == "error":
-            raise FloatingPointError(f"prompt 1: {_reason(ready)} after {drawn} tokens")
+            raise FloatingPointError(f"prompt 1: {_error_reason(ready)} after {drawn} tokens")
         drawn += token.token is not None
         if writes:
             print(token.text, end="", flush=sys.stdout.isatty())
@@ -227,11 +227,11 @@ def _stream(ready: Ready) -> int:
     return drawn
 
 
-def _all(ready: Ready) -> int:
-    """Prints all completions in the order of the prompts, and returns their number of tokens."""
+def _print_completions(ready: Ready) -> int:
+    """Prints all completions in the order of the prompts, and returns the number of tokens."""
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
-    made = ready.engine.generate([p.ids for p in prompts], how, adapter=_name(ready.job))
+    made = ready.engine.generate([p.ids for p in prompts], how, adapter=_adapter_name(ready.job))
     end_start()
     each = [[found] if isinstance(found, Completion) else found for found in made]
     broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
@@ -239,18 +239,18 @@ def _all(ready: Ready) -> int:
         for i, (prompt, choices) in enumerate(zip(prompts, each, strict=True)):
             for k, choice in enumerate(choices):
                 title = f"--- prompt {i + 1} of {len(prompts)}, choice {k + 1} of {len(choices)} ---\n"
-                print(_line(prompt, k, choice) if ready.job.json else title + choice.text)
+                print(_format_line(prompt, k, choice) if ready.job.json else title + choice.text)
     if broken:
-        raise FloatingPointError(f"prompts {broken}: {_reason(ready)}")
+        raise FloatingPointError(f"prompts {broken}: {_error_reason(ready)}")
     return sum(len(choice.tokens) for choices in each for choice in choices)
 
 
-def _reason(ready: Ready) -> str:
+def _error_reason(ready: Ready) -> str:
     """Returns the reason of an "error"."""
     grammar = ready.job.sampling.grammar
     return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")
 
 
-def _line(prompt: Prompt, k: int, choice: Completion) -> str:
+def _format_line(prompt: Prompt, k: int, choice: Completion) -> str:
     row = {"prompt": prompt.asked, "choice": k, "text": choice.text, "tokens": choice.tokens}
     return json.dumps(row | {"logprobs": choice.logprobs, "finish": choice.finish})

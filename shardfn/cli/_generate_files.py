@@ -1,4 +1,4 @@
-"""Files of models, read so that one which is damaged or wrong is named."""
+"""Files of models, read so that a message names a damaged or wrong file."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ def object_of(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object of a file of JSON.
 
     Raises:
-        ValueError: it is not JSON, or not an object; the message names the file.
+        ValueError: the file is not JSON, or not an object. The message names the file.
     """
     with reading(path, "its JSON"):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -22,11 +22,11 @@ def object_of(path: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path, part: str) -> Iterator[None]:
-    """Makes errors of packages that read a model's files, which have many types, refusals that name the files.
+    """Turns errors of packages that read a model's files into refusals that name the files.
 
     Args:
         path: path of the model.
-        part: part that is read, in words.
+        part: words for the part to read.
 
     Raises:
         ValueError: has the path, the part and the error.

@@ -1,4 +1,4 @@
-"""Codes of a model's weights that are fitted to a text: `--fit FILE`."""
+"""Codes of a model's weights, fitted to a text: `--fit FILE`."""
 
 import pathlib
 
@@ -13,13 +13,13 @@ _ROWS, _LENGTH = 16, 512
 
 
 def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
-    """Returns the parameters on the grids of their codes, and a remark about them. Each rank fits them all; collective.
+    """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
 
     Args:
-        job: names the text and the codes.
-        params: parameters of the model. Those in codes already are not changed.
-        text: the tokenizer.
-        plain: the model's decoder, without codes, on one rank.
+        job: job with the text and the codes.
+        params: parameters of the model. Parameters in codes already are not changed.
+        text: tokenizer of the model.
+        plain: decoder of the model, without codes, on one rank.
 
     Raises:
         ValueError: the text has no tokens, or the model's layers are not known one by one.

@@ -27,33 +27,34 @@ KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Fac
 
 @dataclasses.dataclass(frozen=True)
 class GenerateJob:
-    """The settings of a run; `shardfn generate --help` describes them.
+    """Settings of a run. See `shardfn generate --help`.
 
     Attributes:
-        model: the path.
-        kind: a key of `KINDS`.
-        prompts: texts; "-" has a line of stdin each.
-        sampling: how tokens are drawn, without the stop tokens and `max_tokens`.
-        stop_tokens: texts or ids.
-        max_tokens: None is 256, or fewer where the context ends.
+        model: path of the model.
+        kind: key of `KINDS`.
+        prompts: texts of the prompts. "-" reads a prompt from each line of stdin.
+        sampling: way to draw tokens, without the stop tokens and `max_tokens`.
+        stop_tokens: texts or ids of tokens.
+        max_tokens: number of tokens to draw at most. None is 256, or fewer where the context ends.
         chat: whether each prompt is a user's message.
-        system: the message before it.
-        context: the most tokens of a sequence; None is the model's.
-        cache_gib: the most memory of keys and values, on all ranks together.
-        ranks: of tensor parallelism.
-        dtype: a key of `DTYPES`.
-        weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
-        memory: of weights between their uses.
-        fit: a text to which codes are fitted, or None.
-        disk: the directory for "disk"; None is a temporary one.
-        cache: the dtype of keys and values; None is `dtype`.
-        cache_memory: of keys and values between their uses.
+        system: message before the user's.
+        context: largest number of tokens of a sequence. None is the model's.
+        cache_gib: limit in GiB of the KV cache, on all ranks together.
+        ranks: number of ranks of tensor parallelism.
+        dtype: key of `DTYPES`.
+        weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
+        memory: memory of weights between uses.
+        fit: text to which codes are fitted, or None.
+        disk: directory for "disk". None is a temporary directory.
+        cache: dtype of the KV cache. None is `dtype`.
+        cache_memory: memory of keys and values between uses.
         json: whether the output is JSON lines.
-        drafter: a key of `DRAFTERS`.
-        draft_model: the path of a smaller model that guesses, or None.
-        adapter: a directory of `peft`, or None.
-        generation_config: "auto" takes values from the model's `generation_config.json`, and "none" ignores the file.
-        recommended: values of sampling from this file, which hold where the user gives none.
+        drafter: key of `DRAFTERS`, for speculative decoding.
+        draft_model: path of a smaller model that guesses, or None.
+        adapter: directory of `peft`, or None.
+        generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
+            ignores the file.
+        recommended: values of sampling from this file, defaults for the user's.
     """
 
     model: str
@@ -83,7 +84,7 @@ class GenerateJob:
 
     @property
     def drafts(self) -> int:
-        """Guessed rows beside one row."""
+        """Returns the number of guessed rows for each row."""
         return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
 
 
@@ -105,7 +106,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     text = "above 1 makes tokens of prompt and completion less probable (default likewise, or 1)"
     add("--repetition-penalty", type=float, help=text)
     add("--seed", type=int, default=0, help="equal seeds draw equal tokens (default %(default)s)")
-    # torchrun takes --n for an abbreviation of several of its own options, and refuses it.
+    # torchrun takes --n for an abbreviation of several options, and refuses it.
     add("--n", "--choices", type=int, default=1, metavar="N", dest="n", help="completions of each prompt (default 1)")
     add("--stop-token", action="append", default=[], metavar="TOKEN", help="another token that ends: its text or id")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends, and is cut off")
@@ -145,9 +146,9 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def weights_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a job that `add_weights_arguments` describes, or a message in place of each wrong value."""
-    codes, memory, fits = _pair(args.weights, ("int8", "int4"), ("host", "disk"))
-    dtype, cache_memory, cache_fits = _pair(args.cache, CACHE_DTYPES, ("host",))
+    """Returns the fields of a job for `add_weights_arguments`, or a message in place of each wrong value."""
+    codes, memory, fits = _parse_pair(args.weights, ("int8", "int4"), ("host", "disk"))
+    dtype, cache_memory, cache_fits = _parse_pair(args.cache, CACHE_DTYPES, ("host",))
     found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
     found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
     if not cache_fits:
@@ -166,8 +167,8 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
-    """A word of each of two kinds from an option such as "int4,disk", or None; and whether it has no other words."""
+def _parse_pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
+    """Returns a word or None of each of two kinds in an option such as "int4,disk", and whether all are known."""
     words = [] if given is None else given.split(",")
     one, other = ([w for w in words if w in of] for of in known)
     fits = len(one) <= 1 and len(other) <= 1 and len(one) + len(other) == len(words)
@@ -175,7 +176,7 @@ def _pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | N
 
 
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of guessing."""
+    """Adds the options of speculative decoding."""
     add = parser.add_argument
     add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
     add(
@@ -186,7 +187,7 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
-    """The problems of the options of guessing."""
+    """Yields the problems of the options of speculative decoding."""
     if args.draft_model is None:
         return
     if args.drafter != "none":
@@ -197,13 +198,13 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
-    """Returns the settings that the arguments describe; no weights are loaded.
+    """Returns the settings that the arguments describe. No weights are loaded.
 
     Raises:
-        ValueError: has everything that is wrong, each with its remedy.
+        ValueError: lists all mistakes, each with the remedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n")
-    grammar, kind = _grammar(args), kind_of(pathlib.Path(args.model))
+    grammar, kind = _parse_grammar(args), kind_of(pathlib.Path(args.model))
     recommended = recommended_of(args, kind)
     defaults: dict[str, Any] = {"temperature": _TEMPERATURE} | ({} if isinstance(recommended, Problem) else recommended)
     sampling = Sampling(
@@ -211,9 +212,9 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         stop=tuple(args.stop),
         grammar=None if isinstance(grammar, Problem) else grammar,
     )
-    found = {"ranks": _ranks(args.mesh), "kind": kind, "grammar": grammar, "recommended": recommended}
+    found = {"ranks": _parse_ranks(args.mesh), "kind": kind, "grammar": grammar, "recommended": recommended}
     found |= weights_of(args)
-    problems = [*(value for value in found.values() if isinstance(value, Problem)), *_problems(args, sampling)]
+    problems = [*(value for value in found.values() if isinstance(value, Problem)), *_find_problems(args, sampling)]
     if problems:
         raise ValueError("; ".join(problems))
     fields = {field.name for field in dataclasses.fields(GenerateJob)}
@@ -223,7 +224,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
 
 
 class Problem(str):
-    """A message in place of a value."""
+    """Message in place of a value."""
 
 
 def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
@@ -236,7 +237,7 @@ def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
         return Problem(error)
 
 
-def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
+def _find_problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     high = 1 << 40
     anything = Limits(vocab=high, context=high, blocks=high)
     if args.max_tokens is not None:
@@ -252,13 +253,13 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
-        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+        yield f"--context must be at least 2, a token of the prompt and a drawn token, got {args.context}"
     if not args.cache_gib > 0:
-        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+        yield f"--cache-gib must be above 0, got {args.cache_gib}"
 
 
-def _grammar(args: argparse.Namespace) -> Any:
-    """The grammar of the completions, None, or a message."""
+def _parse_grammar(args: argparse.Namespace) -> Any:
+    """Returns the grammar of the completions, None, or a message."""
     if args.json_schema is not None and args.regex is not None:
         return Problem("--json-schema and --regex are two grammars of one text; leave one of them out")
     try:
@@ -270,7 +271,7 @@ def _grammar(args: argparse.Namespace) -> Any:
 
 
 def kind_of(path: pathlib.Path) -> Any:
-    """The kind of model at a path, as a key of `KINDS`; else a message with the remedy."""
+    """Returns the kind of model at a path, as a key of `KINDS`, or else a message with the remedy."""
     if path.is_file():
         with open(path, "rb") as file:
             first = file.read(4)
@@ -296,7 +297,7 @@ def kind_of(path: pathlib.Path) -> Any:
 
 
 def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
-    """The reasons why a directory has no adapter for the model of the arguments."""
+    """Yields the reasons why a directory has no adapter for the model of the arguments."""
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"
@@ -307,13 +308,13 @@ def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[s
 
 
 def run_of(path: pathlib.Path) -> pathlib.Path | None:
-    """The run that has this directory, or whose checkpoints have it."""
+    """Returns the run at this path, or the run with a checkpoint at this path, or None."""
     places = (path, path.absolute().parent, path.absolute().parent.parent)
     return next((place for place in places if (place / "model.json").is_file()), None)
 
 
-def _ranks(mesh: str) -> Any:
-    """The number of ranks, or a message."""
+def _parse_ranks(mesh: str) -> Any:
+    """Returns the number of ranks, or a message."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if not mesh:
         return world

@@ -42,23 +42,24 @@ from ._generation_config import NAME as GENERATION_CONFIG
 from ._generation_config import describe_sampling
 
 AXIS = "tp"
-# A model of transformers, and weights for one without its own.
+# A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
 class Served(NamedTuple):
-    """A model with its tokenizer.
+    """Model with a tokenizer.
 
     Attributes:
-        decoder: as an engine runs it.
-        params: of it.
-        text: the tokenizer.
-        inexact: the reason why a token's bits depend on its company; empty if they do not.
-        size: the number of parameters.
-        coded: a remark on weights in codes.
-        plain: makes the decoder of the same weights without codes, for one rank; None unless codes are fitted.
+        decoder: decoder for an engine.
+        params: parameters of the decoder.
+        text: tokenizer of the model.
+        inexact: reason why the model is not batch-invariant, empty if batch-invariant.
+        size: number of parameters.
+        coded: remark on weights in codes.
+        plain: function that makes the decoder of the same weights without codes, for one rank. None unless codes are
+            fitted.
     """
 
     decoder: Decoder
@@ -74,20 +75,20 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     """Loads a model. Collective.
 
     Args:
-        job: names it.
-        mesh: of the ranks.
-        held: keeps files until an engine has read the parameters.
+        job: job with the model's name.
+        mesh: mesh of the ranks.
+        held: stack that keeps files until an engine has read the parameters.
 
     Raises:
         ValueError: the model cannot be served, or its tokenizer has more tokens.
         OSError: a file is missing, or damaged.
-        ImportError: a package is missing; the message has its installation.
+        ImportError: a package is missing. The message has the installation.
     """
     path = pathlib.Path(job.model)
-    made = _loaded(path, job, mesh, held)
+    made = _load_model(path, job, mesh, held)
     if made.text.size > made.decoder.vocab:
         raise ValueError(
-            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}; take the"
+            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
             " tokenizer that the model was trained with."
         )
     if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
@@ -101,19 +102,19 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
-def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     if job.kind == "run":
-        return _of_run(path, job, mesh)
+        return _load_run(path, job, mesh)
     if job.kind == "gguf":
-        return _of_gguf(path, job, mesh, held)
+        return _load_gguf(path, job, mesh, held)
     tokenizer = _tokenizer_of_files(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
-    text = text_of_transformers(tokenizer, frozenset[int]().union(*(_ends(path / name) for name in configs)))
-    return _of_files(path, job, mesh, text)
+    text = text_of_transformers(tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs)))
+    return _load_files(path, job, mesh, text)
 
 
 def _disk_of(job: GenerateJob) -> Disk | None:
-    """The directory for weights on disk; a temporary one lasts as long as the process."""
+    """Returns the directory for weights on disk. A temporary directory lasts as long as the process."""
     if not is_disk(job.memory):
         return None
     directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
@@ -130,20 +131,20 @@ def engine_of(
     held: contextlib.ExitStack,
     adapters: Mapping[str, str],
 ) -> tuple[Engine, Drafter | None]:
-    """The engine of a loaded model, and its drafter. Collective.
+    """Returns the engine of a loaded model, and the drafter. Collective.
 
     Args:
-        job: of the model.
-        served: from `load`.
-        limits: of the engine.
-        mesh: of the ranks.
-        held: as for `load`.
-        adapters: by name, directories of peft.
+        job: job of the model.
+        served: model from `load`.
+        limits: limits of the engine.
+        mesh: mesh of the ranks.
+        held: stack as for `load`.
+        adapters: directories of peft, by name.
 
     Raises:
-        ValueError: as `load`.
-        OSError: as `load`.
-        ImportError: as `load`.
+        ValueError: see `load`.
+        OSError: see `load`.
+        ImportError: see `load`.
     """
     drafter = _load_drafter(job, limits, held)
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
@@ -154,7 +155,7 @@ def engine_of(
 
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
-    """The lines about a model that is ready: its size, the codes and place of weights, exactness and memory."""
+    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
@@ -166,17 +167,17 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
 
 
 def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
-    """The drafter of a job; each rank has a draft model for itself.
+    """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
-        job: names it.
-        limits: of the engine.
-        held: as for `load`.
+        job: job with the model's name.
+        limits: limits of the engine.
+        held: stack as for `load`.
 
     Raises:
-        ValueError: as `load`.
-        OSError: as `load`.
-        ImportError: as `load`.
+        ValueError: see `load`.
+        OSError: see `load`.
+        ImportError: see `load`.
     """
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
@@ -195,11 +196,11 @@ def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) 
 
 
 def load_text(job: GenerateJob) -> Text:
-    """Loads a model's tokenizer alone; the ends of GGUF files are those of the tokenizer, not of the model.
+    """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
         OSError: a file is missing.
-        ImportError: a package is missing; the message has its installation.
+        ImportError: a package is missing. The message has the installation.
     """
     path = pathlib.Path(job.model)
     if job.kind == "run":
@@ -217,48 +218,48 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
-def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
+def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     settings = object_of(path / "config.json")
     check_sizes(settings, path / "config.json")
-    changes, inexact = _exactness(job)
+    changes, inexact = _exact_change(job)
     if job.adapter is not None:  # its files name the module's own weights
-        return _of_module(functools.partial(_module, path, job), job, mesh, text)
+        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
         with reading(path / "config.json", "its model"):
             gpt_config(settings)
     except ValueError as error:
-        return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
+        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
-    size, coded = _size(params), ""
+    size, coded = _param_bytes(params), ""
     if job.kind == "gguf" and job.weights is not None:
         params, num = with_blocks(pathlib.Path(job.model), config, params)
         coded = f"{num} weights in the file's own codes"
-    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded, _plain(config, job))
+    return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
-def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     tokenizer = _tokenizer_of_gguf(path)
-    module = _model(path.parent, job, gguf_file=path.name)
-    text = text_of_transformers(tokenizer, _ids(module.generation_config.eos_token_id))
+    module = _load_weights(path.parent, job, gguf_file=path.name)
+    text = text_of_transformers(tokenizer, _list_ids(module.generation_config.eos_token_id))
     folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardfn-generate-")))
     module.config.to_json_file(folder / "config.json")
     try:
         gpt_config(object_of(folder / "config.json"))
     except ValueError as error:
-        return _of_module(lambda axis: (module, None), job, mesh, text, error)
+        return _load_unmodified(lambda axis: (module, None), job, mesh, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
         for name, x in module.named_parameters():
             writer.put(name, x.detach())
     del module
-    return _of_files(folder, job, mesh, text)
+    return _load_files(folder, job, mesh, text)
 
 
-def _of_module(
+def _load_unmodified(
     module: Callable[[str | None], _Module], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
 ) -> Served:
-    """An unmodified model of transformers, where `models.gpt` does not compute the same, or with an adapter."""
-    axis = _axis(mesh)
+    """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
+    axis = _mesh_axis(mesh)
     exact = None if job.dtype == "float32" or axis else False
     try:
         model, values = module(axis)
@@ -273,21 +274,21 @@ def _of_module(
         ) from problem
     inexact = "" if made.exact else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
-    return Served(made, params, text, inexact, _size(params), plain=plain)
+    return Served(made, params, text, inexact, _param_bytes(params), plain=plain)
 
 
-def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     run = run_of(path)
     assert run is not None
     given = object_of(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
-    changes, inexact = _exactness(job)
+    changes, inexact = _exact_change(job)
     with reading(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
     tokenizer = _tokenizer_of_run(run, given)
-    place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
+    place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_mesh_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
     checkpoints = run / "checkpoints" if path == run else path
@@ -300,11 +301,13 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
             raise ValueError(f"{title}: {listed}") from error
         raise
     text = text_of_data(tokenizer)
-    return Served(_decoder(config, mesh, job), params, text, inexact, _size(params), plain=_plain(config, job))
+    return Served(
+        _make_decoder(config, mesh, job), params, text, inexact, _param_bytes(params), plain=_fit_decoder(config, job)
+    )
 
 
-def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
-    """The change of a `gpt.Config`, and the reason why there is no change."""
+def _exact_change(job: GenerateJob) -> tuple[dict[str, Any], str]:
+    """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
         return {}, f"exact layers compute float32, and --dtype is {job.dtype}"
     if gpt.Config.chunks % job.ranks:
@@ -312,32 +315,32 @@ def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
     return {"exact": True}, ""
 
 
-def _axis(mesh: Mesh) -> str | None:
+def _mesh_axis(mesh: Mesh) -> str | None:
     return AXIS if mesh.size > 1 else None
 
 
-def _decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
+def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     if job.weights is not None and not config.exact:
-        raise ValueError(f"--weights {job.weights}: {_exactness(job)[1]}; take other ranks, or leave out --weights")
-    return decoder(config, tp=_axis(mesh), codes=job.weights)
+        raise ValueError(f"--weights {job.weights}: {_exact_change(job)[1]}. Take other ranks, or leave out --weights")
+    return decoder(config, tp=_mesh_axis(mesh), codes=job.weights)
 
 
-def _plain(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
+def _fit_decoder(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
     return None if job.fit is None else functools.partial(decoder, config)
 
 
-def _size(params: PyTree) -> int:
+def _param_bytes(params: PyTree) -> int:
     return sum(x.shape.numel() for x in tree_leaves(params))
 
 
-def _transformers(path: pathlib.Path) -> Any:
+def _import_transformers(path: pathlib.Path) -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
     return importlib.import_module("transformers")
 
 
 def _tokenizer_of_files(path: pathlib.Path) -> Any:
-    transformers = _transformers(path)
+    transformers = _import_transformers(path)
     with reading(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
 
@@ -348,28 +351,28 @@ def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
         raise ImportError(
             f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
         )
-    transformers = _transformers(path)
+    transformers = _import_transformers(path)
     with reading(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
-    """A model of transformers; on several ranks without weights: each rank reads its own parts of them."""
-    transformers = _transformers(directory)
+def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
+    """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
+    transformers = _import_transformers(directory)
     with reading(directory, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
     if axis is None or getattr(config, "quantization_config", None) is not None:
-        return _model(directory, job), None
+        return _load_weights(directory, job), None
     with reading(directory, "its config.json"), without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
     if job.dtype != "float32" and getattr(made, _WIDE, None):
-        return _model(directory, job), None
+        return _load_weights(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 
 
-def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
-    """A model of transformers with its weights."""
-    automatic = _transformers(directory).AutoModelForCausalLM
+def _load_weights(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
+    """Returns a model of transformers with the weights."""
+    automatic = _import_transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
     with reading(directory, "its model"):
         how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
@@ -382,11 +385,11 @@ def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
     return made.eval()
 
 
-def _ends(path: pathlib.Path) -> frozenset[int]:
-    """The tokens that end a text by a file of configuration, if there is one.
+def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
+    """Returns the tokens that end a text by a file of configuration, if present.
 
     Raises:
-        ValueError: they are not integers.
+        ValueError: the tokens are not integers.
     """
     value = object_of(path).get("eos_token_id") if path.is_file() else None
     tokens = [] if value is None else value if isinstance(value, list) else [value]
@@ -395,5 +398,5 @@ def _ends(path: pathlib.Path) -> frozenset[int]:
     return frozenset(tokens)
 
 
-def _ids(value: int | list[int] | None) -> frozenset[int]:
+def _list_ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)

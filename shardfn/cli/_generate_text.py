@@ -9,12 +9,12 @@ from ._template_time import check_template, rendered
 
 
 class Text(NamedTuple):
-    """A tokenizer.
+    """Tokenizer of a model.
 
     Attributes:
-        size: ids are 0 to `size - 1`.
+        size: number of ids, from 0 to `size - 1`.
         encode: function from a text to the ids of a prompt.
-        plain: likewise, without further special tokens.
+        plain: function as `encode`, without further special tokens.
         tokenizer: tokenizer in a form that an engine takes.
         token: function from a token's text to its id, or None if there is no such token.
         chat: function from messages to a text for `plain`, or None without a chat template.
@@ -38,11 +38,11 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         ends: tokens that end a completion, by the model's files.
     """
 
-    def chat(messages: list[dict[str, str]]) -> str:
+    def render_chat(messages: list[dict[str, str]]) -> str:
         try:
             check_template(tokenizer.get_chat_template())
             return rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program, which may divide by zero
+        except Exception as error:  # a template is a program and may, for example, divide by zero
             raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
@@ -53,24 +53,24 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         plain=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         tokenizer=tokenizer,
         token=vocabulary.get,
-        chat=chat if tokenizer.chat_template else None,
+        chat=render_chat if tokenizer.chat_template else None,
         ends=ends | {*own},
     )
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the message of an error that a template has met, or its type, where the message is empty."""
+    """Returns the message of a template's error, or the type, where the message is empty."""
     return str(error) or type(error).__name__
 
 
 def text_of_data(tokenizer: Tokenizer) -> Text:
     """Returns a tokenizer of `shardfn.data`."""
 
-    def token(text: str) -> int | None:
+    def token_id(text: str) -> int | None:
         ids = tokenizer.encode(text).tolist()
         return ids[0] if len(ids) == 1 else None
 
-    def encode(text: str) -> list[int]:
+    def encode_text(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
-    return Text(tokenizer.vocab_size, encode, encode, tokenizer, token)
+    return Text(tokenizer.vocab_size, encode_text, encode_text, tokenizer, token_id)

@@ -1,4 +1,4 @@
-"""`generation_config.json` of a model: values of sampling that its authors recommend, where a user gives none."""
+"""`generation_config.json` of a model: values of sampling recommended by the authors, where a user gives none."""
 
 import argparse
 import dataclasses
@@ -24,10 +24,10 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the values of `Sampling` that a model's directory has; an empty dict without the file.
+    """Returns the values of `Sampling` in a model's directory, or an empty dict without the file.
 
     Raises:
-        ValueError: a value is out of range; the message names the file, the value and the remedy.
+        ValueError: a value is out of range. The message names the file, the value and the remedy.
     """
     path = folder / NAME
     given = object_of(path) if path.is_file() else {}
@@ -44,7 +44,7 @@ def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def describe_sampling(found: Mapping[str, float]) -> str:
-    """Returns the values in words, and their source.
+    """Returns the values in words, and the source.
 
     Example:
         >>> describe_sampling({"temperature": 0.6, "top_p": 0.95})

@@ -38,10 +38,10 @@ _END = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class LongSettings:
-    """How a step keeps its activations small. Blocks are always computed again in the backward.
+    """Settings by which a step keeps activations small. Blocks are always computed again in the backward.
 
     Attributes:
-        loss_tile: tokens whose logits are in memory at a time. None means all.
+        loss_tile: number of tokens with logits in memory at a time. None means all.
         tiled_mlp: whether the MLP runs in tiles of `MLP_WIDTH` tokens.
         offload: whether the inputs of the blocks are stored on the host.
     """
@@ -52,7 +52,7 @@ class LongSettings:
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
-        """Which of the three techniques are in use."""
+        """Returns which of the three techniques are in use."""
         return self.loss_tile is not None, self.tiled_mlp, self.offload
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class LongSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """The longest sequence that fits with some settings.
+    """Longest sequence that fits with some settings.
 
     Attributes:
-        settings: those settings.
+        settings: settings of the step.
         tokens: tokens of the whole sequence, over all ranks, or 0 if not even one token fits.
         peak: bytes at the peak of a rank's step.
     """
@@ -82,7 +82,7 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
     """Returns the longest sequence for each kind of settings, longest last. All ranks of the mesh cut one sequence.
 
     Args:
-        setup: the run. Its `seq`, `remat` and `accumulate` are ignored.
+        setup: settings of the run. `seq`, `remat` and `accumulate` are ignored.
         limit: bytes that a rank's tensors may take. Default: the device's memory less a reserve.
 
     Raises:
@@ -103,8 +103,8 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
     raise_all(ValueError, "plan --longest:", [*wrong, *problems(own)])
     room = int(setup.cluster.device.memory * (1 - HEADROOM)) if limit is None else limit
     best: dict[tuple[bool, bool, bool], LongestSequence] = {}
-    for settings in _candidates():
-        tokens = _most(own, settings, room)
+    for settings in _list_candidates():
+        tokens = _most_tokens(own, settings, room)
         found = LongestSequence(settings, tokens, peak_bytes(own, settings, tokens))
         if settings.kind not in best or found.tokens > best[settings.kind].tokens:
             best[settings.kind] = found
@@ -112,7 +112,7 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
 
 
 def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
-    """Bytes at the peak of a rank's step, for a sequence of `tokens` tokens that is cut over the ranks."""
+    """Returns the bytes at the peak of a rank's step, for `tokens` tokens cut over the ranks."""
     c, size, states = setup.config, setup.bytes_of.params, model_states(setup)
     ranks = setup.axis("dp")
     t, layer = -(-tokens // ranks), c.vocab_size * c.d_model
@@ -129,15 +129,15 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     return stay + max(loss + 2 * t * c.d_model * size + kept, block + max(last, first), update)
 
 
-def _candidates() -> Iterator[LongSettings]:
-    """Settings to try, each kind with one technique more than the kind before, and all sizes of tiles of the loss."""
+def _list_candidates() -> Iterator[LongSettings]:
+    """Yields the settings to try, each kind with one technique more, and all sizes of tiles of the loss."""
     yield LongSettings()
     for tiled_mlp, offload in ((False, False), (True, False), (True, True)):
         for n in LOSS_TILES:
             yield LongSettings(n, tiled_mlp, offload)
 
 
-def _most(setup: Setup, settings: LongSettings, room: int) -> int:
+def _most_tokens(setup: Setup, settings: LongSettings, room: int) -> int:
     """Returns the largest number of tokens that fits; bytes grow with tokens."""
     end = setup.config.max_len if setup.config.position == "learned" else _END
     low, high = 0, end + 1

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
     Args:
-        argv: the arguments. Default: those of the process.
+        argv: arguments of the program. Default: the arguments of the process.
 
     Returns:
         The exit status: 0, or 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "bench":
             return bench(args)
-        job = _job(args)
+        job = _check_command(args)
         if job is None:
             return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
     except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Returns whether an error was raised by this package, whose messages name the mistake and the remedy.
+    """Returns whether an error comes from this package, with the mistake and the remedy in the message.
 
-    Errors of other packages keep their traceback, without which nobody would know what they are about.
+    Errors of other packages keep the traceback, to be understood.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -105,8 +105,8 @@ def _is_for_users(error: Exception) -> bool:
     return Path(traceback.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
-def _job(args: argparse.Namespace) -> Callable[[], int] | None:
-    """Returns a command that loads a model, once its arguments are known to make sense, or None for the others."""
+def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
+    """Returns a command that loads a model, after a check of the arguments, or None for other commands."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
     if args.command == "generate":
@@ -118,14 +118,14 @@ def _job(args: argparse.Namespace) -> Callable[[], int] | None:
 
 def _plan_command(args: argparse.Namespace) -> int:
     if args.preset_tables:
-        _emit(preset_tables(), args.out)
+        _write_output(preset_tables(), args.out)
         return 0
     if args.longest:
         return _longest_command(args)
-    text, plans = _of_recipe(args) if args.recipe else _searched(args) if args.search else _planned(args)
+    text, plans = _plan_recipe(args) if args.recipe else _search_plans(args) if args.search else _plan_job(args)
     if args.png and plans:
         write_chart(plans, args.png)
-    _emit(text, args.out)
+    _write_output(text, args.out)
     return 0 if plans and plans[0].fits else 1
 
 
@@ -134,11 +134,11 @@ def _longest_command(args: argparse.Namespace) -> int:
     raise_all(ValueError, "plan --longest is an answer of its own; leave out:", beside)
     setup = parse_setup(args)
     found = longest(setup)
-    _emit(dump(longest_json(found)) if args.json else longest_text(setup, found), args.out)
+    _write_output(dump(longest_json(found)) if args.json else longest_text(setup, found), args.out)
     return 0 if found[-1].tokens else 1
 
 
-def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
+def _plan_job(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     made = plan(setup)
     captured = exact(setup) if args.exact else None
@@ -148,13 +148,13 @@ def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     return plan_text(made, captured) + advice_text(hints), [made]
 
 
-def _of_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
+def _plan_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     check_recipe_alone(args)
     made = plan(recipe(args.recipe).setup)
     return dump(recipe_json(args.recipe)) if args.json else recipe_text(args.recipe), [made]
 
 
-def _searched(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
+def _search_plans(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     found = search(setup)
     best = list(found.best[:_BEST])
@@ -164,7 +164,7 @@ def _searched(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     return "\n".join([found_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
 
 
-def _emit(text: str, path: str | None) -> None:
+def _write_output(text: str, path: str | None) -> None:
     print(text, end="")
     if path:
         Path(path).write_text(text, encoding="utf-8")

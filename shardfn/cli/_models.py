@@ -1,4 +1,4 @@
-"""Models by name: published ones, and any other by the fields of `models.gpt.Config`."""
+"""Models by name: published models, and any other model by the fields of `models.gpt.Config`."""
 
 import ast
 import dataclasses
@@ -19,11 +19,11 @@ _OPTIONAL = ("num_kv_heads", "d_ff")
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A published model.
+    """Published model.
 
     Attributes:
-        config: shape.
-        source: where the shape was published, and which values were chosen here because the source does not give them.
+        config: config of the model.
+        source: publication of the shape, and values that were chosen here.
     """
 
     config: gpt.Config
@@ -47,7 +47,7 @@ def parse_model(text: str) -> gpt.Config:
     name, _, rest = text.partition(":")
     path = pathlib.Path(name.strip())
     if path.suffix == ".json" or (path / "config.json").is_file():
-        return _of_config_json(path, rest)
+        return _read_config_json(path, rest)
     name = name.strip().lower()
     if name != "gpt" and name not in PRESETS:
         known = ("gpt", *PRESETS)
@@ -64,7 +64,7 @@ def parse_model(text: str) -> gpt.Config:
     return dataclasses.replace(PRESETS[name].config, **fields)
 
 
-def _of_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
+def _read_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
     """Returns the model of a `config.json` of transformers.
 
     Scaling of rotary positions changes no plan, and is ignored.
@@ -90,13 +90,13 @@ def _parse_fields(text: str) -> dict[str, Any]:
         elif not sep:
             problems.append(f"{name!r} has no value; write {name}=..")
         else:
-            fields[name] = _value(word)
-            problems += _problem(name, fields[name])
+            fields[name] = _parse_value(word)
+            problems += _type_problem(name, fields[name])
     raise_all(ValueError, "--model:", problems)
     return fields
 
 
-def _value(word: str) -> Any:
+def _parse_value(word: str) -> Any:
     if word.lower() in _LITERALS:
         return _LITERALS[word.lower()]
     try:
@@ -105,8 +105,8 @@ def _value(word: str) -> Any:
         return word
 
 
-def _problem(name: str, value: Any) -> list[str]:
-    """Returns the errors in the type of a field's value, at most one; the config checks its range."""
+def _type_problem(name: str, value: Any) -> list[str]:
+    """Returns at most one error in the type of a field's value. The config checks the range."""
     if name in _WORDS or (name in _OPTIONAL and value is None):
         return []
     if name in _SWITCHES:
@@ -116,11 +116,11 @@ def _problem(name: str, value: Any) -> list[str]:
     return [] if good else [f"{name}={value!r} must be {'a number' if name == 'dropout' else 'an integer'}."]
 
 
-def _gpt(layers: int, width: int, heads: int, vocab: int = 50257, length: int = 1024, **more: Any) -> gpt.Config:
+def _gpt_config(layers: int, width: int, heads: int, vocab: int = 50257, length: int = 1024, **more: Any) -> gpt.Config:
     return gpt.Config(vocab, layers, width, heads, max_len=length, **{"tie_embeddings": True, **more})
 
 
-def _llama(layers: int, width: int, heads: int, ff: int, **more: Any) -> gpt.Config:
+def _llama_config(layers: int, width: int, heads: int, ff: int, **more: Any) -> gpt.Config:
     return gpt.Config.llama_like(num_layers=layers, d_model=width, num_heads=heads, d_ff=ff, **more)
 
 
@@ -128,18 +128,18 @@ _GPT2 = "Radford et al. 2019, table 2"
 _LLAMA = "Touvron et al. 2023, arXiv 2302.13971, table 2"
 
 PRESETS: Mapping[str, Preset] = {
-    "gpt2": Preset(_gpt(12, 768, 12), _GPT2),
-    "gpt2-medium": Preset(_gpt(24, 1024, 16), _GPT2),
-    "gpt2-large": Preset(_gpt(36, 1280, 20), _GPT2),
-    "gpt2-xl": Preset(_gpt(48, 1600, 25), _GPT2),
-    "llama-7b": Preset(_llama(32, 4096, 32, 11008), _LLAMA),
-    "llama-13b": Preset(_llama(40, 5120, 40, 13824), _LLAMA),
-    "llama-65b": Preset(_llama(80, 8192, 64, 22016), _LLAMA),
+    "gpt2": Preset(_gpt_config(12, 768, 12), _GPT2),
+    "gpt2-medium": Preset(_gpt_config(24, 1024, 16), _GPT2),
+    "gpt2-large": Preset(_gpt_config(36, 1280, 20), _GPT2),
+    "gpt2-xl": Preset(_gpt_config(48, 1600, 25), _GPT2),
+    "llama-7b": Preset(_llama_config(32, 4096, 32, 11008), _LLAMA),
+    "llama-13b": Preset(_llama_config(40, 5120, 40, 13824), _LLAMA),
+    "llama-65b": Preset(_llama_config(80, 8192, 64, 22016), _LLAMA),
     "llama2-70b": Preset(
-        _llama(80, 8192, 64, 28672, num_kv_heads=8, max_len=4096), "Touvron et al. 2023, arXiv 2307.09288"
+        _llama_config(80, 8192, 64, 28672, num_kv_heads=8, max_len=4096), "Touvron et al. 2023, arXiv 2307.09288"
     ),
     "llama3-8b": Preset(
-        _llama(32, 4096, 32, 14336, num_kv_heads=8, vocab_size=128256, max_len=8192), "arXiv 2407.21783, table 3"
+        _llama_config(32, 4096, 32, 14336, num_kv_heads=8, vocab_size=128256, max_len=8192), "arXiv 2407.21783, table 3"
     ),
     "mixtral-8x7b": Preset(moe.mixtral_like(), "Jiang et al. 2024, arXiv 2401.04088, table 1"),
     "qwen3-30b-a3b": Preset(
@@ -150,22 +150,24 @@ PRESETS: Mapping[str, Preset] = {
         "DeepSeek-AI 2024, arXiv 2412.19437: its feed-forward layers; attention is Llama's, not the latent one",
     ),
     "zero-7.5b": Preset(
-        _gpt(36, 4096, 32, vocab=59136, length=2048),
+        _gpt_config(36, 4096, 32, vocab=59136, length=2048),
         "Rajbhandari et al. 2019, arXiv 1910.02054, figure 1, which gives the count 7.5e9 alone: 36 layers of 4096, and"
         " the vocabulary that makes it so",
     ),
     "turing-nlg-17b": Preset(
-        _gpt(78, 4256, 28), "Rosset 2020, Microsoft Research blog: 78 layers, hidden 4256, 28 heads; GPT-2's vocabulary"
+        _gpt_config(78, 4256, 28),
+        "Rosset 2020, Microsoft Research blog: 78 layers, hidden 4256, 28 heads; GPT-2's vocabulary",
     ),
-    "gpt3-175b": Preset(_gpt(96, 12288, 96, length=2048), "Brown et al. 2020, arXiv 2005.14165, table 2.1"),
+    "gpt3-175b": Preset(_gpt_config(96, 12288, 96, length=2048), "Brown et al. 2020, arXiv 2005.14165, table 2.1"),
     "bloom-176b": Preset(
         gpt.Config.bloom_like(), "BigScience 2022, arXiv 2211.05100, table 3; its vocabulary padded as in training"
     ),
     "mt-nlg-530b": Preset(
-        _gpt(105, 20480, 128, vocab=51200, length=2048), "Smith et al. 2022, arXiv 2201.11990: 105 layers of 20480"
+        _gpt_config(105, 20480, 128, vocab=51200, length=2048),
+        "Smith et al. 2022, arXiv 2201.11990: 105 layers of 20480",
     ),
     "1t": Preset(
-        _gpt(128, 25600, 160, vocab=51200, length=2048),
+        _gpt_config(128, 25600, 160, vocab=51200, length=2048),
         "Narayanan et al. 2021, arXiv 2104.04473, table 1: 128 layers of 25600, 160 heads",
     ),
 }

@@ -1,7 +1,7 @@
-"""Pipelines in a plan: the layers of a rank, the microbatches whose activations it holds, and its idle time.
+"""Pipelines in a plan: the layers of a rank, the microbatches with activations in memory, and the idle time.
 
-Computed from the schedule. A pipeline fills and drains once, however many microbatches go through it, so the schedule
-of a few microbatches gives the idle time of many.
+Computed from the schedule. A pipeline fills and drains once for any number of microbatches, so the schedule of a few
+microbatches gives the idle time of many.
 """
 
 import functools
@@ -15,14 +15,14 @@ from ._states import Setup
 
 
 class Pipeline(NamedTuple):
-    """A pipeline of p ranks.
+    """Pipeline of p ranks.
 
     Attributes:
-        num_chunks: pieces of the model on each rank.
-        held: the largest number of chunks whose activations it holds at a time for each rank.
-        idle: the idle time of a rank in a step, in units of the time that one microbatch takes on it.
-        sends: messages that the busiest rank sends for one microbatch.
-        hops: transfers on the way from the first stage to the last and back.
+        num_chunks: number of pieces of the model on each rank.
+        held: largest number of chunks with activations in memory at a time for each rank.
+        idle: idle time of a rank in a step, in units of the time of one microbatch on the rank.
+        sends: number of messages of the busiest rank for one microbatch.
+        hops: number of transfers on the way from the first stage to the last and back.
     """
 
     num_chunks: int
@@ -33,7 +33,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(setup: Setup) -> Pipeline:
-    """Returns the pipeline of a run; a pipeline of one rank if its mesh has no "pp".
+    """Returns the pipeline of a run, or a pipeline of one rank without "pp" in the mesh.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -43,7 +43,7 @@ def pipeline(setup: Setup) -> Pipeline:
         >>> pipeline(run)
         Pipeline(num_chunks=1, held=(4, 3, 2, 1), idle=3.0, sends=2, hops=6)
     """
-    return _pipeline(setup.schedule, setup.axis("pp"), setup.accumulate, setup.remat)
+    return _plan_pipeline(setup.schedule, setup.axis("pp"), setup.accumulate, setup.remat)
 
 
 def pipeline_problems(setup: Setup) -> list[str]:
@@ -76,13 +76,13 @@ def _num_chunks(name: str, p: int, m: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
+def _plan_pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
     if p == 1:
         return Pipeline(1, (1,), 0.0, 0, 0)
     if name in ("gpipe", "1f1b"):  # the timeline's results in closed form
         held = tuple(m if name == "gpipe" else min(m, p - rank) for rank in range(p))
         return Pipeline(1, held, p - 1.0, 1 if p == 2 else 2, 2 * (p - 1))
-    # From 3 p microbatches on there is a middle, which more of them make longer.
+    # From 3 p microbatches on there is a middle, which more microbatches make longer.
     few = min(m, 3 * p)
     schedule = SCHEDULES[name](p, few)
     run = timeline(schedule, Costs(1.0, 2.0 if remat else 1.0, 1.0))

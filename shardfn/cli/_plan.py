@@ -1,4 +1,4 @@
-"""A plan of a run: whether it fits, its memory by kind, and its time."""
+"""A plan of a run: whether the run fits, the memory by kind, and the time."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ HEADROOM = 0.06
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """The memory and time that a run needs.
+    """Memory and time that a run needs.
 
     Attributes:
-        setup: the run.
+        setup: settings of the run.
         num_params: parameter count, N.
         states: model states on the fullest rank.
         memory: bytes at the peak by kind, on the fullest rank.
         limit: bytes that the program may use on a device.
-        cost: the step's time.
-        notes: assumptions that the reader must know.
+        cost: time of the step.
+        notes: assumptions to know.
         experts: experts of a model with experts.
     """
 
@@ -44,7 +44,7 @@ class JobPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Returns the bytes at the peak."""
         return sum(self.memory.values())
 
     @property
@@ -68,7 +68,7 @@ def plan(setup: Setup) -> JobPlan:
     """Returns the plan of a run.
 
     Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
-    those of the loss, of a block or of the optimizer's update, whichever are larger.
+    the largest of the loss, of a block and of the optimizer's update.
 
     Raises:
         ValueError: lists every setting that is out of range.
@@ -93,7 +93,7 @@ def plan(setup: Setup) -> JobPlan:
     }
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
     cost, experts = step_cost(setup), experts_plan(setup)
-    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _notes(setup), experts)
+    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _list_notes(setup), experts)
 
 
 def by_ep(p: JobPlan) -> list[JobPlan]:
@@ -121,7 +121,7 @@ def problems(s: Setup) -> list[str]:
         if getattr(s, name) < 1:
             out.append(f"--{name} {getattr(s, name)} must be at least 1.")
     if s.accumulate > 0 and s.batch % s.accumulate:
-        out.append(f"--accumulate {s.accumulate} does not divide --batch {s.batch}; use a divisor.")
+        out.append(f"--accumulate {s.accumulate} does not divide --batch {s.batch}. Use a divisor.")
     if s.seq > s.config.max_len:
         out.append(f"--seq {s.seq} is longer than the model's max_len={s.config.max_len}; cut it, or add max_len=..")
     if not 0 < s.efficiency <= 1:
@@ -141,7 +141,7 @@ def problems(s: Setup) -> list[str]:
     return out
 
 
-def _notes(s: Setup) -> tuple[str, ...]:
+def _list_notes(s: Setup) -> tuple[str, ...]:
     notes = []
     if s.zero.stage == 1:
         notes.append(

@@ -1,4 +1,4 @@
-"""Runs that were published, by name: their settings, and the figures that their authors report."""
+"""Published runs by name: the settings, and the figures reported by the authors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,18 +23,18 @@ _FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
     "layers of a stage": lambda p: str(-(-p.setup.config.num_layers // p.setup.axis("pp"))),
     "bubble, of the busy time": lambda p: f"{bubble(p.setup):.1%}",
     "step": lambda p: seconds(p.cost.seconds),
-    "TFLOP/s of a device, remat counted": lambda p: f"{_rate(p) / 1e12:.0f}",
+    "TFLOP/s of a device, remat counted": lambda p: f"{_device_rate(p) / 1e12:.0f}",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A published run.
+    """Published run.
 
     Attributes:
-        setup: settings.
-        published: the values that its authors report, by the figure's name.
-        source: authors and paper, and which settings were chosen here because they do not give them.
+        setup: settings of the run.
+        published: values reported by the authors, by the figure's name.
+        source: authors and paper, and settings that were chosen here.
     """
 
     setup: Setup
@@ -58,7 +58,7 @@ def recipe(name: str) -> Recipe:
 
 
 def recipe_text(name: str) -> str:
-    """Returns the plan of a recipe as Markdown, beside the published values.
+    """Returns the plan of a recipe as Markdown, next to the published values.
 
     Example:
         >>> recipe_text("zero-1t").splitlines()[0]
@@ -76,12 +76,12 @@ def recipe_json(name: str) -> dict[str, Any]:
     return plan_json(plan(found.setup)) | {"recipe": name, "published": dict(found.published), "source": found.source}
 
 
-def _rate(p: JobPlan) -> float:
-    """Operations per second and device, with those of a recomputed forward."""
+def _device_rate(p: JobPlan) -> float:
+    """Returns the operations per second and device, including a recomputed forward."""
     return p.cost.model_flops * (4 / 3 if p.setup.remat else 1) / p.cost.seconds / p.setup.world
 
 
-def _run(model: str, mesh: dict[str, int], stage: int, precision: str, batch: int, **more: object) -> Setup:
+def _make_setup(model: str, mesh: dict[str, int], stage: int, precision: str, batch: int, **more: object) -> Setup:
     once = Zero(stage=stage, pace=Pace(accumulate="once"))
     config, device = PRESETS[model].config, str(more.pop("device", "a100-80"))
     length = min(config.max_len, 2048)
@@ -91,7 +91,7 @@ def _run(model: str, mesh: dict[str, int], stage: int, precision: str, batch: in
 
 RECIPES: Mapping[str, Recipe] = {
     "mt-nlg-530b": Recipe(
-        _run("mt-nlg-530b", {"pp": 35, "dp": 8, "tp": 8}, 0, "bf16-adam", 240, accumulate=240),
+        _make_setup("mt-nlg-530b", {"pp": 35, "dp": 8, "tp": 8}, 0, "bf16-adam", 240, accumulate=240),
         {
             "parameters": "530e9",
             "devices": "2240",
@@ -105,7 +105,7 @@ RECIPES: Mapping[str, Recipe] = {
         " parameter, where the paper has up to 20.",
     ),
     "bloom-176b": Recipe(
-        _run("bloom-176b", {"pp": 12, "dp": 8, "tp": 4}, 1, "bf16-adam", 256, accumulate=128),
+        _make_setup("bloom-176b", {"pp": 12, "dp": 8, "tp": 4}, 1, "bf16-adam", 256, accumulate=128),
         {
             "parameters": "176.2e9",
             "devices": "384",
@@ -117,13 +117,13 @@ RECIPES: Mapping[str, Recipe] = {
         " BLOOM summed its in float32.",
     ),
     "turing-nlg-17b": Recipe(
-        _run("turing-nlg-17b", {"dp": 64, "tp": 4}, 1, "fp16-adam", 8, device="v100-32"),
+        _make_setup("turing-nlg-17b", {"dp": 64, "tp": 4}, 1, "fp16-adam", 8, device="v100-32"),
         {"parameters": "17e9", "devices": "256", "model states of all, TB": "0.27"},
         "Microsoft Research, February 2020: 78 layers of 4256, 28 heads; ZeRO stage 1 with a tensor parallelism of 4"
         " and a batch of 512 on 256 V100, where Megatron alone needs 16, which does not divide 28 heads.",
     ),
     "zero-1t": Recipe(
-        _run("1t", {"dp": 1024}, 3, "fp16-adam", 1),
+        _make_setup("1t", {"dp": 1024}, 3, "fp16-adam", 1),
         {
             "parameters": "1000e9",
             "devices": "1024",

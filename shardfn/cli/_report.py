@@ -34,11 +34,11 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
         f"**{p.verdict}.** Step {seconds(p.cost.seconds)}, {p.cost.tokens_per_second:,.0f} tokens/s,"
         f" MFU {p.cost.mfu:.1%}; {p.cost.dominates} dominates.",
         "",
-        f"{count(p.num_params)} parameters{_active(p)}; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
+        f"{count(p.num_params)} parameters{_active_share(p)}; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
         f" {s.batch} x {s.seq} tokens a rank and step in {s.accumulate} microbatch{'es' * (s.accumulate > 1)};"
         f" remat {'on' if s.remat else 'off'}; global batch {s.tokens:,} tokens.",
     ]
-    parts = ["\n".join(head), memory_table(p, exact), _traffic(p.cost.transfers, exact), _time(p, exact)]
+    parts = ["\n".join(head), memory_table(p, exact), _traffic_table(p.cost.transfers, exact), _time_table(p, exact)]
     parts += [experts_text(p)] if p.experts else []
     parts += ["## Notes\n\n" + "\n".join(f"- {n}" for n in (*p.notes, *(exact.notes if exact else ())))]
     return "\n\n".join(parts) + "\n"
@@ -52,7 +52,7 @@ def experts_text(p: JobPlan) -> str:
     for each in plans:
         e, name = each.experts, str(each.setup.ep)
         assert e is not None
-        link = "" if each.setup.ep == 1 else f"{_bandwidth(each):.4g}"
+        link = "" if each.setup.ep == 1 else f"{_expert_bandwidth(each):.4g}"
         sizes = [gb(x) if each.setup.ep > 1 else "" for x in (e.balanced, e.most, e.weights)]
         fits = "yes" if each.fits else "no"
         rows.append(
@@ -66,11 +66,11 @@ def experts_text(p: JobPlan) -> str:
     return f"## Experts on some of the ranks along dp\n\n{text}\n\n{table(head, rows)}"
 
 
-def _bandwidth(p: JobPlan) -> float:
+def _expert_bandwidth(p: JobPlan) -> float:
     return next(t.bandwidth for t in p.cost.transfers if t.axis == "ep") / 1e9
 
 
-def _active(p: JobPlan) -> str:
+def _active_share(p: JobPlan) -> str:
     return f", {count(p.experts.active)} of them for a token; experts on {p.setup.ep} ranks" if p.experts else ""
 
 
@@ -100,7 +100,7 @@ def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
 
 
 def advice_text(told: Sequence[str]) -> str:
-    """Advice as the last part of a report, empty without any."""
+    """Returns advice as the last part of a report, empty without any."""
     return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
 
 
@@ -129,8 +129,8 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
 
 def found_text(found: SearchResult, number: int = 10) -> str:
     """Returns the best plans of a search, and why the others fail, as Markdown."""
-    best = [_row(i + 1, p) for i, p in enumerate(found.best[:number])]
-    failed = [(*_names(p), gib(p.peak), gib(p.peak - p.limit), _largest(p)) for p in found.failed]
+    best = [_plan_row(i + 1, p) for i, p in enumerate(found.best[:number])]
+    failed = [(*_setting_names(p), gib(p.peak), gib(p.peak - p.limit), _largest_kind(p)) for p in found.failed]
     names = ("mesh", "stage", "accumulate", "remat")
     parts = [f"# Search: {len(found.best)} of {found.tried} plans fit"]
     if best:
@@ -194,11 +194,11 @@ def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
 
 def dump(value: dict[str, Any]) -> str:
     """Returns the value as JSON text."""
-    return json.dumps(value, indent=2, default=_as_name) + "\n"
+    return json.dumps(value, indent=2, default=_function_name) + "\n"
 
 
-def _as_name(value: Any) -> str:
-    """Returns a function of a config by its name; of a partial one, that of its function."""
+def _function_name(value: Any) -> str:
+    """Returns the name of a function of a config, or of the function inside a partial."""
     return getattr(getattr(value, "func", value), "__name__", repr(value))
 
 
@@ -217,7 +217,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in lines)
 
 
-def _traffic(transfers: Sequence[PlannedTransfer], exact: Exact | None) -> str:
+def _traffic_table(transfers: Sequence[PlannedTransfer], exact: Exact | None) -> str:
     rows = [
         (t.axis, t.what, gb(t.nbytes), f"{t.messages:,}", f"{t.bandwidth / 1e9:.4g}", seconds(t.seconds))
         for t in transfers
@@ -230,7 +230,7 @@ def _traffic(transfers: Sequence[PlannedTransfer], exact: Exact | None) -> str:
     return "\n\n".join(parts)
 
 
-def _time(p: JobPlan, exact: Exact | None) -> str:
+def _time_table(p: JobPlan, exact: Exact | None) -> str:
     c = p.cost
     rows = [
         ("computation", c.compute, f"forward and backward at {p.setup.efficiency:.0%} of the device's peak"),
@@ -252,19 +252,19 @@ def _time(p: JobPlan, exact: Exact | None) -> str:
     return "\n\n".join(parts)
 
 
-def _row(rank: int, p: JobPlan) -> tuple[str, ...]:
+def _plan_row(rank: int, p: JobPlan) -> tuple[str, ...]:
     c = p.cost
     figures = (gib(p.peak), seconds(c.seconds), f"{c.mfu:.1%}", f"{c.tokens_per_second:,.0f}", c.dominates)
-    return (str(rank), *_names(p), *figures)
+    return (str(rank), *_setting_names(p), *figures)
 
 
-def _names(p: JobPlan) -> tuple[str, str, str, str]:
+def _setting_names(p: JobPlan) -> tuple[str, str, str, str]:
     s = p.setup
     mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
     mesh += f", {s.schedule}" if s.axis("pp") > 1 else ""
     return mesh, str(s.zero.stage), str(s.accumulate), "on" if s.remat else "off"
 
 
-def _largest(p: JobPlan) -> str:
+def _largest_kind(p: JobPlan) -> str:
     kind = max(p.memory, key=lambda k: p.memory[k])
     return f"{kind} ({gib(p.memory[kind])})"

@@ -41,7 +41,7 @@ def serve_command(job: ServeJob) -> int:
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
-            report=_write,
+            report=_write_line,
         )
     except (ValueError, OSError, ImportError) as error:
         end_start()
@@ -49,8 +49,8 @@ def serve_command(job: ServeJob) -> int:
         return 2
 
 
-def _write(line: str) -> None:
-    """Writes a line to stderr, past Python's buffer: its lock would hold up the end of a process that nothing reads."""
+def _write_line(line: str) -> None:
+    """Writes a line to stderr, past Python's buffer, whose lock could hold up the end of the process."""
     data = f"{line}\n".encode("utf-8", "backslashreplace")
     while data:
         data = data[os.write(sys.stderr.fileno(), data) :]

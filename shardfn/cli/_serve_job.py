@@ -30,15 +30,15 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ServeJob:
-    """The settings of a server; `shardfn serve --help` describes them.
+    """Settings of a server. See `shardfn serve --help`.
 
     Attributes:
-        model: the path, its kind, and how it is loaded.
-        running: the most sequences at a time.
-        budget: the most rows of a step.
-        chat_template: a file, or None for the tokenizer's own.
-        api_key_file: a file, or None.
-        adapters: directories, by name.
+        model: path and kind of the model, and settings of the loading.
+        running: largest number of sequences at a time (continuous batching).
+        budget: largest number of rows of a step (chunked prefill).
+        chat_template: file, or None for the tokenizer's template.
+        api_key_file: file of keys, or None.
+        adapters: directories of adapters, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -90,16 +90,16 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     """Returns the settings that the arguments describe. No weights are loaded.
 
     Raises:
-        ValueError: has everything that is wrong, each with its remedy.
+        ValueError: lists all mistakes, each with the remedy.
     """
     path = pathlib.Path(args.model)
-    kind, ranks = kind_of(path), _ranks(args.mesh)
+    kind, ranks = kind_of(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
     recommended = recommended_of(args, kind)
     wrong += [value for value in (*weights.values(), recommended) if isinstance(value, Problem)]
-    problems = [*wrong, *_problems(args)]
+    problems = [*wrong, *_find_problems(args)]
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
@@ -125,7 +125,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
 
 
-def _ranks(mesh: str) -> int | str:
+def _parse_ranks(mesh: str) -> int | str:
     """Returns the number of ranks, or a message."""
     found = re.fullmatch(r"tp=(\d+)", mesh or "tp=1")
     if found is None or int(found[1]) < 1:
@@ -133,13 +133,13 @@ def _ranks(mesh: str) -> int | str:
     return int(found[1])
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
+def _find_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.context is not None and args.context < 2:
-        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+        yield f"--context must be at least 2, a token of the prompt and a drawn token, got {args.context}"
     if not args.cache_gib > 0:
-        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+        yield f"--cache-gib must be above 0, got {args.cache_gib}"
     if not 1 <= args.running < args.budget:
-        yield f"--running {args.running}: it must be from 1 to {args.budget - 1}, fewer than --budget"
+        yield f"--running must be from 1 to {args.budget - 1}, fewer than --budget, got {args.running}"
     names = [pair.partition("=")[0] for pair in args.adapter]
     for name, pair in zip(names, args.adapter, strict=True):
         if not name or not pair.partition("=")[2]:

@@ -1,4 +1,4 @@
-"""A rank of `shardfn serve`, as its front starts it: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
+"""A rank of `shardfn serve`, as the front starts the rank: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Loads the model, and computes until the front ends it.
+    """Loads the model, and computes until the front ends the process.
 
     Returns:
         The exit status: 2 if the model is refused, 1 if a file is damaged, or if the front or another rank has ended.
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     end = socket.socket(fileno=args.socket)
     try:
         job = parse_serve(args)
-        engine, ready = _warm(job)
+        engine, ready = _warm_up(job)
         run_rank(engine, end, ready)
         return 0
     except (ValueError, OSError, ImportError) as error:
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
             dist.destroy_process_group()
 
 
-def _warm(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine whose graphs are captured; of one rank, the first graphs, as `run_rank` captures the others."""
+def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
+    """Returns an engine with captured graphs. On one rank only the first, as `run_rank` captures the rest."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with contextlib.ExitStack() as held:
@@ -59,7 +59,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             served = load(model, mesh, held)
         limits = limits_of(
             served.decoder,
-            context=_context(job, served.decoder.context),
+            context=_find_context(job, served.decoder.context),
             cache_bytes=int(model.cache_gib * 2**30),
             running=job.running,
             buckets=job.buckets,
@@ -71,13 +71,13 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
-    width = _width(engine, model.model) if embeds else 0
+    width = _embedding_width(engine, model.model) if embeds else 0
     lines = about(model, served, engine, drafter)
     end_start()
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 
 
-def _width(engine: Engine, path: str) -> int:
+def _embedding_width(engine: Engine, path: str) -> int:
     """Returns the width of embeddings."""
     try:
         return engine.embed([[0]]).shape[1]
@@ -85,7 +85,7 @@ def _width(engine: Engine, path: str) -> int:
         raise ValueError(f"{path}: its weights have values that are not finite: {error}") from error
 
 
-def _context(job: ServeJob, most: int) -> int:
+def _find_context(job: ServeJob, most: int) -> int:
     given = job.model.context
     if given is not None and given > most:
         raise ValueError(f"--context {given}: the longest sequence of {job.model.model} has {most} tokens.")

@@ -1,8 +1,8 @@
-"""Model states: the bytes of parameters, gradients and optimizer state on the rank that has the most.
+"""Model states: the bytes of parameters, gradients and optimizer state on the rank with the most.
 
-Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
-parallelism are in it. For N parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
-p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+Counted piece by piece from the layout of `sharded_step`, including padding, whole leaves and tensor parallelism. For N
+parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5) p N + g N + o N at stage 0, (p
++ g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
 """
 
 import dataclasses
@@ -53,19 +53,19 @@ class Setup:
     """The settings of a run.
 
     Attributes:
-        model: the name that the user gave.
-        config: shape.
-        mesh: axis name -> size.
-        cluster: the machines.
-        zero: the ZeRO rule.
+        model: name given by the user.
+        config: config of the model.
+        mesh: sizes of the axes, by name.
+        cluster: machines of the run.
+        zero: ZeRO rule.
         precision: a key of `PRECISIONS`.
         batch: sequences per rank and step.
         seq: tokens per sequence.
         accumulate: microbatches per step.
         remat: whether blocks are computed again in the backward.
-        efficiency: the fraction of the device's peak that its matrix products reach.
-        schedule: the pipeline's, if the mesh has an axis "pp". It has `accumulate` microbatches.
-        ep: number of the ranks along dp, those on which the experts lie. It divides dp.
+        efficiency: fraction of the device's peak reached by matrix products.
+        schedule: schedule of the pipeline, if the mesh has an axis "pp", with `accumulate` microbatches.
+        ep: number of ranks along dp on which the experts lie, a divisor of dp.
     """
 
     model: str
@@ -89,7 +89,7 @@ class Setup:
 
     @property
     def micro(self) -> int:
-        """Sequences per rank and microbatch."""
+        """Returns the sequences per rank and microbatch."""
         return self.batch // self.accumulate
 
     @property
@@ -99,11 +99,11 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step, over all ranks."""
+        """Returns the tokens per step, over all ranks."""
         return self.axis("dp") * self.batch * self.seq
 
     def axis(self, name: str) -> int:
-        """Returns the number of ranks along an axis, or 1 if the mesh does not have it."""
+        """Returns the number of ranks along an axis, or 1 if the mesh lacks the axis."""
         return self.mesh.get(name, 1)
 
     @property
@@ -113,7 +113,7 @@ class Setup:
 
     @property
     def heads_on_a_rank(self) -> tuple[int, int]:
-        """Heads of the rank along tp that has the most, and the heads of keys and values that these read.
+        """Returns the largest number of heads on a rank along tp, and the number of key heads for these.
 
         For example 28 heads over 8 ranks: 4, since the last rank has none.
         """
@@ -125,14 +125,14 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Bytes of model states on the rank that has the most, and bytes of their transfers.
+    """Bytes of model states on the rank with the most, and bytes of the transfers.
 
     Attributes:
         params: parameters between steps.
         grads: gradients at the end of the backward.
         optimizer: the optimizer's state.
-        window: whole parameters that are in memory at once, gathered for use.
-        reducing: whole gradients that are in memory at once before each rank keeps only its rows.
+        window: whole parameters in memory at once, gathered for use.
+        reducing: whole gradients in memory at once before each rank keeps only the rank's rows.
         gathered: bytes of this rank's blocks that are gathered for use.
         refreshed: bytes of this rank's blocks that are gathered after the update.
         scattered: bytes of gradients that are reduced to each rank's rows.
@@ -164,7 +164,7 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
 
     Args:
         setup: the run.
-        num_layers: blocks of that rank. Default: an even share of the pipeline's.
+        num_layers: number of blocks of the rank. Default: an even share of the pipeline's.
 
     Example:
         >>> from shardfn.graph import cluster
@@ -176,11 +176,11 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
     # Heads that tp does not divide need leaves by heads, of which the first ranks have more.
     config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
-    return _states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
+    return _model_states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 
 
 @functools.lru_cache(maxsize=256)
-def _states(
+def _model_states(
     config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int, ep: int
 ) -> States:
     size, dp = PRECISIONS[precision], dict(shape).get("dp", 1)
@@ -189,11 +189,11 @@ def _states(
         shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
         zero = dataclasses.replace(zero, axis=("dp", "ep"))
     mesh = Mesh(dict(shape), torch.device("cpu"))
-    before, blocks, after = _layout(config, mesh, zero, getattr(torch, size.dtype), num_layers)
+    before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
 
-    def sent(unit: Any) -> float:
-        """Bytes whose ring over all ranks of dp sends as much as the unit's own ring."""
+    def sent_bytes(unit: Any) -> float:
+        """Returns the bytes for which a ring over all ranks of dp sends as much as the unit's ring."""
         own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
         return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
 
@@ -208,17 +208,18 @@ def _states(
     gathered = sum(u.nbytes for u in gathers)
     ratio = size.grads / size.params
     return States(
-        params=size.params * sum(_largest(x.used) for x in leaves),
+        params=size.params * sum(_largest_piece(x.used) for x in leaves),
         # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
-        grads=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
-        optimizer=size.optimizer * sum(_largest(x.pieces) for x in leaves),
+        grads=size.grads * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
+        optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
-        gathered=int(sum(map(sent, gathers))),
-        refreshed=int(sum(map(sent, refreshes))),
-        scattered=int(ratio * sum(map(sent, cut))),
-        summed=int(ratio * sum(map(sent, whole))),
-        shared=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
+        gathered=int(sum(map(sent_bytes, gathers))),
+        refreshed=int(sum(map(sent_bytes, refreshes))),
+        scattered=int(ratio * sum(map(sent_bytes, cut))),
+        summed=int(ratio * sum(map(sent_bytes, whole))),
+        shared=size.grads
+        * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
             "gathered": len(gathers),
             "refreshed": len(refreshes),
@@ -228,7 +229,7 @@ def _states(
     )
 
 
-def _largest(cuts: Cuts) -> int:
+def _largest_piece(cuts: Cuts) -> int:
     """Returns the elements of the first rank's piece, which is the largest."""
     if cuts.dim is None:
         return cuts.whole.numel()
@@ -236,38 +237,40 @@ def _largest(cuts: Cuts) -> int:
     return cuts.whole.numel() // cuts.whole[cuts.dim] * (hi - lo)
 
 
-def _layout(
+def _place_leaves(
     config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
-    """Returns the layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
+    """Returns the layout of every leaf: before the blocks, in the blocks, and after the blocks.
 
     Leaves of equal shape and spec share a layout, which takes time to compute.
     """
     axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
 
     @functools.cache
-    def layout(size: torch.Size, compute: P) -> LeafLayout:
+    def place_leaf(size: torch.Size, compute: P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
-    # Layers of a stack are cut, gathered and reduced one by one, as those of a list are.
+    # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
     experts, cut = config.experts, mesh.axis_size("tp") > 1
     one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None)
-    before, block, after = ([layout(*leaf) for leaf in part] for part in _leaves(one, cut))
+    before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
     if experts is None:
         return before, block * num_layers, after
     exchange = Tokens("ep") if "ep" in mesh.shape else Local()
     first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
-    _, mixture, _ = ([layout(*leaf) for leaf in part] for part in _leaves(dataclasses.replace(one, experts=first), cut))
-    # The fullest stage of a pipeline has layers with experts alone, until none is left.
+    _, mixture, _ = (
+        [place_leaf(*leaf) for leaf in part] for part in _list_leaves(dataclasses.replace(one, experts=first), cut)
+    )
+    # The fullest stage of a pipeline has only layers with experts, until none is left.
     num = min(num_layers, len(config.expert_layers))
     return before, block * (num_layers - num) + mixture * num, after
 
 
 @functools.lru_cache(maxsize=64)
-def _leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
+def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
     """Returns the shape and compute spec of the leaves of a model with one block.
 
-    Those before it, in it, and after it.
+    Leaves before the block, inside, and after.
     """
     with deferred():
         params = gpt.init(config, key(0))

@@ -22,10 +22,10 @@ _MOST_RANKS = 1 << 14
 
 def preset_tables() -> str:
     """Returns all tables, as Markdown."""
-    return "\n\n".join((_zero_paper(), _trillion(), _turing(), _presets(), _example())) + "\n"
+    return "\n\n".join((_zero_paper(), _trillion_table(), _turing_table(), _preset_table(), _example_plan())) + "\n"
 
 
-def _run(name: str, mesh: dict[str, int], stage: int, device: str = "a100-80", **more: int | bool) -> Setup:
+def _make_setup(name: str, mesh: dict[str, int], stage: int, device: str = "a100-80", **more: int | bool) -> Setup:
     zero, config = Zero(stage=stage), PRESETS[name].config
     length = min(config.max_len, 2048)
     return Setup(name, config, mesh, cluster(device), zero, "fp16-adam", seq=length, **more)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def _run(name: str, mesh: dict[str, int], stage: int, device: str = "a100-80", *
 def _zero_paper() -> str:
     rows = []
     for stage, published in _ZERO_PAPER.items():
-        s = model_states(_run("zero-7.5b", {"dp": _RANKS}, stage))
+        s = model_states(_make_setup("zero-7.5b", {"dp": _RANKS}, stage))
         kinds = (gb(s.params), gb(s.grads), gb(s.optimizer))
         rows.append((str(stage), *kinds, f"**{gb(s.total)}**", published))
     head = ("stage", "params", "grads", "optimizer", "sum", "published")
@@ -42,19 +42,19 @@ def _zero_paper() -> str:
     return title + table(head, rows)
 
 
-def _trillion() -> str:
-    run = _run("1t", {"dp": 1024}, 3)
+def _trillion_table() -> str:
+    run = _make_setup("1t", {"dp": 1024}, 3)
     total = model_states(run).total
     row = (f"{gpt.num_params(run.config) / 1e12:.4f}e12", "1024", "3", gb(total), gib(total), "16 GB")
     head = ("parameters", "GPUs", "stage", "GB (10^9)", "GiB (2^30)", "published")
     return "### A trillion parameters: model states of each GPU, fp16 Adam\n\n" + table(head, [row])
 
 
-def _turing() -> str:
+def _turing_table() -> str:
     rows = []
     for stage, tp in ((0, 1), (0, 4), (1, 4), (1, 16), (2, 4), (3, 1)):
         dp = 256 // tp
-        p = plan(_run("turing-nlg-17b", {"dp": dp, "tp": tp}, stage, "v100-32", batch=512 // dp, remat=True))
+        p = plan(_make_setup("turing-nlg-17b", {"dp": dp, "tp": tp}, stage, "v100-32", batch=512 // dp, remat=True))
         kinds = (gb(p.states.total), gb(p.peak), "yes" if p.fits else "no")
         rows.append((f"dp={dp},tp={tp}", str(stage), *kinds, seconds(p.cost.seconds), f"{p.cost.mfu:.1%}"))
     head = ("mesh", "stage", "model states, GB", "peak, GB", "fits", "step", "MFU")
@@ -67,11 +67,11 @@ def _turing() -> str:
     return title + table(head, rows) + tail
 
 
-def _presets() -> str:
+def _preset_table() -> str:
     rows = []
     for name, preset in PRESETS.items():
-        states = [gb(model_states(_run(name, {"dp": _RANKS}, stage)).total) for stage in range(4)]
-        rows.append((name, f"{gpt.num_params(preset.config) / 1e9:.3f}", *states, _smallest(name)))
+        states = [gb(model_states(_make_setup(name, {"dp": _RANKS}, stage)).total) for stage in range(4)]
+        rows.append((name, f"{gpt.num_params(preset.config) / 1e9:.3f}", *states, _smallest_mesh(name)))
     head = ("model", "10^9 parameters", *(f"stage {s}" for s in range(4)), "GPUs")
     title = (
         f"### Model states on each of {_RANKS} GPUs (GB, fp16 Adam), and how many A100 of 80 GB stage 3 needs\n\n"
@@ -80,15 +80,15 @@ def _presets() -> str:
     return title + table(head, rows)
 
 
-def _smallest(name: str) -> str:
-    total = model_states(_run(name, {"dp": 1}, 0)).total
+def _smallest_mesh(name: str) -> str:
+    total = model_states(_make_setup(name, {"dp": 1}, 0)).total
     ranks = 1 << math.floor(math.log2(max(1.0, total / cluster("a100-80").device.memory)))
-    while ranks < _MOST_RANKS and not plan(_run(name, {"dp": ranks}, 3, remat=True)).fits:
+    while ranks < _MOST_RANKS and not plan(_make_setup(name, {"dp": ranks}, 3, remat=True)).fits:
         ranks *= 2
     return str(ranks)
 
 
-def _example() -> str:
-    text = plan_text(plan(_run("1t", {"dp": 1024}, 3, remat=True)))
+def _example_plan() -> str:
+    text = plan_text(plan(_make_setup("1t", {"dp": 1024}, 3, remat=True)))
     command = "shardfn plan --model 1t --mesh dp=1024 --zero 3 --precision fp16-adam --remat"
     return f"### One plan: `{command}`\n\n" + text.replace("\n## ", "\n#### ").replace("# 1t", "#### 1t", 1).rstrip()

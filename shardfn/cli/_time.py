@@ -1,10 +1,10 @@
 """Time and traffic of one step, by formula.
 
-Work: 6 N + 12 L D T operations per token, for N weights that are multiplied (tables that are looked up do
-not count) and sequences of T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones
-too, as in PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the
-computation: a layer takes max(computation, transfers). Sums of tensor parallelism do not overlap: their time is added.
-A pipeline is as slow as its slowest stage, and is idle while it fills and drains, by its schedule's timeline.
+Work: 6 N + 12 L D T operations per token, for N multiplied weights (tables for look-ups do not count) and sequences of
+T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones too, as in PaLM's appendix
+B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the computation: a layer takes
+max(computation, transfers). The time of sums of tensor parallelism is added, without an overlap. A pipeline is as slow
+as the slowest stage, and is idle during the filling and draining, by the schedule's timeline.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from ._states import Setup, States, model_states
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTransfer:
-    """One kind of traffic.
+    """Traffic of one kind.
 
     Attributes:
-        axis: the axis of the mesh that it goes along.
-        what: the name of the values sent.
-        nbytes: bytes that each rank sends in a step.
+        axis: axis of the mesh.
+        what: name of the sent values.
+        nbytes: number of bytes that each rank sends in a step.
         messages: transfers in a step.
         bandwidth: bandwidth of the link, in bytes per second.
         seconds: time on the link if nothing else uses it.
@@ -40,12 +40,12 @@ class PlannedTransfer:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The parts of a step's time; in seconds unless noted.
+    """Parts of a step's time, in seconds unless noted.
 
     Attributes:
         transfers: the traffic.
-        compute: forward and backward alone, at the assumed efficiency.
-        exposed: waiting for data-parallel transfers that the computation does not hide.
+        compute: time of only forward and backward, at the assumed efficiency.
+        exposed: waiting for data-parallel transfers not hidden by the computation.
         tensor: sums of tensor parallelism.
         experts: exchanges of tokens between experts' ranks, of equally busy experts.
         pipeline: waiting while a pipeline fills and drains, for slower stages, and for messages between stages.
@@ -105,11 +105,11 @@ def step_cost(setup: Setup) -> Cost:
     peak = device.rate(setup.bytes_of.dtype) * setup.world
     compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
-    exposed = _exposed(setup, compute, data)
+    exposed = _exposed_time(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
     tokens = expert_transfers(setup)
     summed, exchanged = (sum(t.seconds for t in kind) for kind in (tensor, tokens))
-    waiting = _waiting(setup, compute + summed + exchanged, line)
+    waiting = _waiting_time(setup, compute + summed + exchanged, line)
     seconds = compute + exposed + summed + exchanged + waiting + update
     return Cost(
         (*data, *tensor, *tokens, *line),
@@ -136,11 +136,11 @@ def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
         ("gather of parameters, forward", states.gathered, k, "gathered"),
         ("gather of parameters, backward", states.gathered, k, "gathered"),
         ("gradients, each rank keeps rows", states.scattered, reduces, "scattered"),
-        # Each microbatch leaves every rank its rows of the sum. They are made whole once, at the end.
+        # Each microbatch leaves every rank some rows of the sum. The rows are gathered once, at the end.
         ("gradients, summed whole", states.summed, reduces + 1, "summed"),
         ("parameters made whole after the update", states.refreshed, 1, "refreshed"),
     )
-    made = [_transfer(setup, "dp", what, n * size, n * states.messages[name]) for what, size, n, name in rows]
+    made = [_time_transfer(setup, "dp", what, n * size, n * states.messages[name]) for what, size, n, name in rows]
     return tuple(t for t in made if t.nbytes > 0)
 
 
@@ -152,19 +152,19 @@ def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
     c, k = setup.config, setup.accumulate
     sums = (6 if setup.remat else 4) * stage_layers(setup) * k
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
-    made = _transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
+    made = _time_transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
     return (made,) if made.nbytes > 0 else ()
 
 
 def expert_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
-    """Returns the exchange of tokens along ep; nothing hides it."""
+    """Returns the all-to-all of tokens along ep, never hidden."""
     found = experts_plan(setup)
     if found is None or setup.ep == 1:
         return ()
     mesh = {k: n // setup.ep if k == "dp" else n for k, n in setup.mesh.items()}
     link = setup.cluster.link(mesh | {"ep": setup.ep}, "ep")
     times = (6 if setup.remat else 4) * found.layers * setup.accumulate
-    # Each message goes to its rank at once, without a ring.
+    # Each message goes directly to a rank, without a ring.
     seconds = link.seconds(found.balanced, times)
     return (PlannedTransfer("ep", "tokens to experts and back", found.balanced, times, link.bandwidth, seconds),)
 
@@ -172,7 +172,7 @@ def expert_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
 def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
     """Returns the transfers along pp.
 
-    The residual stream between stages, and gradients of the leaves that all stages have.
+    The residual stream between stages, and gradients of the leaves on all stages.
     """
     line, size = pipeline(setup), setup.micro * setup.seq * setup.config.d_model * setup.bytes_of.params
     if not line.sends:
@@ -180,10 +180,10 @@ def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, .
     link, messages = setup.cluster.link(setup.mesh, "pp"), line.sends * setup.accumulate
     between = link.seconds(messages * size, messages)
     sends = PlannedTransfer("pp", "activations and their gradients", messages * size, messages, link.bandwidth, between)
-    return sends, _transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
+    return sends, _time_transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
 
 
-def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> PlannedTransfer:
+def _time_transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> PlannedTransfer:
     n = setup.axis(axis)
     if n == 1:
         return PlannedTransfer(axis, what, 0.0, 0, math.inf, 0.0)
@@ -192,8 +192,8 @@ def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) 
     return PlannedTransfer(axis, what, sent, messages, link.bandwidth, link.seconds(sent, hops))
 
 
-def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
-    """Waiting for transfers: of layers with longer transfers, the first gather, the last gradient, the refresh."""
+def _exposed_time(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
+    """Returns the waiting for transfers of slow layers, the first gather, the last gradient and the refresh."""
     layers = stage_layers(setup)
     forward = compute / (4 if setup.remat else 3)
     wire = {t.what: t.seconds for t in data}
@@ -205,7 +205,7 @@ def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) ->
     return max(0.0, ahead - forward) + max(0.0, behind - (compute - forward)) + ends + refresh
 
 
-def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
+def _waiting_time(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
     """Returns the extra time of the slowest stage compared with the mean, plus the idle time of its rank.
 
     Args:
@@ -216,13 +216,13 @@ def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> fl
     if not sent:
         return 0.0
     line, (between, shared) = pipeline(setup), sent
-    one = busy / setup.accumulate * _imbalance(setup)
+    one = busy / setup.accumulate * _stage_imbalance(setup)
     behind = max(0.0, between.seconds - one * setup.accumulate)
     ends = line.hops * between.seconds / between.messages
     return one * (setup.accumulate + line.idle) - busy + behind + ends + shared.seconds
 
 
-def _imbalance(setup: Setup) -> float:
+def _stage_imbalance(setup: Setup) -> float:
     """Returns the work of the slowest stage divided by the mean. The last stage has the output layer."""
     layer = _block_flops_per_token(setup.config, setup.seq) / setup.config.num_layers * (4 / 3 if setup.remat else 1)
     whole, last = layer * setup.config.num_layers, 6.0 * setup.config.vocab_size * setup.config.d_model
@@ -241,7 +241,7 @@ def _head_imbalance(setup: Setup) -> float:
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
-    """Operations per token of all blocks, forward and backward: 6 per weight, and 12 D T per block for attention."""
+    """Returns the operations per token of all blocks: 6 per weight, and 12 D T per block for attention."""
     kv = c.kv_heads * c.head_dim
     weights = 2 * c.d_model * (c.d_model + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
     return c.num_layers * (6.0 * weights + 12.0 * c.d_model * seq)

@@ -5,38 +5,38 @@ from typing import NamedTuple
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, to at least three figures.
+    """Returns bytes in GiB, to at least three figures.
 
     Example:
         >>> gib(3 << 30), gib(80 << 30), gib(1 << 20)
         ('3.000', '80.00', '0.000977')
     """
-    return _number(nbytes / 2**30)
+    return _format_number(nbytes / 2**30)
 
 
 def gb(nbytes: float) -> str:
-    """Bytes in GB, to at least three figures."""
-    return _number(nbytes / 1e9)
+    """Returns bytes in GB, to at least three figures."""
+    return _format_number(nbytes / 1e9)
 
 
 class Unit(NamedTuple):
     """A unit of bytes.
 
     Attributes:
-        name: such as "MiB".
-        nbytes: size.
+        name: name of the unit, such as "MiB".
+        nbytes: size in bytes.
     """
 
     name: str
     nbytes: int
 
     def of(self, nbytes: float) -> str:
-        """Bytes in this unit, without its name."""
-        return _number(nbytes / self.nbytes)
+        """Returns bytes in this unit, without the name."""
+        return _format_number(nbytes / self.nbytes)
 
 
 def unit_of(nbytes: float) -> Unit:
-    """Returns the unit in which a table with this largest entry is readable; from 0.1 GiB that is GiB.
+    """Returns the unit for a table with this largest entry, for example GiB from 0.1 GiB on.
 
     Example:
         >>> [unit_of(n).name for n in (80 << 30, 1 << 28, 1 << 20, 100)]
@@ -49,7 +49,7 @@ def unit_of(nbytes: float) -> Unit:
 
 
 def with_unit(nbytes: float) -> str:
-    """Bytes with the unit that fits them.
+    """Returns bytes with the unit that fits.
 
     Example:
         >>> with_unit(3 << 30), with_unit(1 << 20)
@@ -60,7 +60,7 @@ def with_unit(nbytes: float) -> str:
 
 
 def of_limit(nbytes: float, limit: float) -> str:
-    """Bytes of those that there are; one unit if it fits both.
+    """Returns bytes of a limit, in one unit if possible.
 
     Example:
         >>> of_limit(3 << 30, 80 << 30), of_limit(1 << 20, 80 << 30)
@@ -90,7 +90,7 @@ def seconds(t: float) -> str:
     return f"{t:,.1f} s" if t >= 100 else f"{t:.3g} s" if t >= 1 else f"{t * 1e3:.3g} ms"
 
 
-def _number(x: float) -> str:
+def _format_number(x: float) -> str:
     if 0 < x < 0.1:
         return f"{x:.{2 - math.floor(math.log10(x))}f}"
     return f"{x:.3f}" if x < 10 else f"{x:,.2f}"

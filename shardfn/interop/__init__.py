@@ -1,4 +1,4 @@
-"""Imports and exports: the weights and settings of other libraries' models."""
+"""Imports and exports weights and settings of other libraries' models."""
 
 from ._archive import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config

@@ -34,18 +34,18 @@ _ORDER = [
 
 
 class Archive(Mapping[str, SafetensorsEntry]):
-    """The tensors of `directory/stem.safetensors`, or of the files that `stem.safetensors.index.json` names.
+    """Tensors of `directory/stem.safetensors`, or of the files in `stem.safetensors.index.json`.
 
     Args:
-        directory: where they are.
-        stem: the prefix of their names.
+        directory: directory of the files.
+        stem: prefix of the files' names, such as "model".
 
     Attributes:
-        read_bytes: the number of bytes of tensors read so far.
+        read_bytes: number of bytes of tensors read so far.
 
     Raises:
-        FileNotFoundError: there are no such files.
-        DamagedError: a header is damaged, or the index names tensors that no file has.
+        FileNotFoundError: the files are missing.
+        DamagedError: a header is damaged, or the index names tensors that are in no file.
 
     Example:
         >>> import tempfile
@@ -93,8 +93,8 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
         Args:
             name: name of the tensor.
-            box: start and stop in each dim.
-            shape: the dims to which `box` refers, with the tensor's number of elements; default its own.
+            box: start and stop in each dim, for example [(0, 2), (0, 4)].
+            shape: dims to which `box` refers, with the tensor's number of elements. Default: the tensor's shape.
 
         Returns:
             The box, in the file's dtype.
@@ -124,7 +124,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
 
 class ArchiveWriter:
-    """Writes tensors one by one, in any order, to one or more files. They get their names on leaving.
+    """Writes tensors one by one, in any order, to one or more files. The files get their names on leaving.
 
     Args:
         directory: directory for the files.
@@ -135,8 +135,8 @@ class ArchiveWriter:
             them.
 
     Raises:
-        ValueError: (on leaving) another tensor has elements that are not finite. The files that were there stay. The
-            message names all tensors.
+        ValueError: (on leaving) another tensor has elements that are not finite. Existing files stay. The message names
+            all tensors.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class ArchiveWriter:
         wrong = [
             f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
         ]
-        raise_all(TypeError, "safetensors files have no such dtype; convert first:", wrong)
+        raise_all(TypeError, "safetensors files have no such dtype. Convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
-        self.total, groups = sum(sizes.values()), _grouped(sizes, file_bytes)
+        self.total, groups = sum(sizes.values()), _group_by_size(sizes, file_bytes)
         self._numel = sum(math.prod(shape) for _, shape in entries.values())
         many = len(groups) > 1
         self._names = [
@@ -171,11 +171,11 @@ class ArchiveWriter:
         ]
         self._at: dict[str, tuple[int, SafetensorsEntry]] = {}
         for i, group in enumerate(groups):
-            self._begin(i, {name: entries[name] for name in group})
+            self._create_file(i, {name: entries[name] for name in group})
         self._left = set(entries)
 
-    def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Makes a file of its full length, with its header; on an error all files are removed."""
+    def _create_file(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Makes a file of full length, with the header. On an error all files are removed."""
         path = self.directory / f"{self._names[number]}.tmp"
         entries = dict(sorted(entries.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
         try:
@@ -188,10 +188,10 @@ class ArchiveWriter:
                 f.write(text)
                 f.truncate(at)
         except BaseException:
-            self._remove()
+            self._remove_files()
             raise
 
-    def _remove(self) -> None:
+    def _remove_files(self) -> None:
         for name in self._names:
             (self.directory / f"{name}.tmp").unlink(missing_ok=True)
 
@@ -214,7 +214,7 @@ class ArchiveWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._remove()
+            self._remove_files()
             return
         paths = [self.directory / f"{name}.tmp" for name in self._names]
         try:
@@ -224,13 +224,16 @@ class ArchiveWriter:
             for path in paths:
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
-            self._name(paths)
+            self._rename_files(paths)
         except BaseException:
-            self._remove()
+            self._remove_files()
             raise
 
-    def _name(self, paths: list[pathlib.Path]) -> None:
-        """Gives files their names. A reader meanwhile, or after a kill, finds the old weights, the new or no file."""
+    def _rename_files(self, paths: list[pathlib.Path]) -> None:
+        """Gives files their names.
+
+        A reader during the call, or after a kill, finds the old weights, the new or no file.
+        """
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
         if len(paths) == 1:
             paths[0].rename(one)  # read before any index
@@ -239,7 +242,7 @@ class ArchiveWriter:
         weights = {name: self._names[i] for name, (i, _) in self._at.items()}
         contents = {"metadata": {"total_parameters": self._numel, "total_size": self.total}, "weight_map": weights}
         named = [path.with_suffix("") for path in paths]
-        # An index that names some of these files must not be there while only some of them are new.
+        # An index of these files must not exist while only some files are new.
         old = index.read_bytes() if any(path.exists() for path in named) and index.exists() else None
         if old is not None:
             index.unlink()
@@ -257,7 +260,7 @@ class ArchiveWriter:
         one.unlink(missing_ok=True)
 
 
-def _grouped(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+def _group_by_size(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint as files for other tools, and such files as a checkpoint; without a mesh."""
+"""Parameters of a checkpoint as files for other tools, and such files as a checkpoint, without a mesh."""
 
 import os
 import re
@@ -24,24 +24,26 @@ def export_checkpoint(
     *,
     dtype: str | None = None,
 ) -> list[str]:
-    """Writes the parameters of a checkpoint of a state as `out/model.safetensors`, or several files and their index.
+    """Writes the parameters of a checkpoint as `out/model.safetensors`, or several files with an index.
 
-    Names are those of a module where the state was `from_module`'s, and else the keys of the tree with dots between:
+    Names are the module's where the state was made by `from_module`, else the keys of the tree with dots between:
     `blocks.0.w` of `params['blocks'][0]['w']`. One leaf is in memory at a time.
 
     Args:
-        directory: a run's checkpoints, or one of them.
-        out: the directory for the files; made if missing.
-        step: the number of the checkpoint in a run. Default: the newest.
-        dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded. Default: their own.
+        directory: directory of a run's checkpoints, or a checkpoint.
+        out: directory for the files, made if missing.
+        step: number of the checkpoint in a run. Default: the newest.
+        dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded. Default: each leaf's
+            dtype.
 
     Returns:
         The names of the written tensors.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it has no leaves below `params`, two of them would have the same name, or weights are not finite.
-        DamagedError: files differ from those written.
+        ValueError: the checkpoint has no leaves below `params`, two leaves would have the same name, or weights are not
+            finite.
+        DamagedError: files have changed since they were written.
 
     Example:
         >>> import tempfile
@@ -62,7 +64,7 @@ def export_checkpoint(
     names = {rest: dotted(rest) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
-    kept = {path: _kept(leaves[path].dtype, dtype) for path in sources.values()}
+    kept = {path: _file_dtype(leaves[path].dtype, dtype) for path in sources.values()}
     entries = {names[rest]: (kept[path], tuple(leaves[path].shape)) for rest, path in sources.items()}
     with ArchiveWriter(out, entries) as writer:
         for name, (path, x) in zip(entries, read_leaves(directory, sources.values(), step), strict=True):
@@ -71,14 +73,15 @@ def export_checkpoint(
 
 
 def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike[str], step: int = 0) -> list[str]:
-    """Makes a checkpoint of parameters from `weights/model.safetensors`, or the files that its index names.
+    """Makes a checkpoint of parameters from `weights/model.safetensors`, or the files in the index.
 
-    `restore(directory, state.params, at="params")` reads it under any mesh. All of it is in memory meanwhile.
+    `restore(directory, state.params, at="params")` reads the checkpoint under any mesh. All parameters are in memory
+    during the call.
 
     Args:
-        weights: where the files are.
+        weights: directory of the files.
         directory: directory of the run's checkpoints.
-        step: the checkpoint's number.
+        step: number of the checkpoint.
 
     Returns:
         The names of the tensors.
@@ -94,7 +97,7 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
     return list(tree)
 
 
-def _kept(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
+def _file_dtype(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
     """Returns the dtype that a leaf has in the file."""
     if wanted is None or not dtype.is_floating_point:
         return dtype

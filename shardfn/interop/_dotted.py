@@ -6,7 +6,7 @@ _KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
 def dotted(path: str) -> str:
-    """Returns the keys of a path with dots between: a module's own name where the tree is `from_module`'s.
+    """Returns the keys of a path with dots between: the module's name where the tree is `from_module`'s.
 
     Example:
         >>> dotted("['blocks'][0]['w']"), dotted("['0.weight']")

@@ -1,7 +1,7 @@
 """`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
 
-Its files are pickles. They are opened by torch's unpickler for weights, which makes tensors and plain containers. The
-few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
+DeepSpeed's files are pickles, opened by torch's unpickler for weights, with tensors and plain containers as the result.
+The few classes of DeepSpeed in between become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
     stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
@@ -34,7 +34,7 @@ _APART = ("fp32", "step")
 
 
 class _Inert:
-    """A placeholder for an object of DeepSpeed's."""
+    """Placeholder for an object of DeepSpeed."""
 
     def __new__(cls, *args: Any) -> "_Inert":
         return super().__new__(cls)
@@ -45,16 +45,16 @@ class _Inert:
 
 
 class DeepSpeedState(NamedTuple):
-    """The contents of a checkpoint of DeepSpeed.
+    """Contents of a checkpoint of DeepSpeed.
 
     Attributes:
-        params: whole parameters in float32, by the module's names: masters where there are any; frozen ones are
+        params: whole parameters in float32, by the module's names: masters where there are any. Frozen parameters are
             included.
-        moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
-            for SGD; each by the same names.
-        step: the number of updates, or 0 if the files do not have it.
-        shared: names of tied parameters, and of the one in `params` that each is.
-        buffers: buffers of the module, by its names, in their own dtypes.
+        moments: states of the optimizer with a parameter's shape, such as "exp_avg" and "exp_avg_sq" for Adam, or
+            "momentum_buffer" for SGD, each by the same names.
+        step: number of updates, or 0 if the files have no number.
+        shared: names of tied parameters, and the name in `params` of each.
+        buffers: buffers of the module, by name, with unchanged dtypes.
     """
 
     params: dict[str, Tensor]
@@ -65,23 +65,23 @@ class DeepSpeedState(NamedTuple):
 
 
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
-    """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one.
+    """Reads a checkpoint written by `engine.save_checkpoint`, or converted by `ds_to_universal`.
 
     Files are mapped, not loaded, so only the resulting tensors are in memory. Give `params` to `step.init`, with a
-    module's own names through `from_module`; moments have the names of parameters, so they form a tree of the
-    optimizer's state in the same way.
+    module's names through `from_module`. Moments have the names of parameters, and form a tree of the optimizer's state
+    in the same way.
 
     Args:
-        directory: the one passed to `save_checkpoint`.
-        tag: tag of the checkpoint. Default: the one that `latest` (or `latest_universal`) names.
+        directory: directory passed to `save_checkpoint`.
+        tag: tag of the checkpoint. Default: the tag in `latest` (or `latest_universal`).
 
     Raises:
         FileNotFoundError: no such checkpoint. The message names the missing files.
-        ValueError: a file has objects other than tensors and plain containers, or does not fit the others, or the
+        ValueError: a file has objects other than tensors and plain containers, or does not fit the other files, or the
             checkpoint is of several model-parallel ranks, of stage 0, or has experts: see `read_deepspeed_experts`.
     """
     place = place_of(pathlib.Path(directory), tag)
-    return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
+    return _read_universal(place) if (place / "zero").is_dir() else _read_partitions(place)
 
 
 def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
@@ -101,7 +101,7 @@ def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
 
 
 def loaded(path: pathlib.Path) -> Any:
-    """Returns the contents of a file, which may have tensors and plain containers alone."""
+    """Returns the contents of a file, which may have only tensors and plain containers."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as problem:
@@ -120,8 +120,8 @@ def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the states of a ZeRO optimizer, by rank.
 
     Raises:
-        FileNotFoundError: those of some ranks are missing.
-        ValueError: there are none, or they are of several model-parallel ranks.
+        FileNotFoundError: states of some ranks are missing.
+        ValueError: there are no states, or states of several model-parallel ranks.
     """
     files: dict[int, pathlib.Path] = {}
     for path in place.iterdir():
@@ -142,7 +142,7 @@ def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
     return optims
 
 
-def _partitioned(place: pathlib.Path) -> DeepSpeedState:
+def _read_partitions(place: pathlib.Path) -> DeepSpeedState:
     experts = [p.name for p in place.iterdir() if "_expert_" in p.name or p.name.startswith("expp_rank_")]
     if experts:
         raise ValueError(
@@ -158,10 +158,10 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
         raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(optims)} have written.")
     states: dict[str, dict[str, Tensor]] = {}
     step = 0
-    ranks = [(_thirds if third else groups_of)(x) for x in optims]
+    ranks = [(_read_stage_three if third else groups_of)(x) for x in optims]
     groups = models[0]["param_shapes"]
     # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
-    for number, shapes in enumerate([_union(groups)] if third else groups):
+    for number, shapes in enumerate([_join_groups(groups)] if third else groups):
         parts = [own[number] for own in ranks]
         step = max(step, parts[0].step)
         gaps = gaps_of(optims[0], number, shapes)
@@ -177,7 +177,7 @@ def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: D
         return own
     _check_twice(place, own.params, models[0])
     return own._replace(
-        params=own.params | _frozen(place, models, own.params),
+        params=own.params | _read_frozen(place, models, own.params),
         step=own.step or updates_of(models[0]),
         shared=shared_of(models[0]),
         buffers=buffers_of(models[0]),
@@ -185,7 +185,7 @@ def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: D
 
 
 class _Flat(NamedTuple):
-    """A rank's part of a group: its step, and "fp32" and each state of its elements, flat."""
+    """Part of a group on one rank: the step, and "fp32" and each state of the elements, flat."""
 
     step: int
     states: dict[str, Tensor]
@@ -195,36 +195,36 @@ def groups_of(optim: Mapping[str, Any]) -> list[_Flat]:
     """Returns a rank's parts of the groups, below stage 3."""
     inner = optim["base_optimizer_state"].get("state", {})
     flat = optim["single_partition_of_fp32_groups"]
-    return [_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
+    return [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
 
 
-def _thirds(optim: Mapping[str, Any]) -> list[_Flat]:
+def _read_stage_three(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
-    parts = [_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
+    parts = [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
     # A state that one flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
 
 
-def _flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
-    # The last ranks' may be shorter than their "fp32", by its padding.
+def _read_flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
+    # States of the last ranks may be shorter than the "fp32", by the padding.
     states = {k: x for k, x in inner.items() if isinstance(x, Tensor) and x.ndim == 1 and k != "step"}
     return _Flat(int(inner.get("step", 0)), {"fp32": fp32.detach().flatten(), **states})
 
 
-def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
+def _join_groups(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
 def models_of(place: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the ranks' files of the module, without those of experts, by rank; below stage 3 one file for all."""
+    """Returns the module's files by rank, without files of experts. Below stage 3 there is a single file."""
     paths = [path for path in place.glob("*mp_rank_00_model_states.pt") if "expert_" not in path.name]
     return [loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 
 
 def shared_of(model: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tied parameters, and of the ones that they are."""
+    """Returns the names of tied parameters, with the first name of each."""
     return dict(model.get("shared_params") or {})
 
 
@@ -235,14 +235,14 @@ def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def updates_of(model: Mapping[str, Any]) -> int:
-    """Returns the number of updates. The optimizer itself may not count them, as torch's SGD."""
+    """Returns the number of updates, also for optimizers without a count, such as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
 
-def _frozen(
+def _read_frozen(
     place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters outside of the optimizer: in fragments where they are cut, else whole in the module."""
+    """Returns parameters outside of the optimizer: from fragments where cut, else whole from the module."""
     first, out = models[0], {}
     for name, size in (first.get("frozen_param_shapes") or {}).items():
         # A tuple in checkpoints with experts.
@@ -252,14 +252,14 @@ def _frozen(
             have = f"{parts.numel()} elements are there of {len(models)} ranks, too few for"
             raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
         out[name] = parts[: shape.numel()].view(shape).float()
-    # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and none of them is left over.
+    # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and no part is left over.
     known = {*others, *out, *shared_of(first), *(first.get("buffer_names") or ())}
     rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
     return out | {name: x.float().clone() for name, x in rest.items()}
 
 
 def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
-    """Compares the module's own weights, which the files have below stage 3, with the masters, rounded."""
+    """Compares the module's weights, in the files below stage 3, with the rounded masters."""
     module = model.get("module") or {}
     both = [(name, x, module[name]) for name, x in params.items() if name in module and module[name].numel()]
     odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]
@@ -280,13 +280,13 @@ def gaps_of(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Si
 def states_of(
     parts: Sequence[_Flat], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool = False, where: str
 ) -> dict[str, dict[str, Tensor]]:
-    """Returns the parameters of a group, "fp32", and each of their states, by kind and name."""
+    """Returns the parameters of a group, "fp32", and each state, by kind and name."""
     kinds = ["fp32", *sorted(parts[0].states.keys() - {"fp32"})]
     flats = {kind: [x.states[kind] for x in parts if kind in x.states] for kind in kinds}
-    return {k: _cut(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
+    return {k: _cut_params(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
 
 
-def _cut(
+def _cut_params(
     flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool, where: str
 ) -> dict[str, Tensor]:
     """Returns the parameters of a group, from its ranks' flat parts."""
@@ -313,31 +313,31 @@ def _cut(
     return out
 
 
-def _universal(place: pathlib.Path) -> DeepSpeedState:
+def _read_universal(place: pathlib.Path) -> DeepSpeedState:
     models = models_of(place)
     model = models[0] if models else {}
-    shapes = _union(model.get("param_shapes") or ())
+    shapes = _join_groups(model.get("param_shapes") or ())
     shared, buffers = shared_of(model), buffers_of(model)
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     step = 0
     for path in sorted(p for p in (place / "zero").iterdir() if p.is_dir()):
         name = path.name
-        if name in shared or name in buffers:  # which are written again as if they were parameters
+        if name in shared or name in buffers:  # which are written again as if parameters
             continue
         params[name] = _state_of(path / "fp32.pt", shapes.get(name))
         for state in sorted(p for p in path.glob("*.pt") if p.stem not in _APART):
             moments.setdefault(state.stem, {})[name] = _state_of(state, shapes.get(name))
         if (path / "step.pt").is_file():
-            step = max(step, *_steps(loaded(path / "step.pt")))
+            step = max(step, *_read_steps(loaded(path / "step.pt")))
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
-        step = max([0, *_steps(loaded(own))])
+        step = max([0, *_read_steps(loaded(own))])
     return with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
 def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
-    """Returns a state, in its parameter's shape: stage 3 writes it flat, as a bare tensor."""
+    """Returns a state in the parameter's shape. Stage 3 writes states flat, as bare tensors."""
     found = loaded(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
@@ -345,14 +345,14 @@ def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     if tensor is not found:
         return tensor.float().clone()
     if shape is None:
-        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape; copy them there.")
+        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape. Copy them there.")
     if tensor.numel() != shape.numel():
         raise ValueError(f"{path} has {tensor.numel()} elements, and its parameter is {tuple(shape)}.")
     return tensor.float().reshape(shape).clone()
 
 
-def _steps(found: Any) -> list[int]:
-    """Returns the steps in a state: a number, one by each rank, or those of a whole optimizer."""
+def _read_steps(found: Any) -> list[int]:
+    """Returns the steps in a state: a number, a number for each rank, or the steps of a whole optimizer."""
     if not isinstance(found, dict):
         return [int(found)]
     if "optimizer_state_dict" in found:

@@ -37,19 +37,19 @@ _FP16 = {
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedRecipe:
-    """The contents of a configuration. `str` of it is a table of its keys and their outcomes.
+    """Contents of a configuration. `str` of the recipe is a table of the keys and the outcomes.
 
     Attributes:
-        optimizer: with its schedule, after the clipping; None if the configuration has no optimizer.
-        zero: the stage and the memories.
-        policy: the precision; None = that of the parameters.
-        loss_scale: with fp16.
-        num_microbatches: of a step.
-        rows_per_step: rows of the global batch; None if the file does not have it.
-        learning_rate: of the optimizer: a number, or a schedule.
-        exchange: of tokens and experts, for `from_module(experts=)`; None without expert parallelism.
-        mesh: with it, the axes of the mesh in their order, for `make_mesh`; empty without.
-        rows: the outcome of each key.
+        optimizer: optimizer with the schedule, after the clipping. None if the configuration has no optimizer.
+        zero: ZeRO rule, with the stage and the memories.
+        policy: precision. None is the precision of the parameters.
+        loss_scale: loss scale, with fp16.
+        num_microbatches: number of microbatches of a step (gradient accumulation).
+        rows_per_step: number of rows of the global batch. None if the file has no number.
+        learning_rate: learning rate of the optimizer, a number or a schedule.
+        exchange: exchange of tokens and experts, for `from_module(experts=)`. None without expert parallelism.
+        mesh: axes of the mesh in order, for `make_mesh`, with expert parallelism, else empty.
+        rows: outcome of each key.
     """
 
     optimizer: optim.GradientTransformation | None
@@ -64,7 +64,7 @@ class DeepSpeedRecipe:
     rows: tuple[ReadKey, ...]
 
     def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss in the file's precision, over its microbatches; give it to `sharded_step`."""
+        """Returns the loss in the file's precision, over the microbatches, for `sharded_step`."""
         if self.policy is not None:
             loss = mixed_precision(loss, self.policy, self.loss_scale)
         return loss if self.num_microbatches == 1 else accumulate(loss, self.num_microbatches)
@@ -86,20 +86,20 @@ def from_deepspeed_config(
     expert_axis: str = "ep",
     gradient_clipping: float = 1.0,
 ) -> DeepSpeedRecipe:
-    """Reads a DeepSpeed configuration. Every key is accounted for: see `str` of the result.
+    """Reads a DeepSpeed configuration, with an outcome for every key: see `str` of the result.
 
     Args:
-        config: a JSON file, or its contents.
-        ranks: over which the batch is cut, so that batch sizes can be checked.
-        axis: the mesh axes over which ZeRO cuts.
-        secondary_axis: the one of these inside a node, for `zero_hpz_partition_size`.
-        expert_axis: the one of these that cuts the experts, for `expert_parallel`.
-        gradient_clipping: the norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0; older versions did not
-            clip at all, which is 0.
+        config: JSON file, or the contents of the file.
+        ranks: number of ranks that cut the batch, to check the batch sizes.
+        axis: mesh axes over which ZeRO cuts.
+        secondary_axis: axis among these inside a node, for `zero_hpz_partition_size`.
+        expert_axis: axis among these that cuts the experts, for `expert_parallel`.
+        gradient_clipping: norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0. Older versions did not
+            clip, as with 0.
 
     Raises:
-        ValueError: lists every key that is unknown, that would change results and has no counterpart, or whose value is
-            out of place.
+        ValueError: a key is unknown, would change results and has no counterpart, or has a value out of place. Lists
+            every such key.
 
     Example:
         >>> recipe = from_deepspeed_config(
@@ -127,7 +127,7 @@ def from_deepspeed_config(
 
 
 class _Reading:
-    """A configuration while it is read: the outcomes of its keys, and its problems."""
+    """Configuration during the reading: the outcomes of the keys, and the problems."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -135,17 +135,17 @@ class _Reading:
             self._config.setdefault("bf16", self._config["bfloat16"])
         self.rows, self.problems = sorted_out(config)
 
-    def _section(self, name: str) -> dict[str, Any]:
+    def _find_section(self, name: str) -> dict[str, Any]:
         found = self._config.get(name)
         return found if isinstance(found, dict) else {}
 
-    def _took(self, key: str, value: Any, note: str) -> None:
+    def _note_taken(self, key: str, value: Any, note: str) -> None:
         self.rows.append(ReadKey(key, value, "taken", note))
 
-    def _differs(self, key: str, value: Any, note: str) -> None:
+    def _note_default(self, key: str, value: Any, note: str) -> None:
         self.rows.append(ReadKey(key, value, "another default here", note))
 
-    def _number(self, section: Mapping[str, Any], key: str, at: str, otherwise: Any, kind: Any = int) -> Any:
+    def _read_number(self, section: Mapping[str, Any], key: str, at: str, otherwise: Any, kind: Any = int) -> Any:
         value = section.get(key, otherwise)
         if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value >= 0):
             return value
@@ -154,10 +154,10 @@ class _Reading:
         return otherwise
 
     def batch(self, ranks: int) -> tuple[int, int | None]:
-        """Microbatches of a step, and rows of the global batch."""
-        rows, micro, times = (self._number(self._config, n, "", None) for n in BATCH)
+        """Returns the microbatches of a step, and the rows of the global batch."""
+        rows, micro, times = (self._read_number(self._config, n, "", None) for n in BATCH)
         given = {n: self._config[n] for n in BATCH if n in self._config}
-        self.problems += _undetermined(given, ranks)
+        self.problems += _undetermined_sizes(given, ranks)
         if any(x == 0 for x in (rows, micro, times)):
             self.problems.append(f"{given}: none of them may be 0")
             return 1, None
@@ -171,46 +171,48 @@ class _Reading:
         if not fits:
             self.problems.append(f"{given}: a batch is rows of a microbatch x microbatches x {ranks} ranks")
         for name, value in given.items():
-            self._took(name, value, f"{times} microbatches of a step over {ranks} ranks: `accumulate`")
+            self._note_taken(name, value, f"{times} microbatches of a step over {ranks} ranks: `accumulate`")
         return times, rows
 
     def precision(self) -> tuple[Policy | None, optim.LossScale | None]:
-        """The policy, and with fp16 the loss scale."""
-        half, brain = self._section("fp16"), self._section("bf16")
+        """Returns the policy, and with fp16 the loss scale."""
+        half, brain = self._find_section("fp16"), self._find_section("bf16")
         for name, section in (("fp16", half), ("bf16", brain)):
             if "enabled" in section:
-                self._took(f"{name}.enabled", section["enabled"], "`mixed_precision`")
+                self._note_taken(f"{name}.enabled", section["enabled"], "`mixed_precision`")
         if half.get("enabled") and brain.get("enabled"):
             self.problems.append("fp16.enabled and bf16.enabled: only one of them can be true")
         compute = torch.float16 if half.get("enabled") else torch.bfloat16 if brain.get("enabled") else None
         dtypes = {}
         for key, section, field in (
             ("communication_data_type", self._config, "reduce"),
-            ("grad_accum_dtype", self._section("data_types"), "accum"),
+            ("grad_accum_dtype", self._find_section("data_types"), "accum"),
         ):
             name = section.get(key)
             if name is not None and name not in _DTYPES:
                 self.problems.append(f"{key} = {name!r} is not one of {', '.join(_DTYPES)}")
             elif name is not None:
                 dtypes[field] = _DTYPES[name]
-                self._took(key, name, f"`Policy({field}={_DTYPES[name]})`")
+                self._note_taken(key, name, f"`Policy({field}={_DTYPES[name]})`")
         if compute is None:
             return (Policy(**dtypes, master=None) if dtypes else None), None
         if "reduce" not in dtypes:
-            self._differs("communication_data_type", None, f"gradients travel in {compute}, and are added up in fp32")
+            self._note_default(
+                "communication_data_type", None, f"gradients travel in {compute}, and are added up in fp32"
+            )
         policy = Policy(param=compute, compute=compute, reduce=dtypes.pop("reduce", compute), **dtypes)
         return policy, self._loss_scale(half) if compute is torch.float16 else None
 
     def _loss_scale(self, half: Mapping[str, Any]) -> optim.LossScale | None:
         known = {
-            k: self._number(half, k, "fp16.", v, (int, float)) for k, v in _FP16.items() if not isinstance(v, bool)
+            k: self._read_number(half, k, "fp16.", v, (int, float)) for k, v in _FP16.items() if not isinstance(v, bool)
         }
         for key in _FP16:
             if key in half:
-                self._took(f"fp16.{key}", half[key], "`optim.static_loss_scale` or `dynamic_loss_scale`")
-        if not self._section("zero_optimization").get("stage"):
+                self._note_taken(f"fp16.{key}", half[key], "`optim.static_loss_scale` or `dynamic_loss_scale`")
+        if not self._find_section("zero_optimization").get("stage"):
             note = "it is kept to at every stage; DeepSpeed does not read it at stage 0"
-            self._differs("fp16.hysteresis", known["hysteresis"], note)
+            self._note_default("fp16.hysteresis", known["hysteresis"], note)
         if known["loss_scale"]:
             return optim.static_loss_scale(known["loss_scale"])
         return optim.dynamic_loss_scale(
@@ -222,9 +224,9 @@ class _Reading:
         )
 
     def zero(self, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> Zero:
-        """The stage, and the memories of parameters and optimizer state."""
-        had = self._section("zero_optimization")
-        stage = self._number(had, "stage", "zero_optimization.", 0)
+        """Returns the stage, and the memories of parameters and optimizer state."""
+        had = self._find_section("zero_optimization")
+        stage = self._read_number(had, "stage", "zero_optimization.", 0)
         if stage > 3:
             self.problems.append(f"zero_optimization.stage = {stage}: there are stages 0 to 3")
             stage = 0
@@ -242,7 +244,9 @@ class _Reading:
             homes[field] = _HOMES[device]
             directories |= {str((section or {}).get("nvme_path"))} if device == "nvme" else set()
             if name in had or any(x in had for x in aliases):
-                self._took(f"zero_optimization.{name}", had.get(name, device), f"`Zero({field}={_HOMES[device]!r})`")
+                self._note_taken(
+                    f"zero_optimization.{name}", had.get(name, device), f"`Zero({field}={_HOMES[device]!r})`"
+                )
         if not is_device(homes.get("params", "device")) and stage < 3:
             self.problems.append(
                 f"zero_optimization.offload_param wants stage 3, not {stage}: DeepSpeed passes it over"
@@ -250,38 +254,40 @@ class _Reading:
         if directories and (len(directories) > 1 or "None" in directories):
             self.problems.append("nvme_path is missing, or differs between parameters and optimizer state")
         disk = Disk(min(directories)) if directories else None
-        more = self._moves(had, stage, secondary, compute)
+        more = self._read_transfers(had, stage, secondary, compute)
         try:
             return Zero(stage, axis, **homes, **more, disk=disk)
         except (TypeError, ValueError) as problem:
             self.problems.append(f"zero_optimization: {problem}")
             return Zero()
 
-    def _moves(self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype) -> dict[str, Any]:
-        """The options of transfers: thresholds, sizes, codes and prefetch."""
+    def _read_transfers(
+        self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype
+    ) -> dict[str, Any]:
+        """Returns the options of transfers, such as thresholds, sizes, codes and prefetch."""
         at, out, travel = "zero_optimization.", {}, {}
         if "stage" in had:
-            self._took(f"{at}stage", stage, f"`Zero(stage={stage})`")
-        persist = self._number(had, "stage3_param_persistence_threshold", at, None)
+            self._note_taken(f"{at}stage", stage, f"`Zero(stage={stage})`")
+        persist = self._read_number(had, "stage3_param_persistence_threshold", at, None)
         if persist is not None:
-            self._took(f"{at}stage3_param_persistence_threshold", persist, f"`Zero(persist_elements={persist})`")
+            self._note_taken(f"{at}stage3_param_persistence_threshold", persist, f"`Zero(persist_elements={persist})`")
             out["persist_elements"] = persist
         elif stage == 3:
             note = f"leaves of up to {Zero.persist_elements:,} elements are kept whole: DeepSpeed 100,000"
-            self._differs(f"{at}stage3_param_persistence_threshold", None, note)
-        ahead = self._number(had, "stage3_prefetch_bucket_size", at, None)
+            self._note_default(f"{at}stage3_param_persistence_threshold", None, note)
+        ahead = self._read_number(had, "stage3_prefetch_bucket_size", at, None)
         if ahead is not None:
             out["pace"] = Pace(prefetch_bytes=int(ahead) * compute.itemsize)
             note = f"`Pace(prefetch_bytes={out['pace'].prefetch_bytes})`"
-            self._took(f"{at}stage3_prefetch_bucket_size", ahead, note)
+            self._note_taken(f"{at}stage3_prefetch_bucket_size", ahead, note)
         for key, field, code in (
             ("zero_quantized_weights", "gather", "int8"),
             ("zero_quantized_gradients", "reduce", "int4"),
         ):
             if key in had:
                 travel |= {field: code} if had[key] else {}
-                self._took(f"{at}{key}", had[key], f"`Travel({field}={code!r})`" if had[key] else "off")
-        hpz = self._number(had, "zero_hpz_partition_size", at, 1)
+                self._note_taken(f"{at}{key}", had[key], f"`Travel({field}={code!r})`" if had[key] else "off")
+        hpz = self._read_number(had, "zero_hpz_partition_size", at, 1)
         if hpz > 1 and secondary is None:
             self.problems.append(
                 f"{at}zero_hpz_partition_size = {hpz}: give nodes an axis of their own, as in make_mesh({{'node': -1,"
@@ -289,7 +295,9 @@ class _Reading:
             )
         elif hpz > 1:
             travel["secondary_axis"] = secondary
-            self._took(f"{at}zero_hpz_partition_size", hpz, f"`Travel(secondary_axis={secondary!r})`, of {hpz} ranks")
+            self._note_taken(
+                f"{at}zero_hpz_partition_size", hpz, f"`Travel(secondary_axis={secondary!r})`, of {hpz} ranks"
+            )
         ratio = (
             (had.get("offload_optimizer") or {}).get("ratio")
             if isinstance(had.get("offload_optimizer"), dict)
@@ -297,19 +305,19 @@ class _Reading:
         )
         if ratio is not None:
             out["optimizer_fraction"] = ratio
-            self._took(f"{at}offload_optimizer.ratio", ratio, f"`Zero(optimizer_fraction={ratio})`")
+            self._note_taken(f"{at}offload_optimizer.ratio", ratio, f"`Zero(optimizer_fraction={ratio})`")
         return out | ({"travel": Travel(**travel)} if travel else {})
 
     def experts(
         self, ranks: int, axis: str | tuple[str, ...], expert_axis: str
     ) -> tuple[moe.Exchange | None, dict[str, int]]:
-        """The exchange of tokens and experts, and the axes of the mesh."""
-        had, first = self._section("expert_parallel"), "use_data_before_expert_parallelism"
-        size = self._number(had, "autoep_size", "expert_parallel.", 1)
+        """Returns the exchange of tokens and experts, and the axes of the mesh."""
+        had, first = self._find_section("expert_parallel"), "use_data_before_expert_parallelism"
+        size = self._read_number(had, "autoep_size", "expert_parallel.", 1)
         data_outside = not self._config.get(first)
         if first in self._config:
             order = "next to each other" if data_outside else "apart by the number of copies"
-            self._took(
+            self._note_taken(
                 first, self._config[first], f"ranks that share experts are {order}: the order of the mesh's axes"
             )
         if not had.get("enabled"):
@@ -335,13 +343,15 @@ class _Reading:
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float
     ) -> tuple[optim.GradientTransformation | None, Any]:
-        """The optimizer after the clipping, and its rate."""
-        clip = self._number(self._config, "gradient_clipping", "", default_clip, (int, float))
+        """Returns the optimizer after the clipping, and the rate."""
+        clip = self._read_number(self._config, "gradient_clipping", "", default_clip, (int, float))
         if "gradient_clipping" in self._config:
-            self._took("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")
+            self._note_taken("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")
         else:
-            self._differs("gradient_clipping", None, f"clipped to {clip}: pass gradient_clipping=" if clip else "off")
-        had, planned = self._section("optimizer"), self._section("scheduler")
+            self._note_default(
+                "gradient_clipping", None, f"clipped to {clip}: pass gradient_clipping=" if clip else "off"
+            )
+        had, planned = self._find_section("optimizer"), self._find_section("scheduler")
         if "type" not in had:
             if planned:
                 self.problems.append("scheduler is there without an optimizer: its rates belong to one")
@@ -353,15 +363,15 @@ class _Reading:
             schedule, wrong = schedule_of(str(planned["type"]), planned.get("params") or {}, lr)
             self.problems += wrong
             rate = schedule
-            self._took("scheduler", planned, "a schedule: the rate of the optimizer")
-        self._took("optimizer", had, "`sf.optim`")
+            self._note_taken("scheduler", planned, "a schedule: the rate of the optimizer")
+        self._note_taken("optimizer", had, "`sf.optim`")
         if made is None or rate is None:
             return None, rate
         return (optim.chain(optim.clip_by_global_norm(clip), made(rate)) if clip else made(rate)), rate
 
 
-def _undetermined(given: Mapping[str, Any], ranks: int) -> list[str]:
-    """The sizes of a batch that are "auto" and do not follow from the others."""
+def _undetermined_sizes(given: Mapping[str, Any], ranks: int) -> list[str]:
+    """Returns the sizes of a batch that are "auto" and do not follow from other sizes."""
     auto = [name for name in BATCH if given.get(name) == "auto"]
     rows, micro, _ = (name in given and name not in auto for name in BATCH)
     # Microbatches that are not mentioned are 1.

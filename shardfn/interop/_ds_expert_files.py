@@ -1,8 +1,9 @@
-"""The files of a job of DeepSpeed's whose model has experts, written by all ranks of a mesh, each a share of them.
+"""Files of a job of DeepSpeed with experts, written by all ranks of a mesh, a share by each rank.
 
-Tensors of experts become files of their own, written by a rank that holds them. All others are mapped files of the
-first rank. When all leaves have arrived, each rank makes some of the job's files: an expert's, or a rank's part of the
-optimizer's states. So no rank has more in memory than one expert's tensor, or one of the job's files.
+Tensors of experts become separate files, written by a rank that holds the tensor. All other tensors are mapped files of
+the first rank. When all leaves have arrived, each rank makes some of the job's files, such as the file of an expert, or
+of a rank's part of the optimizer's states. So a rank has at most one expert's tensor, or one of the job's files, in
+memory.
 """
 
 import pathlib
@@ -22,12 +23,12 @@ from ._ds_records import Counters, Records
 
 
 class ExpertFiles:
-    """Files that get their names when all of them are written.
+    """Files that get their names when all files are written.
 
     Args:
-        place: the checkpoint's directory, which all ranks share.
-        cut: the job's partition.
-        counters: the job's progress.
+        place: directory of the checkpoint, shared by all ranks.
+        cut: partition of the job.
+        counters: progress of the job.
         weights_only: whether states of the optimizer are left out.
     """
 
@@ -35,20 +36,20 @@ class ExpertFiles:
         self._weights_only = weights_only
         self._place, self._making, self._cut = place, making_of(place), cut
         self._flats = Flats(self._making / "flat", cut)
-        self._records = Records(cut, counters, self._part)
+        self._records = Records(cut, counters, self._load_part)
 
     def make(self) -> None:
         """Makes the directory. On the first rank."""
         shutil.rmtree(self._making, ignore_errors=True)
         self._flats.make()
         for kind in ("fp32", *self._cut.states):
-            self._of_expert(kind, "").parent.mkdir(parents=True)
+            self._expert_path(kind, "").parent.mkdir(parents=True)
 
     def open(self) -> None:
         """Finds the directory. On the other ranks.
 
         Raises:
-            FileNotFoundError: the first rank has made it elsewhere.
+            FileNotFoundError: the first rank has made the directory elsewhere.
         """
         if not self._making.is_dir():
             raise FileNotFoundError(
@@ -57,9 +58,9 @@ class ExpertFiles:
             )
 
     def put(self, part: StatePart, x: Tensor) -> None:
-        """Takes an expert's tensor, on a rank that holds it; any other one, on the first rank."""
+        """Takes an expert's tensor, on a rank with the expert, or any other tensor, on the first rank."""
         if self._cut.experts.has(part.name):
-            torch.save(x.detach().cpu().float().contiguous().clone(), self._of_expert(part.kind, part.name))
+            torch.save(x.detach().cpu().float().contiguous().clone(), self._expert_path(part.kind, part.name))
         else:
             self._flats.put(part, x)
 
@@ -68,7 +69,7 @@ class ExpertFiles:
         try:
             if share:
                 self._flats.open()
-            for k, (name, made) in enumerate(self._files()):
+            for k, (name, made) in enumerate(self._make_files()):
                 if k % of == share:
                     save_objects(made(), self._making / name)
         finally:
@@ -85,13 +86,13 @@ class ExpertFiles:
         self._flats.close()
         shutil.rmtree(self._making, ignore_errors=True)
 
-    def _of_expert(self, kind: str, name: str) -> pathlib.Path:
+    def _expert_path(self, kind: str, name: str) -> pathlib.Path:
         return self._making / "experts" / kind / f"{name}.pt"
 
-    def _expert(self, kind: str, name: str) -> Tensor:
-        return torch.load(self._of_expert(kind, name), mmap=True, weights_only=True)
+    def _load_expert(self, kind: str, name: str) -> Tensor:
+        return torch.load(self._expert_path(kind, name), mmap=True, weights_only=True)
 
-    def _part(self, kind: str, number: int, rank: int) -> Tensor:
+    def _load_part(self, kind: str, number: int, rank: int) -> Tensor:
         group, member = self._cut.groups[number], self._cut.member(rank, self._cut.groups[number])
         if not group.experts:
             return self._flats.part(kind, number, member)
@@ -100,18 +101,21 @@ class ExpertFiles:
         for name in group.shapes:
             for cut in self._cut.cuts(name):
                 if cut.rank == member:
-                    whole = self._expert(kind, experts.on(here, name)).flatten()
+                    whole = self._load_expert(kind, experts.on(here, name)).flatten()
                     out[cut.at : cut.at + cut.stop - cut.start] = whole[cut.start : cut.stop]
         return out
 
-    def _files(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields the names of all files, and functions that make their contents. The first rank alone has buffers."""
-        yield "mp_rank_00_model_states.pt", self._model
+    def _make_files(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yields the names of all files, and functions that make the contents. Only the first rank has buffers."""
+        yield "mp_rank_00_model_states.pt", self._make_model
         named: dict[tuple[int, int], list[str]] = {}
         for name in filter(self._cut.experts.has, self._cut.order):
             named.setdefault(self._cut.experts.at(name), []).append(name)
         for (layer, number), names in named.items():
-            yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", lambda names=names: self._weights(names)
+            yield (
+                f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt",
+                lambda names=names: self._load_weights(names),
+            )
         if self._weights_only:
             return
         if self._cut.stage:
@@ -122,11 +126,11 @@ class ExpertFiles:
                 own = f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
                 yield own, lambda rank=rank: {"optimizer": self._records.numbered(rank)}
 
-    def _weights(self, names: list[str]) -> dict[str, Tensor]:
-        return {name: self._expert("fp32", name).to(self._cut.dtype).clone() for name in names}
+    def _load_weights(self, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._load_expert("fp32", name).to(self._cut.dtype).clone() for name in names}
 
-    def _model(self) -> dict[str, Any]:
+    def _make_model(self) -> dict[str, Any]:
         experts, trained = self._cut.experts, self._cut.trained()
         frozen = [x for x in self._cut.shapes if experts.has(x) and x not in trained and not experts.local(x)[0]]
-        model = self._records.model(0, self._flats.weights | self._weights(frozen), self._flats.buffers)
+        model = self._records.model(0, self._flats.weights | self._load_weights(frozen), self._flats.buffers)
         return model | ({"optimizer": None} if self._weights_only else {})

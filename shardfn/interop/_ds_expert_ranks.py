@@ -1,7 +1,7 @@
-"""The experts of a job of DeepSpeed's: their layers, and the ranks that have them.
+"""Experts of a job of DeepSpeed: the layers, and the ranks of each expert.
 
-Expert e of E is on rank `e // (E / n)` of the n experts' ranks, which names it by `e % (E / n)`. Ranks that have the
-same experts share the states of their optimizer:
+Expert e of E is on rank `e // (E / n)` of the n experts' ranks, under the number `e % (E / n)`. For example, expert 5
+of 8 on 4 ranks is expert 1 on rank 2. Ranks that have the same experts share the states of the optimizer:
 
     experts first   ranks 0, n, 2 n, ... have the same experts
     data first      neighbours have the same experts
@@ -26,10 +26,10 @@ Group = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Experts(NamedTuple):
-    """The experts of a job. Without layers, each method leaves a name as the only one.
+    """Experts of a job. Without layers, each method leaves a name unchanged.
 
     Attributes:
-        ranks: ranks that have different experts, DeepSpeed's `ep_size`.
+        ranks: number of ranks with different experts, DeepSpeed's `ep_size`.
         data_first: whether neighbours have the same experts.
         numbers: numbers of experts, by the name of each layer, in the module's order.
     """
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
     numbers: Mapping[str, int]
 
     def place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Returns a rank's number among the experts' ranks, and among those that have the same experts.
+        """Returns a rank's number among the experts' ranks, and among the ranks with the same experts.
 
         Example:
             >>> [Experts(2, False, {}).place(r, 4) for r in range(4)], Experts(2, True, {}).place(1, 4)
@@ -50,7 +50,7 @@ class Experts(NamedTuple):
         return rank % self.ranks, rank // self.ranks
 
     def first(self, rank: int, ranks: int) -> int:
-        """Returns the first of the ranks that are one experts' rank."""
+        """Returns the first of the ranks with the same experts."""
         return rank * (ranks // self.ranks) if self.data_first else rank
 
     def has(self, name: str) -> bool:
@@ -59,25 +59,25 @@ class Experts(NamedTuple):
         return found is not None and found[1] in self.numbers
 
     def local(self, name: str) -> tuple[int, str]:
-        """Returns the experts' rank that has an expert's tensor, and its name there."""
-        layer, number, rest = _parts(name)
+        """Returns the experts' rank of an expert's tensor, and the name on this rank."""
+        layer, number, rest = _name_parts(name)
         rank, local = divmod(number, self.numbers[layer] // self.ranks)
         return rank, _NAME.format(layer, local, rest)
 
     def on(self, rank: int, name: str) -> str:
-        """Returns the tensor that an experts' rank has under a name of one rank."""
+        """Returns the name of the tensor that an experts' rank has under a local name."""
         if not self.has(name):
             return name
-        layer, number, rest = _parts(name)
+        layer, number, rest = _name_parts(name)
         return _NAME.format(layer, rank * (self.numbers[layer] // self.ranks) + number, rest)
 
     def everywhere(self, name: str) -> set[str]:
-        """Returns the tensors that all ranks together have under a name of one rank."""
+        """Returns the names of the tensors that all ranks together have under a local name."""
         return {self.on(rank, name) for rank in range(self.ranks)}
 
     def at(self, name: str) -> tuple[int, int]:
-        """Returns the number of an expert's layer, and the expert's in it."""
-        layer, number, _ = _parts(name)
+        """Returns the number of an expert's layer, and the expert's number in the layer."""
+        layer, number, _ = _name_parts(name)
         return list(self.numbers).index(layer), number
 
 
@@ -87,17 +87,17 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def experts_of(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool) -> Experts:
-    """Returns the experts of a module that has all of them.
+    """Returns the experts of a module with all experts.
 
     Args:
-        shapes: shapes of its parameters.
-        names: names of all tensors that it saves.
-        ranks: ranks that have different experts.
+        shapes: shapes of the module's parameters.
+        names: names of all tensors that the module saves.
+        ranks: number of ranks with different experts.
         data_first: whether neighbours have the same experts.
 
     Raises:
-        ValueError: they are no experts of all ranks, or lie where DeepSpeed itself would not find them. The message
-            lists all.
+        ValueError: experts of some ranks are missing, or lie where DeepSpeed would not find them. The message lists
+            all.
     """
     numbers: dict[str, int] = {}
     for name in shapes:
@@ -131,15 +131,15 @@ def experts_of(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: in
 
 
 def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.Size]) -> list[tuple[Group, bool]]:
-    """Groups of the optimizer as DeepSpeed splits them, in one rank's names, and whether they are of experts.
+    """Splits groups of the optimizer as DeepSpeed does, in one rank's names, and marks groups of experts.
 
     Args:
-        groups: the parameters of each by name, those of all experts among them, and its settings.
-        experts: the job's.
+        groups: groups with parameters by name, including all experts, and settings.
+        experts: experts of the job.
         shapes: shapes of all parameters.
 
     Raises:
-        ValueError: DeepSpeed does not split them, or ranks would have unequal groups. The message lists all.
+        ValueError: DeepSpeed does not split the groups, or ranks would have unequal groups. The message lists all.
     """
     if not experts.numbers:
         return [(group, False) for group in groups]
@@ -155,16 +155,16 @@ def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.
             problems.append(
                 f"group {i} has experts alone, and DeepSpeed leaves an empty group there: join it to another"
             )
-    local = [_of_one_rank(i, names, experts, problems) for i, (names, _) in enumerate(groups)]
+    local = [_split_by_rank(i, names, experts, problems) for i, (names, _) in enumerate(groups)]
     raise_all(ValueError, "DeepSpeed does not split such groups of the optimizer:", problems)
     out = [((names, own), False) for names, (_, own) in zip(dense, groups, strict=True)]
     title = {"name": f"ep_size_{experts.ranks}", "moe": True}
     for names, (_, own) in zip(local, groups, strict=True):
-        out += [((some, own | title), True) for some in _runs(names, shapes)]
+        out += [((some, own | title), True) for some in _split_names(names, shapes)]
     return out
 
 
-def _of_one_rank(i: int, names: Sequence[str], experts: Experts, problems: list[str]) -> list[str]:
+def _split_by_rank(i: int, names: Sequence[str], experts: Experts, problems: list[str]) -> list[str]:
     by_rank: list[list[str]] = [[] for _ in range(experts.ranks)]
     for name in filter(experts.has, names):
         rank, local = experts.local(name)
@@ -177,8 +177,8 @@ def _of_one_rank(i: int, names: Sequence[str], experts: Experts, problems: list[
     return by_rank[0]
 
 
-def _runs(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[str, ...]]:
-    """Parameters in order, up to a number of elements."""
+def _split_names(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[str, ...]]:
+    """Splits parameters in order, up to a number of elements."""
     out: list[list[str]] = []
     held = 0
     for name in names:
@@ -191,7 +191,7 @@ def _runs(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> list[tuple[
     return [tuple(x) for x in out]
 
 
-def _parts(name: str) -> tuple[str, int, str]:
+def _name_parts(name: str) -> tuple[str, int, str]:
     found = _EXPERT.fullmatch(name)
     assert found is not None
     return found[1], int(found[2]), found[3]

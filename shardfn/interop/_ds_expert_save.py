@@ -1,4 +1,4 @@
-"""A state with experts as a checkpoint of DeepSpeed's: no expert leaves the ranks that hold it, but for its files."""
+"""Saves a state with experts as a checkpoint of DeepSpeed. Experts go from their ranks directly to files."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
     """Writes the files of a job. Collective.
 
     Args:
-        files: the files.
-        entries: all leaves, in the order of all ranks.
+        files: files of the job.
+        entries: all leaves, in an order equal on all ranks.
         cut: the job's partition.
-        mesh: the leaves'.
+        mesh: mesh of the leaves.
 
     Raises:
         OSError: a file cannot be written, or the ranks do not share the directory.
@@ -34,8 +34,8 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
         turns.take("begun", files.make if first else bool)
         turns.take("found", bool if first else files.open)
         with losing_no_peer(comms_of(mesh)):
-            failed = _put(files, _here(entries, cut.experts, first=first))
-        turns.take("leaves written", lambda: _raise(failed))
+            failed = _put_leaves(files, _local_leaves(entries, cut.experts, first=first))
+        turns.take("leaves written", lambda: _raise_failure(failed))
         turns.take("files written", lambda: files.write(mesh.rank, mesh.size))
         turns.take("named", files.name if first else bool)
     finally:
@@ -43,8 +43,8 @@ def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partiti
             files.remove()
 
 
-def _put(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exception | None:
-    """Writes this rank's leaves. After an error it gathers on, as peers wait for that."""
+def _put_leaves(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exception | None:
+    """Writes this rank's leaves. After an error the rank gathers on, as peers wait for the gathers."""
     failed: Exception | None = None
     for part, x in leaves:
         try:
@@ -55,12 +55,14 @@ def _put(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exce
     return failed
 
 
-def _raise(failed: Exception | None) -> None:
+def _raise_failure(failed: Exception | None) -> None:
     if failed is not None:
         raise failed
 
 
-def _here(entries: Sequence[PlacedPart], experts: Experts, *, first: bool) -> Iterator[tuple[StatePart, Tensor]]:
+def _local_leaves(
+    entries: Sequence[PlacedPart], experts: Experts, *, first: bool
+) -> Iterator[tuple[StatePart, Tensor]]:
     """Yields the leaves, and rows of leaves, that this rank writes."""
     stacks: dict[int, tuple[Any, dict[int, StatePart]]] = {}
     for part, x, layer in entries:

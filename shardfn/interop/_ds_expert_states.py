@@ -1,11 +1,11 @@
 """`read_deepspeed_experts`: weights and optimizer states of DeepSpeed's checkpoints of models with experts.
 
-    stage 1, 2   experts are in groups of their own, each cut over the ranks that have the same experts; their names
+    stage 1, 2   experts are in separate groups, each cut over the ranks with the same experts. Names
                  count the experts of one rank
-    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, those of the
+    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, the
                  experts of rank r last
 
-E experts, n ranks among which they lie.
+E experts, n ranks with different experts.
 """
 
 import pathlib
@@ -42,31 +42,31 @@ States = dict[str, dict[str, Tensor]]
 def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint with experts that `engine.save_checkpoint` wrote at ZeRO stage 0, 1 or 2, of any `ep_size`.
 
-    Names and shapes are those of the module on one rank, which has all experts, as from `read_deepspeed_weights`.
-    Parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
-    read expert by expert, for `names` gets its name with an expert's number between the parts.
+    Names and shapes are as in the module on one rank, with all experts, as from `read_deepspeed_weights`. Parameters
+    are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is read expert
+    by expert, for `names` gets the name with an expert's number between the parts.
 
     Args:
-        directory: the one passed to `save_checkpoint`.
-        tag: tag of the checkpoint. Default: the one that `latest` names.
+        directory: directory passed to `save_checkpoint`.
+        tag: tag of the checkpoint. Default: the tag in `latest`.
 
     Raises:
         FileNotFoundError: no such checkpoint, or files of some ranks or experts are missing. The message names all.
-        ValueError: there are no experts, or a file does not fit the others, or has other objects than tensors, or the
-            checkpoint is of several model-parallel ranks or of stage 3, or at stage 0 it is in 16 bits, or its groups
-            do not determine the names of parameters.
+        ValueError: there are no experts, or a file does not fit the other files, or has other objects than tensors, or
+            the checkpoint is of several model-parallel ranks or of stage 3, or of stage 0 in 16 bits, or the groups do
+            not determine the names of parameters.
     """
     weights = read_deepspeed_weights(directory, tag)
     place = place_of(pathlib.Path(directory), tag)
     model = models_of(place)[0]
-    found = (_by_number if model.get("param_shapes") is None else _partitioned)(place, model, weights)
+    found = (_read_stage_zero if model.get("param_shapes") is None else _read_partitions)(place, model, weights)
     rest = {name: x for name, x in weights.params.items() if name not in found.params}
     _check_masters(place, found.params, weights.params, model)
     return found._replace(params=found.params | rest)
 
 
-def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
-    """Stages 1 and 2."""
+def _read_partitions(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
+    """Reads the states of stages 1 and 2."""
     del weights
     optims = optims_of(place)
     if "fp32_flat_groups" in optims[0]:
@@ -77,20 +77,20 @@ def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpe
     for number, group in enumerate(model["param_shapes"]):
         shapes = {name: torch.Size(shape) for name, shape in group.items()}
         gaps = gaps_of(optims[0], number, shapes)
-        sharing = _sharing(model, len(ranks), optims[0]["partition_count"][number])
+        sharing = _expert_groups(model, len(ranks), optims[0]["partition_count"][number])
         own = []
         for e, members in enumerate(sharing):
             parts = [ranks[r][number] for r in members]
             own.append(states_of(parts, shapes, gaps, where=f"{place}, group {number} of experts' rank {e}"))
             step = max(step, parts[0].step)
         for kind in own[0]:
-            states.setdefault(kind, {}).update(_of_one_rank([x[kind] for x in own], numbers))
+            states.setdefault(kind, {}).update(_join_ranks([x[kind] for x in own], numbers))
     params = states.pop("fp32", {})
     return with_module(place, [dict(model)], DeepSpeedState(params, states, step, {}, {}))
 
 
-def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]]:
-    """Returns the ranks that have the same experts, by the rank among the experts."""
+def _expert_groups(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]]:
+    """Returns the ranks with the same experts, by the rank among the experts."""
     n = ranks // count
     if (model.get("ds_config") or {}).get("use_data_before_expert_parallelism"):
         return [[e * count + i for i in range(count)] for e in range(n)]
@@ -98,15 +98,15 @@ def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]
 
 
 def _numbers_of_one_rank(names: Iterable[str]) -> dict[str, int]:
-    """Returns the number of experts that a rank has in each layer, whose experts may be in several groups."""
+    """Returns the number of a rank's experts in each layer, also with experts in several groups."""
     numbers: dict[str, int] = {}
     for found in filter(None, map(_LOCAL.fullmatch, names)):
         numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
     return numbers
 
 
-def _of_one_rank(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tensors by the names of one rank with all experts, from those of each rank by its own."""
+def _join_ranks(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, int]) -> dict[str, Tensor]:
+    """Joins the tensors of all ranks under the names of a single rank with all experts."""
     out: dict[str, Tensor] = {}
     for e, own in enumerate(by_rank):
         for name, x in own.items():
@@ -116,8 +116,8 @@ def _of_one_rank(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, 
     return out | {name: torch.cat([own[name] for own in by_rank]) for name in fused}
 
 
-def _by_number(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
-    """Stage 0 in float32: torch's own state of an optimizer, where parameters have numbers."""
+def _read_stage_zero(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
+    """Reads stage 0 in float32: torch's state of an optimizer, where parameters have numbers."""
     files = {int(m[1]): path for path in place.iterdir() if (m := _RANK.fullmatch(path.name))}
     missing = sorted(set(range(max([0, *files]) + 1)) - set(files))
     if missing:
@@ -130,7 +130,7 @@ def _by_number(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeed
             raise ValueError(
                 f"{files[rank]} has no states of a plain optimizer; read weights, or save at stage 1 or 2."
             )
-        for name, number in _numbers(files[rank], optim, weights, rank, len(files)).items():
+        for name, number in _param_numbers(files[rank], optim, weights, rank, len(files)).items():
             own = optim["state"].get(number, {})
             step = max(step, int(own.get("step", 0)))
             for kind, x in own.items():
@@ -139,17 +139,17 @@ def _by_number(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeed
     return weights._replace(moments=states, step=step or updates_of(model))
 
 
-def _numbers(
+def _param_numbers(
     path: pathlib.Path, optim: Mapping[str, Any], weights: DeepSpeedState, rank: int, n: int
 ) -> dict[str, int]:
-    """Returns the numbers of the parameters that an experts' rank has: dense ones first, as the module has them."""
+    """Returns the numbers of an experts' rank's parameters: dense parameters first, in the module's order."""
     experts = [name for name in weights.params if NATIVE.search(name)]
     dense = [name for name in weights.params if not NATIVE.search(name)]
     plain, moe = ([x["params"] for x in optim["param_groups"] if bool(x.get("moe")) == on] for on in (False, True))
-    own = [name for name in experts if _owner(name, experts, n) == rank]
+    own = [name for name in experts if _expert_owner(name, experts, n) == rank]
     names, numbers = dense + own, [k for x in (*plain, *moe) for k in x]
     shapes = [tuple(weights.params[name].shape) for name in names]
-    kept = [_shape(optim["state"].get(k, {})) for k in numbers]
+    kept = [_state_shape(optim["state"].get(k, {})) for k in numbers]
     fits = len(names) == len(numbers) and len(plain) == 1 and len(plain[0]) == len(dense)
     if not fits or any(b not in (None, a) for a, b in zip(shapes, kept, strict=True)):
         raise ValueError(
@@ -160,7 +160,7 @@ def _numbers(
     return dict(zip(names, numbers, strict=True))
 
 
-def _owner(name: str, experts: Sequence[str], n: int) -> int:
+def _expert_owner(name: str, experts: Sequence[str], n: int) -> int:
     """Returns the experts' rank that has a parameter of an expert."""
     found = _LOCAL.fullmatch(name)
     assert found is not None
@@ -168,7 +168,7 @@ def _owner(name: str, experts: Sequence[str], n: int) -> int:
     return int(found[2]) * n // len(same)
 
 
-def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _state_shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     shapes = [tuple(x.shape) for k, x in state.items() if isinstance(x, Tensor) and k != "step"]
     return shapes[0] if shapes else None
 
@@ -176,7 +176,10 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _check_masters(
     place: pathlib.Path, params: Mapping[str, Tensor], weights: Mapping[str, Tensor], model: Mapping[str, Any]
 ) -> None:
-    """Compares the weights in files of experts with the masters, rounded. The module's own are compared elsewhere."""
+    """Compares the weights in files of experts with the masters, rounded.
+
+    The module's weights are compared elsewhere.
+    """
     # A buffer, or a router, may be in another dtype than experts.
     dtypes = {x.dtype for x in model["module"].values() if isinstance(x, Tensor) and x.is_floating_point()}
     odd = [

@@ -27,19 +27,19 @@ Experts = dict[tuple[int, int], pathlib.Path]
 
 
 def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedState:
-    """Reads the weights of a checkpoint with experts, native ones of DeepSpeed or those of AutoEP, of any `ep_size`.
+    """Reads the weights of a checkpoint with experts, DeepSpeed's native or AutoEP's, of any `ep_size`.
 
-    Names and shapes are those of the module on one rank, which has all experts. Weights are those of the module, in its
-    dtype, converted to float32: the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts`
-    reads the masters and moments as well, and `read_deepspeed` where there are no experts.
+    Names and shapes are as in the module on one rank, with all experts. Weights are the module's, converted to float32:
+    the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts` reads the masters and moments
+    as well, and `read_deepspeed` where there are no experts.
 
     Args:
-        directory: the one passed to `save_checkpoint`.
-        tag: tag of the checkpoint. Default: the one that `latest` names.
+        directory: directory passed to `save_checkpoint`.
+        tag: tag of the checkpoint. Default: the tag in `latest`.
 
     Raises:
         FileNotFoundError: no such checkpoint, or experts without a file. The message names all.
-        ValueError: there are no experts, or a file does not fit the others, has other objects than tensors, or is one
+        ValueError: there are no experts, or a file does not fit the other files, has other objects than tensors, or is
             of several model-parallel ranks, or experts are in the optimizer's states, where AutoEP has them at stage 3.
 
     Example:
@@ -57,7 +57,7 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
         torch.Size([2, 3, 2])
     """
     place = place_of(pathlib.Path(directory), tag)
-    files, models = _files(place), models_of(place)
+    files, models = _find_files(place), models_of(place)
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
     model = models[0]
@@ -66,7 +66,7 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
     if len(models) > 1:
         raise ValueError(f"{place} has a module cut over {len(models)} ranks; experts are read below stage 3.")
     _check_numbers(place, files, model.get("num_experts"))
-    params = _experts(files)
+    params = _read_experts(files)
     buffers, shared = buffers_of(model), shared_of(model)
     rest = {n: x for n, x in model["module"].items() if n not in buffers and n not in shared and isinstance(x, Tensor)}
     raise_all(
@@ -78,7 +78,7 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
     return DeepSpeedState(whole, {}, updates_of(model), shared, buffers)
 
 
-def _files(place: pathlib.Path) -> Experts:
+def _find_files(place: pathlib.Path) -> Experts:
     names = sorted(path.name for path in place.iterdir())
     matches = [m for m in map(_FILE.fullmatch, names) if m]
     if any(int(m[3]) for m in matches):
@@ -98,7 +98,7 @@ def _why_none(place: pathlib.Path, model: Mapping[str, Any]) -> str:
 
 
 def _check_numbers(place: pathlib.Path, files: Experts, numbers: Any) -> None:
-    """Compares the files with the number of experts of each layer; older ones lack it, and the highest one counts."""
+    """Compares the files with the number of experts of each layer. In older files the highest number counts."""
     layers = sorted({layer for layer, _ in files})
     if not numbers:
         numbers = [1 + max((e for at, e in files if at == layer), default=0) for layer in range(layers[-1] + 1)]
@@ -109,11 +109,11 @@ def _check_numbers(place: pathlib.Path, files: Experts, numbers: Any) -> None:
     raise_all(ValueError, f"{place} has files of more experts than layers have, {list(numbers)}:", more)
 
 
-def _experts(files: Experts) -> dict[str, Tensor]:
+def _read_experts(files: Experts) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     fused: dict[str, dict[int, Tensor]] = {}
     for (_, expert), path in sorted(files.items()):
-        for name, x in _tensors(path):
+        for name, x in _read_tensors(path):
             native, whole = NATIVE.search(name), FUSED.fullmatch(name)
             number = native[1] if native else whole[2] if whole else None
             if number is None or int(number) != expert:
@@ -122,10 +122,10 @@ def _experts(files: Experts) -> dict[str, Tensor]:
                 fused.setdefault(whole[1], {})[expert] = x
             else:
                 params[name] = x.float().clone()
-    return params | {name: _stacked(name, parts) for name, parts in fused.items()}
+    return params | {name: _stack_experts(name, parts) for name, parts in fused.items()}
 
 
-def _tensors(path: pathlib.Path) -> Iterable[tuple[str, Tensor]]:
+def _read_tensors(path: pathlib.Path) -> Iterable[tuple[str, Tensor]]:
     found = loaded(path)
     odd = [] if isinstance(found, dict) else [type(found).__name__]
     odd += [f"{name!r}" for name, x in found.items() if not isinstance(x, Tensor)] if not odd else []
@@ -134,7 +134,7 @@ def _tensors(path: pathlib.Path) -> Iterable[tuple[str, Tensor]]:
     return found.items()
 
 
-def _stacked(name: str, parts: Mapping[int, Tensor]) -> Tensor:
+def _stack_experts(name: str, parts: Mapping[int, Tensor]) -> Tensor:
     shapes = {tuple(x.shape) for x in parts.values()}
     if len(shapes) > 1 or sorted(parts) != list(range(len(parts))):
         raise ValueError(f"{name}: experts {sorted(parts)} have the shapes {sorted(shapes)}; all must have one.")

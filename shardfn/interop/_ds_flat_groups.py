@@ -1,4 +1,4 @@
-"""The flat tensors of a job of DeepSpeed's: the order of parameters in them, and the ranks among which they are cut."""
+"""Flat tensors of a job of DeepSpeed: the order of parameters inside, and the ranks that cut each tensor."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ class FlatGroup(NamedTuple):
     """Parameters that lie in one flat tensor on each rank.
 
     Attributes:
-        owner: the index of their group in the optimizer.
-        shapes: by name, in the order in which they lie.
-        starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: unused elements after each.
-        used: elements of the whole group, paddings between parameters included.
-        size: elements of a rank's part.
-        ranks: the number of parts.
-        experts: whether its parameters are those of the experts of one rank, by their names there.
+        owner: index of the group in the optimizer.
+        shapes: shapes by name, in the order of the elements.
+        starts: start of each parameter: below stage 3 in the whole group, else in each rank's part.
+        paddings: numbers of unused elements after each parameter.
+        used: number of elements of the whole group, paddings between parameters included.
+        size: number of elements of a rank's part.
+        ranks: number of parts.
+        experts: whether the parameters belong to the experts of one rank, by local names.
     """
 
     owner: int
@@ -46,10 +46,10 @@ def flat_groups(
     """Yields the flat groups of a job.
 
     Args:
-        groups: groups of the optimizer, and whether they are of experts.
+        groups: groups of the optimizer, and whether each is of experts.
         shapes: shapes of all parameters.
-        zero: the configuration of ZeRO.
-        sharing: the number of ranks that share the batch, and of those that have the same experts.
+        zero: configuration of ZeRO.
+        sharing: number of ranks that share the batch, and number of ranks with the same experts.
         dtype: dtype of the module's weights.
     """
     stage = zero.get("stage", 0)
@@ -57,17 +57,17 @@ def flat_groups(
         for owner, ((names, _), _) in enumerate(groups):
             ranks = sharing[0]
             for some in _sub_groups(names, shapes, ranks, int(zero.get("sub_group_size", 1e9))):
-                yield _pieces(owner, {name: shapes[name] for name in some}, ranks)
+                yield _place_pieces(owner, {name: shapes[name] for name in some}, ranks)
         return
     align = math.lcm(_ALIGNED_BYTES, dtype.itemsize) // dtype.itemsize if zero.get("parameter_alignment") else 1
     for owner, ((names, _), experts) in enumerate(groups):
         ranks = sharing[experts] if stage else 1
         order = [x for r in range(ranks) for x in names[r::ranks]] if zero.get("round_robin_gradients") else names
-        yield _row(owner, {name: shapes[name] for name in order}, ranks, align)._replace(experts=experts)
+        yield _place_row(owner, {name: shapes[name] for name in order}, ranks, align)._replace(experts=experts)
 
 
 def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
-    """At stage 3 a group ends with the parameter whose piece brings a rank's part to this many elements."""
+    """Yields the groups of stage 3: a group ends when a rank's part reaches this many elements."""
     some: list[str] = []
     held = 0
     for name in names:
@@ -80,7 +80,7 @@ def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: i
         yield some
 
 
-def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
+def _place_pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
     starts: dict[str, int] = {}
     at = 0
     for name, shape in shapes.items():
@@ -89,14 +89,14 @@ def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
     return FlatGroup(owner, shapes, starts, (0,) * len(shapes), at * ranks, at, ranks)
 
 
-def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
+def _place_row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
     starts: dict[str, int] = {}
     paddings: list[int] = []
     at = 0
     for name, shape in shapes.items():
         starts[name] = at
         at += shape.numel()
-        # After the last one the group is padded for all ranks.
+        # After the last parameter the group is padded for all ranks.
         paddings.append(-at % align if len(starts) < len(shapes) else 0)
         at += paddings[-1]
     return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2, ranks)

@@ -1,4 +1,4 @@
-"""The flat groups of a job of DeepSpeed's, and its weights, in mapped files that leaves fill one after another.
+"""Flat groups of a job of DeepSpeed, and weights, in mapped files that leaves fill one after another.
 
 So one leaf, and one rank's part of a group, are in memory at a time.
 """
@@ -16,14 +16,14 @@ from ._ds_parts import StatePart
 
 
 class Flats:
-    """Flat groups, and weights in the dtype of the module, that one rank fills. Those of experts are not among them.
+    """Flat groups, and weights in the dtype of the module, filled by one rank. Experts are elsewhere.
 
     Args:
         directory: directory of the files.
-        cut: the job's partition.
+        cut: partition of the job.
 
     Attributes:
-        weights: weights by name; at stage 3 frozen ones alone.
+        weights: weights by name. At stage 3 only frozen weights.
         buffers: buffers by name.
     """
 
@@ -36,7 +36,7 @@ class Flats:
     def make(self) -> None:
         """Makes the files."""
         self._directory.mkdir(parents=True)
-        for name, count, dtype in self._files():
+        for name, count, dtype in self._list_files():
             if not count:
                 continue
             # A write to a mapped file that finds the disk full would end the process.
@@ -46,16 +46,16 @@ class Flats:
 
     def open(self) -> None:
         """Maps the files that a rank has made."""
-        for kind, number, group in self._groups():
-            flat = self._mapped(f"{kind}.{number}", group.size * group.ranks, torch.float32)
+        for kind, number, group in self._list_groups():
+            flat = self._map_file(f"{kind}.{number}", group.size * group.ranks, torch.float32)
             self._flats[kind, number] = flat.view(group.ranks, group.size)
-        there = self._weights()
-        whole = self._mapped("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
+        there = self._weight_shapes()
+        whole = self._map_file("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
         for (name, shape), x in zip(there.items(), whole.split([s.numel() for s in there.values()]), strict=True):
             self.weights[name] = x.view(shape)
 
     def close(self) -> None:
-        """Frees the files, which take space on the disk while they are mapped."""
+        """Frees the files, which take space on the disk while mapped."""
         self._flats, self.weights = {}, {}
 
     def put(self, name: StatePart, x: Tensor) -> None:
@@ -74,23 +74,23 @@ class Flats:
             part[cut.at : cut.at + cut.stop - cut.start] = flat[cut.start : cut.stop]
 
     def part(self, kind: str, number: int, rank: int) -> Tensor:
-        """Returns a rank's part of a group, counted among the ranks that share it."""
+        """Returns a rank's part of a group. The rank is counted among the ranks that share the group."""
         return self._flats[kind, number][rank].clone()
 
-    def _groups(self) -> Iterator[tuple[str, int, FlatGroup]]:
+    def _list_groups(self) -> Iterator[tuple[str, int, FlatGroup]]:
         dense = [(number, group) for number, group in enumerate(self._cut.groups) if not group.experts]
         return ((kind, number, group) for number, group in dense for kind in ("fp32", *self._cut.states))
 
-    def _files(self) -> Iterator[tuple[str, int, torch.dtype]]:
-        for kind, number, group in self._groups():
+    def _list_files(self) -> Iterator[tuple[str, int, torch.dtype]]:
+        for kind, number, group in self._list_groups():
             yield f"{kind}.{number}", group.size * group.ranks, torch.float32
-        yield "weights", sum(s.numel() for s in self._weights().values()), self._cut.dtype
+        yield "weights", sum(s.numel() for s in self._weight_shapes().values()), self._cut.dtype
 
-    def _weights(self) -> dict[str, torch.Size]:
+    def _weight_shapes(self) -> dict[str, torch.Size]:
         every = {n: s for n, s in self._cut.shapes.items() if not self._cut.experts.has(n)}
         return {n: s for n, s in every.items() if self._cut.stage < 3 or n not in self._trained}
 
-    def _mapped(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    def _map_file(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
         return torch.from_file(str(self._directory / name), shared=True, size=count, dtype=dtype)

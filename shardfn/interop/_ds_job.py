@@ -1,9 +1,9 @@
-"""`DeepSpeedJob`: the settings that determine the place of each element in the files of a job of DeepSpeed's.
+"""`DeepSpeedJob`: settings that determine the place of each element in the files of a job of DeepSpeed.
 
 stage 1, 2   the parameters of a group, one after another, are cut in equal parts, one per rank
-stage 3      each parameter is cut so; a rank's part of a group is its pieces, one after another
-experts      are groups of their own, cut among the ranks that have the same ones
-stage 0      groups are whole; only jobs with experts have files of their own there
+stage 3      each parameter is cut so. A rank's part of a group is the rank's pieces, one after another
+experts      are separate groups, cut among the ranks with the same experts
+stage 0      groups are whole. Only jobs with experts have such files
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJob:
-    """The settings of a job of DeepSpeed's that determine the form of its checkpoints.
+    """Settings of a job of DeepSpeed that determine the form of checkpoints.
 
-    A rank's file has no names in it: the place of an element of a parameter follows from these settings, and DeepSpeed
-    checks the number of ranks only. So they must equal those of the job that loads the files.
+    A rank's file has no names inside: the place of an element of a parameter follows from these settings, and DeepSpeed
+    checks only the number of ranks. So the settings must equal the settings of the loading job.
 
     Attributes:
-        config: configuration: a JSON file, or its contents.
-        ranks: the number of ranks that share the batch.
-        module: the trained module, for names, order, and tied or frozen parameters. These may be on `meta`.
+        config: configuration, a JSON file or the contents.
+        ranks: number of ranks that share the batch.
+        module: trained module, for names, order, and tied or frozen parameters. Parameters may be on `meta`.
         groups: groups of the optimizer, in torch's form, with names for parameters: `[{"params": ["a.weight"],
             "weight_decay": 0.0}, ...]`. Default: one group of all trained parameters, in the module's order. With
-            experts each has a "name", and they are the groups before
+            experts each group has a "name", and groups are as before
             `split_params_into_different_moe_groups_for_optimizer`.
-        ep_size: the number of ranks that have different experts, the `ep_size` of its layers `deepspeed.moe.layer.MoE`.
-            The module here is one of `ep_size=1`, which has all experts.
+        ep_size: number of ranks with different experts, the `ep_size` of the layers `deepspeed.moe.layer.MoE`. The
+            module here must have `ep_size=1`, and all experts.
     """
 
     config: str | os.PathLike[str] | Mapping[str, Any]
@@ -53,9 +53,9 @@ class DeepSpeedJob:
 
 
 class PieceOfLeaf(NamedTuple):
-    """Elements of a parameter that one rank has: `start` to `stop` of it, from `at` on in the rank's flat part.
+    """Elements of a parameter on one rank: `start` to `stop`, from `at` on in the rank's flat part.
 
-    The rank is counted among those that share the group.
+    The rank is counted among the ranks that share the group.
     """
 
     rank: int
@@ -66,23 +66,23 @@ class PieceOfLeaf(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A job's partition of parameters and optimizer states.
+    """Partition of a job's parameters and optimizer states.
 
     Attributes:
-        config: the contents of the file.
+        config: contents of the file.
         stage: stage of ZeRO.
-        ranks: ranks that share the batch.
+        ranks: number of ranks that share the batch.
         dtype: dtype of the module's weights.
-        rows: rows of a global batch, or None if the configuration does not have it.
-        order: names of all tensors that the module saves, in its order.
-        names: all names of each parameter, by its first.
-        shapes: shapes of all parameters, by their first names.
-        owners: the names of the parameters in each group of the optimizer; of experts, those of one rank.
+        rows: number of rows of a global batch, or None if the configuration has no number.
+        order: names of all tensors that the module saves, in order.
+        names: all names of each parameter, by the first name.
+        shapes: shapes of all parameters, by first name.
+        owners: names of the parameters in each group of the optimizer, for experts the names on one rank.
         settings: settings of the optimizer's groups, without parameters.
-        groups: flat ones.
-        states: states of the optimizer, that a parameter has.
-        torch_steps: whether steps are counted in tensors, as torch's optimizers do.
-        experts: layers and ranks.
+        groups: flat groups.
+        states: names of a parameter's states in the optimizer.
+        torch_steps: whether steps are counted in tensors, as in torch's optimizers.
+        experts: layers and ranks of the experts.
     """
 
     config: dict[str, Any]
@@ -101,11 +101,11 @@ class Partition(NamedTuple):
     experts: Experts
 
     def trained(self) -> set[str]:
-        """Names of the optimizer's parameters."""
+        """Returns the names of the optimizer's parameters."""
         return {x for names in self.owners for name in names for x in self.experts.everywhere(name)}
 
     def member(self, rank: int, group: FlatGroup) -> int:
-        """Returns a rank's number among those that share a group."""
+        """Returns a rank's number among the ranks that share a group."""
         if not self.stage:
             return 0
         return self.experts.place(rank, self.ranks)[1] if group.experts else rank
@@ -136,15 +136,17 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     """Returns a job's partition of parameters and optimizer states.
 
     Args:
-        job: the job.
-        rate: rate of the next update, in the groups without one of their own.
+        job: settings of the job.
+        rate: learning rate of the next update, in the groups without a rate.
 
     Raises:
-        ValueError: files of such a job are not supported, or its groups are not the module's trained parameters. The
+        ValueError: files of such a job are not supported, or the groups are not the module's trained parameters. The
             message lists all.
     """
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
-    raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
+    raise_all(
+        ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _find_problems(config, job)
+    )
     recipe = from_deepspeed_config(config, ranks=job.ranks)
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
@@ -153,9 +155,9 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     experts = experts_of(shapes, order, job.ep_size, data_first=data_first)
     dtype = torch.float32 if recipe.policy is None else recipe.policy.compute
     _check_experts(experts, config, job, recipe, dtype)
-    given = _groups(job, leaves, experts)
+    given = _param_groups(job, leaves, experts)
     kind = str(config["optimizer"]["type"]).lower()
-    own = _settings(kind, config["optimizer"].get("params") or {}, rate)
+    own = _group_settings(kind, config["optimizer"].get("params") or {}, rate)
     groups = split([(names, own | x) for names, x in given], experts, shapes)
     has_momentum = kind != "sgd" or any(x["momentum"] for (_, x), _ in groups)
     sharing = (job.ranks, job.ranks // job.ep_size)
@@ -177,7 +179,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     )
 
 
-def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
+def _param_groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
     """Returns the optimizer's groups: names, and the settings of each."""
     # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
@@ -188,7 +190,7 @@ def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Expe
     return out
 
 
-def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
+def _find_problems(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     zero = config.get("zero_optimization") or {}
     kind = str((config.get("optimizer") or {}).get("type"))
     out = []
@@ -199,7 +201,7 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     if zero.get("stage", 0) not in ((0, 1, 2, 3) if has_experts(job.module) else (1, 2, 3)):
         out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
     if kind.lower() not in _STATES:
-        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; name the one that the job makes itself")
+        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are. Name the one that the job makes itself")
     for key in ("offload_param", "offload_optimizer"):
         if (zero.get(key) or {}).get("device") == "nvme":
             out.append(f"zero_optimization.{key}.device = 'nvme': it swaps files of its own; save a universal one")
@@ -209,7 +211,7 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     brain = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled")
     if brain and zero.get("stage") == 1 and sums in ("fp32", "float32", "float"):
-        out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format; save a universal one")
+        out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format. Save a universal one")
     if (config.get("expert_parallel") or {}).get("enabled"):
         out.append("expert_parallel.enabled: AutoEP has files of its own; it reads those of module_to_hf")
     if int((config.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
@@ -234,7 +236,7 @@ def _check_experts(
     if stage == 0 and dtype is not torch.float32:
         out.append(f"zero_optimization.stage = 0 in {dtype}: its masters have no names; take stage 1 or 2, or float32")
     if stage == 0 and str(config["optimizer"]["type"]).lower() != "sgd" and not params.get("torch_adam"):
-        out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam; set it, or take stage 1")
+        out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam. Set it, or take stage 1")
     frozen = [name for name, p in named_parameters(job.module) if not p.requires_grad]
     if stage == 0 and frozen:
         out.append(f"stage = 0: parameters have numbers there, also frozen ones such as {frozen[0]}; take stage 1 or 2")
@@ -256,8 +258,8 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
     raise_all(ValueError, "groups of the optimizer have the parameters that the module trains, each once:", problems)
 
 
-def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Returns a group of the optimizer as it saves one."""
+def _group_settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Returns the settings of a group as the optimizer saves them."""
     had = {k: v for k, v in params.items() if k not in ("lr", "torch_adam", "adam_w_mode", "fp32_optimizer_states")}
     if kind == "sgd" or params.get("torch_adam"):
         wide = kind == "adamw" or params.get("adam_w_mode", True)

@@ -1,7 +1,7 @@
-"""The keys of DeepSpeed's configuration, 0.19: those taken, those without a counterpart, and those refused.
+"""Keys of DeepSpeed's configuration, 0.19: taken, without a counterpart, or refused.
 
-A `str` is the reason why a key has no counterpart: it changes no value that a step computes, or is set elsewhere here.
-A `Refused` key changes computed values, and is refused unless it has a value that turns it off.
+A `str` is the reason why a key has no counterpart: the key changes no computed value, or is set elsewhere here. A
+`Refused` key changes computed values, and is refused unless the value turns the key off.
 """
 
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from shardfn.core import did_you_mean
 
 
 class Refused(NamedTuple):
-    """A key that changes computed values in a way without a counterpart here.
+    """Key that changes computed values in a way without a counterpart here.
 
     Attributes:
-        why: the alternative here.
-        off: the values with which it does nothing.
+        why: alternative here.
+        off: values with which the key does nothing.
     """
 
     why: str
@@ -199,18 +199,18 @@ KEYS |= dict.fromkeys(
 )
 
 
-# Sizes of a batch: one that is "auto" follows from the others.
+# Sizes of a batch: an "auto" size follows from the other sizes.
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class ReadKey(NamedTuple):
-    """The outcome of a key.
+    """Outcome of a key.
 
     Attributes:
         key: key as in the file, with dots.
         value: value in the file.
         outcome: "taken", "another default here", or "no counterpart".
-        note: counterpart, or the reason why it has no counterpart.
+        note: counterpart, or the reason why there is none.
     """
 
     key: str
@@ -220,7 +220,7 @@ class ReadKey(NamedTuple):
 
 
 def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
-    """Returns the keys that have no counterpart, and the problems with unknown or refused ones."""
+    """Returns the keys without a counterpart, and the problems with unknown or refused keys."""
     rows: list[ReadKey] = []
     problems: list[str] = []
     for key, value in config.items():
@@ -228,9 +228,9 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
         if kind is None:
             problems.append(f"{path} is no key of DeepSpeed.{did_you_mean(key, known)}")
         elif value == "auto" and key in BATCH:
-            continue  # derived from the others
-        elif value == "auto" and _matters(kind):
-            problems.append(f'{path} is "auto", which transformers\' Trainer fills in; give a value')
+            continue  # derived from the other sizes
+        elif value == "auto" and _is_needed(kind):
+            problems.append(f'{path} is "auto", which transformers\' Trainer fills in. Give a value')
         elif isinstance(kind, dict):
             if not isinstance(value, dict):
                 problems.append(f"{path} is {value!r}, and is to be an object")
@@ -248,6 +248,6 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
     return rows, problems
 
 
-def _matters(kind: Any) -> bool:
-    """Returns whether a value that DeepSpeed does not choose by itself would be needed."""
+def _is_needed(kind: Any) -> bool:
+    """Returns whether a value is needed that DeepSpeed does not choose."""
     return kind == TAKEN or isinstance(kind, dict) or (isinstance(kind, Refused) and "auto" not in kind.off)

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's while it is written: a directory that is renamed when it is complete."""
+"""A checkpoint of DeepSpeed during the writing: a directory that is renamed when complete."""
 
 import pathlib
 import shutil
@@ -17,7 +17,7 @@ def making_of(place: pathlib.Path) -> pathlib.Path:
 
 
 def give_name(place: pathlib.Path, newest: str) -> None:
-    """Gives a complete checkpoint its name, and names it in the file `newest` beside it."""
+    """Gives a complete checkpoint its name, and writes the name to the file `newest` next to the checkpoint."""
     making_of(place).rename(place)
     made = place.with_name(newest + ".tmp")
     made.write_text(place.name)
@@ -25,11 +25,11 @@ def give_name(place: pathlib.Path, newest: str) -> None:
 
 
 class FilesInTheMaking(ABC):
-    """Files of a checkpoint that get its name only when all of them are written. An error leaves nothing behind.
+    """Files of a checkpoint that get the final name only when all are written. An error leaves nothing behind.
 
     Args:
-        place: the checkpoint's directory.
-        newest: the file beside it that names the newest checkpoint.
+        place: directory of the checkpoint.
+        newest: file next to the directory with the name of the newest checkpoint.
     """
 
     def __init__(self, place: pathlib.Path, newest: str) -> None:
@@ -38,7 +38,7 @@ class FilesInTheMaking(ABC):
     def __enter__(self) -> Self:
         shutil.rmtree(self._making, ignore_errors=True)
         try:
-            self._begin()
+            self._make_directory()
         except BaseException:
             shutil.rmtree(self._making, ignore_errors=True)
             raise
@@ -49,7 +49,7 @@ class FilesInTheMaking(ABC):
     ) -> None:
         try:
             if error is None:
-                self._finish()
+                self._write_files()
                 give_name(self._place, self._newest)
         finally:
             # A complete checkpoint has been renamed already.
@@ -59,10 +59,10 @@ class FilesInTheMaking(ABC):
     def put(self, name: StatePart, x: Tensor) -> None:
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
 
-    def _begin(self) -> None:
+    def _make_directory(self) -> None:
         """Makes the directory."""
         self._making.mkdir(parents=True)
 
     @abstractmethod
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         """Writes the files that need all leaves."""

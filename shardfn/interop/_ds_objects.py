@@ -1,7 +1,7 @@
-"""The few objects of DeepSpeed's own that its files have, written without DeepSpeed.
+"""The few objects of DeepSpeed in checkpoints, written without DeepSpeed.
 
-A pickle names a class by its module and name. Python's pickler looks both up before it writes them. Here they are
-written without a look-up, for a program that has the class.
+A pickle names a class by module and name. Python's pickler looks both up before the writing. Here both are written
+without a look-up, for a program that has the class.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 
 class _Named:
-    """An object of a class that is elsewhere: its attributes are written."""
+    """Object of a class that is elsewhere, written with the attributes."""
 
     at = ("", "")
 
@@ -22,25 +22,25 @@ class _Named:
 
 
 class LossScaler(_Named):
-    """A constant scale."""
+    """Constant loss scale."""
 
     at = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
 
 class DynamicLossScaler(_Named):
-    """A scale that falls with overflows."""
+    """Loss scale that falls with overflows."""
 
     at = ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
 
 
 class FragmentAddress(_Named):
-    """The place of a parameter's elements in a rank's part of a group."""
+    """Place of a parameter's elements in a rank's part of a group."""
 
     at = ("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 class ZeroStage(_Named):
-    """The number of a stage."""
+    """Number of a stage."""
 
     at = ("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
@@ -48,7 +48,7 @@ class ZeroStage(_Named):
         return type(self), (self.__dict__["stage"],)
 
 
-class _Pickler(pickle._Pickler):  # the one in Python: that in C has no way to override the writing of names
+class _Pickler(pickle._Pickler):  # the pickler in Python: the pickler in C has no way to override the writing of names
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, _Named)):
             # The stubs lack the three methods called here.
@@ -64,7 +64,7 @@ _MODULE.__dict__["Pickler"] = _Pickler
 
 
 def save_objects(value: Any, path: os.PathLike[str]) -> None:
-    """`torch.save` of a value that may contain objects of this file.
+    """Writes a value as `torch.save` does, where the value may contain objects of this file.
 
     Example:
         >>> import pathlib, tempfile

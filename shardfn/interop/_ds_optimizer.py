@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers, by their names in its configuration."""
+"""DeepSpeed's optimizers, by the names in the configuration."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,9 +43,9 @@ def optimizer_of(
     """Returns an optimizer as a function of its rate, the rate in the file, and the problems found.
 
     Args:
-        kind: name, in any case.
-        params: arguments.
-        axis: axis of the ranks among which signs travel.
+        kind: name of the optimizer, in any case.
+        params: arguments of the optimizer.
+        axis: axis of the ranks that exchange signs.
     """
     name = kind.lower()
     known = OPTIMIZERS.get(name)
@@ -72,10 +72,12 @@ def optimizer_of(
         problems.append(f"optimizer.params.dampening = {had['dampening']!r} has no counterpart.")
     if problems:
         return None, 0.0, problems
-    return (lambda rate: _made(name, had, rate, axis)), float(had["lr"]), []
+    return (lambda rate: _make_optimizer(name, had, rate, axis)), float(had["lr"]), []
 
 
-def _made(name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, ...]) -> optim.GradientTransformation:
+def _make_optimizer(
+    name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, ...]
+) -> optim.GradientTransformation:
     decay = had["weight_decay"]
     if name == "sgd":
         return optim.sgd(rate, momentum=had["momentum"] or None, nesterov=had["nesterov"], weight_decay=decay)

@@ -1,4 +1,4 @@
-"""The files of each rank of a job of DeepSpeed's, from leaves that come one after another.
+"""Files of each rank of a job of DeepSpeed, from leaves that come one after another.
 
 Flat groups are mapped files until all leaves have arrived. Then each rank's part is written. So one leaf and one rank's
 part are in memory, and twice the checkpoint is on the disk.
@@ -22,9 +22,9 @@ class PartitionedFiles(FilesInTheMaking):
     """Writes a checkpoint with a file for each rank.
 
     Args:
-        place: the checkpoint's directory.
-        cut: the job's partition.
-        counters: the job's progress.
+        place: directory of the checkpoint.
+        cut: partition of the job.
+        counters: progress of the job.
     """
 
     def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters) -> None:
@@ -33,7 +33,7 @@ class PartitionedFiles(FilesInTheMaking):
         self._flats = Flats(self._making / "flat", cut)
         self._records = Records(cut, counters, self._flats.part)
 
-    def _begin(self) -> None:
+    def _make_directory(self) -> None:
         self._flats.make()
 
     def __exit__(
@@ -42,14 +42,14 @@ class PartitionedFiles(FilesInTheMaking):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            # An error may keep this object alive, and mapped files free their disk space only after it.
+            # An error may keep this object alive, and mapped files free the disk space only afterwards.
             self._flats.close()
 
     def put(self, name: StatePart, x: Tensor) -> None:
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
         self._flats.put(name, x)
 
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         third = self._cut.stage == 3
         for rank in range(self._cut.ranks):
             save_objects(self._records.optimizer(rank), self._making / self._cut.optimizer_file(rank))

@@ -1,4 +1,4 @@
-"""The part of a checkpoint of DeepSpeed's that corresponds to each leaf of a state.
+"""The part of a checkpoint of DeepSpeed for each leaf of a state.
 
 params['a'], opt_state...master['a']   fp32 of a
 opt_state...mu['a'], ...nu['a']        exp_avg, exp_avg_sq of a
@@ -22,14 +22,14 @@ _FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "mas
 
 
 class StatePart(NamedTuple):
-    """The part of a leaf: "fp32", "buffer" or a state, and its parameter's name, which is empty for the step."""
+    """Part of a leaf: "fp32", "buffer" or a state, and the parameter's name, empty for the step."""
 
     kind: str
     name: str = ""
 
 
 def part_of(path: str, names: Names) -> StatePart | None:
-    """Returns the part of a leaf, or None if it has no counterpart."""
+    """Returns the part of a leaf, or None without a counterpart."""
     if found := _PARAM.fullmatch(path):
         return StatePart("fp32", names(dotted(found[1])))
     if found := _BUFFER.fullmatch(path):

@@ -1,4 +1,4 @@
-"""Assigns the leaves of a state to parts of a job of DeepSpeed's: by the module's names, stacks layer by layer."""
+"""Assigns the leaves of a state to parts of a job of DeepSpeed: by the module's names, stacks layer by layer."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from ._ds_parts import Names, StatePart, key_of
 
 
 class PlacedPart(NamedTuple):
-    """A leaf, or a layer of a stacked one, and its part."""
+    """Leaf, or a layer of a stacked leaf, with the part."""
 
     part: StatePart
     leaf: Any
@@ -23,20 +23,20 @@ class PlacedPart(NamedTuple):
 def placed(
     parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module, own: Mapping[StatePart, str], names: Names
 ) -> list[PlacedPart]:
-    """Returns all leaves that files of a job have, in an order that is the same on all ranks.
+    """Returns all leaves in the files of a job, in an order equal on all ranks.
 
     Args:
-        parts: the leaves of the state, by part.
-        cut: the job's.
-        module: the job's.
-        own: the names here of parameters, by part.
-        names: names from a name here to that of the module.
+        parts: leaves of the state, by part.
+        cut: partition of the job.
+        module: module of the job.
+        own: names of parameters here, by part.
+        names: function from a name here to the module's name.
 
     Raises:
-        ValueError: the state is not one of this module and optimizer, or a buffer has no values. The message lists all.
+        ValueError: the state does not fit the module and optimizer, or a buffer has no values. The message lists all.
     """
     firsts = {name: first for first, names in cut.names.items() for name in names}
-    buffers = _buffers(module)
+    buffers = _saved_buffers(module)
     out = [
         PlacedPart(StatePart("buffer", name), x)
         for name, x in buffers.items()
@@ -56,15 +56,15 @@ def placed(
             out.append(PlacedPart(part._replace(name=name), x))
             if shape != cut.shapes[name]:
                 problems.append(f"{part.name} is {tuple(shape)}, but {tuple(cut.shapes[name])} in the module")
-        elif layers := _layers(part.name, shape, cut.shapes) or _layers(own[part], shape, cut.shapes, names):
+        elif layers := _find_layers(part.name, shape, cut.shapes) or _find_layers(own[part], shape, cut.shapes, names):
             out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
             problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
-    raise_all(ValueError, "the state is not one of this job's module:", problems + _unlike(out, cut))
+    raise_all(ValueError, "the state is not one of this job's module:", problems + _check_states(out, cut))
     return out
 
 
-def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
+def _check_states(out: list[PlacedPart], cut: Partition) -> list[str]:
     kinds: dict[str, set[str]] = {kind: set() for kind in ("fp32", *cut.states)}
     for x in out:
         if x.part.kind != "buffer":
@@ -76,7 +76,7 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
             continue
         if kind not in cut.states or not names:
             lacks = "no such state here" if kind in cut.states else "no such state there"
-            problems.append(f"{kind}: the optimizer has {lacks}; give config['optimizer'] of the same rule")
+            problems.append(f"{kind}: the optimizer has {lacks}. Give config['optimizer'] of the same rule")
             continue
         problems += [f"{name} is trained there, and has no {kind} here" for name in sorted(trained - names)]
         empty = {name for name, shape in cut.shapes.items() if not shape.numel()}
@@ -84,8 +84,8 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
     return problems
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that the module saves besides parameters."""
+def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors that the module saves in addition to parameters."""
     weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
     kept = zip(state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}
@@ -94,10 +94,10 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return rest
 
 
-def _layers(
+def _find_layers(
     name: str, shape: torch.Size, shapes: Mapping[str, torch.Size], names: Names = lambda name: name
 ) -> list[str] | None:
-    """Returns the layers of a stack, if the module has all of them, with an index between the parts of the name."""
+    """Returns the names of a stack's layers, with an index between the parts, or None if some are missing."""
     words = name.split(".")
     for k in range(len(words) + 1 if shape else 0):
         layers = [names(".".join((*words[:k], str(i), *words[k:]))) for i in range(shape[0] + 1)]

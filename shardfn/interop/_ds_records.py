@@ -1,4 +1,4 @@
-"""The contents of the files of each rank of a job of DeepSpeed's."""
+"""Contents of the files of each rank of a job of DeepSpeed."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,11 @@ VERSION = "0.19.8"
 
 
 class Counters:
-    """The progress of a job.
+    """Progress of a job.
 
     Args:
-        updates: updates of the parameters.
-        scale: the state of the loss scale; `()` without one.
+        updates: number of updates of the parameters.
+        scale: state of the loss scale, `()` without a loss scale.
     """
 
     def __init__(self, updates: int, scale: Any) -> None:
@@ -34,12 +34,12 @@ Parts = Callable[[str, int, int], Tensor]
 
 
 class Records:
-    """The contents of files.
+    """Contents of files.
 
     Args:
-        cut: the job's partition.
-        counters: the job's progress.
-        part: a rank's part of a flat group.
+        cut: partition of the job.
+        counters: progress of the job.
+        part: function to a rank's part of a flat group.
     """
 
     def __init__(self, cut: Partition, counters: Counters, part: Parts) -> None:
@@ -47,11 +47,11 @@ class Records:
 
     def optimizer(self, rank: int) -> dict[str, Any]:
         """Returns a rank's file of the optimizer, above stage 0."""
-        inner = self._third(rank) if self._cut.stage == 3 else self._first(rank)
+        inner = self._stage_three_file(rank) if self._cut.stage == 3 else self._stage_one_file(rank)
         return {"optimizer_state_dict": inner, "ds_config": self._cut.config, "ds_version": VERSION}
 
     def numbered(self, rank: int) -> dict[str, Any]:
-        """Returns the state of torch's optimizer at stage 0 on an experts' rank, by the numbers of its parameters."""
+        """Returns the state of torch's optimizer at stage 0 on an experts' rank, by number of parameter."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: list[dict[str, Any]] = []
         of = self._cut.experts.first(rank, self._cut.ranks)
@@ -61,10 +61,10 @@ class Records:
                 groups[group.owner]["params"].append(len(state))
                 at = group.starts[name]
                 own = {kind: x[at : at + shape.numel()].view(shape).clone() for kind, x in parts.items()}
-                state.append(self._with_step(own))
+                state.append(self._add_step(own))
         return {"state": {k: x for k, x in enumerate(state) if x}, "param_groups": groups}
 
-    def _scaler(self) -> tuple[Any, bool]:
+    def _make_scaler(self) -> tuple[Any, bool]:
         scale, half = self._counters.scale, self._cut.config.get("fp16") or {}
         if not hasattr(scale, "last_overflow"):
             return LossScaler(cur_scale=float(scale.scale) if scale else 1.0, dynamic=False), False
@@ -85,8 +85,8 @@ class Records:
         )
         return found, True
 
-    def _common(self) -> dict[str, Any]:
-        scaler, dynamic = self._scaler()
+    def _common_keys(self) -> dict[str, Any]:
+        scaler, dynamic = self._make_scaler()
         return {
             "zero_stage": ZeroStage(stage=self._cut.stage),
             "loss_scaler": scaler,
@@ -94,65 +94,67 @@ class Records:
             "overflow": False,
         }
 
-    def _states(self, rank: int) -> dict[str, Any]:
-        """Returns the state of the optimizer over a rank's parts, as torch's optimizers save theirs."""
+    def _optimizer_states(self, rank: int) -> dict[str, Any]:
+        """Returns the state of the optimizer over a rank's parts, in the form of torch's optimizers."""
         groups: list[dict[str, Any]] = [x | {"params": []} for x in self._cut.settings]
         state: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._cut.groups):
             groups[group.owner]["params"].append(number)
-            state[number] = self._with_step({kind: self._part(kind, number, rank) for kind in self._cut.states})
+            state[number] = self._add_step({kind: self._part(kind, number, rank) for kind in self._cut.states})
         return {"state": {k: x for k, x in state.items() if x}, "param_groups": groups}
 
-    def _with_step(self, own: dict[str, Any]) -> dict[str, Any]:
+    def _add_step(self, own: dict[str, Any]) -> dict[str, Any]:
         if "exp_avg" not in own:
             return own
         updates = self._counters.updates
-        # A tensor for each: those that are one in the file are one in the job, which counts in each.
+        # A separate tensor for each: tensors shared in the file are shared in the job, which counts in each.
         return {"step": torch.tensor(float(updates)) if self._cut.torch_steps else updates} | own
 
-    def _first(self, rank: int) -> dict[str, Any]:
+    def _stage_one_file(self, rank: int) -> dict[str, Any]:
         """Returns a rank's optimizer file at stages 1 and 2."""
         groups = self._cut.groups
         ends = [(self._cut.member(rank, x) + 1) * x.size for x in groups]
         paddings = [min(max(end - x.used, 0), x.size) for end, x in zip(ends, groups, strict=True)]
         parts = [self._part("fp32", i, rank)[: x.size - paddings[i]].clone() for i, x in enumerate(groups)]
-        return self._common() | {
+        return self._common_keys() | {
             "clip_grad": self._cut.config.get("gradient_clipping", 1.0),
-            "base_optimizer_state": self._states(rank),
+            "base_optimizer_state": self._optimizer_states(rank),
             "single_partition_of_fp32_groups": parts,
             "group_paddings": paddings,
             "param_alignment_paddings": [list(x.paddings) for x in groups],
             "partition_count": [x.ranks for x in groups],
             "ds_version": VERSION,
-            "param_slice_mappings": [OrderedDict(self._addresses(rank, i)) for i in range(len(groups))],
+            "param_slice_mappings": [OrderedDict(self._fragment_addresses(rank, i)) for i in range(len(groups))],
         }
 
-    def _addresses(self, rank: int, group: int) -> Iterator[tuple[str, FragmentAddress]]:
+    def _fragment_addresses(self, rank: int, group: int) -> Iterator[tuple[str, FragmentAddress]]:
         member = self._cut.member(rank, self._cut.groups[group])
         for name in self._cut.owners[group]:
             for cut in self._cut.cuts(name):
                 if cut.rank == member:
                     yield name, FragmentAddress(numel=cut.stop - cut.start, start=cut.at)
 
-    def _third(self, rank: int) -> dict[str, Any]:
-        return self._common() | {
+    def _stage_three_file(self, rank: int) -> dict[str, Any]:
+        return self._common_keys() | {
             "partition_count": self._cut.ranks,
-            "optimizer_state_dict": self._states(rank),
+            "optimizer_state_dict": self._optimizer_states(rank),
             "fp32_flat_groups": [self._part("fp32", i, rank) for i in range(len(self._cut.groups))],
         }
 
     def model(self, rank: int, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns a rank's file of the module; below stage 3 one for all.
+        """Returns a rank's file of the module. Below stage 3 there is a single file.
 
         Args:
-            rank: the rank.
-            weights: weights by name; at stage 3 frozen ones alone.
+            rank: number of the rank.
+            weights: weights by name. At stage 3 only frozen weights.
             kept: buffers, by name.
         """
         cut, third, experts = self._cut, self._cut.stage == 3, self._cut.experts
         trained = cut.trained()
-        # Experts have files of their own; frozen ones are here besides, those of the first experts' rank.
-        frozen = OrderedDict((n, _size(s, experts)) for n, s in cut.shapes.items() if n not in trained and n in weights)
+        # Experts have separate files. Frozen experts of the first experts' rank are also here.
+        frozen = OrderedDict(
+            (n, _file_shape(s, experts)) for n, s in cut.shapes.items() if n not in trained and n in weights
+        )
         module: dict[str, Tensor] = dict(kept)
         for name, names in cut.names.items():
             if not experts.has(name):
@@ -162,9 +164,9 @@ class Records:
         # At stage 3 only the first rank has these.
         aliases = {alias: names[0] for names in cut.names.values() for alias in names[1:]}
         fragments = OrderedDict(
-            (name, self._fragment(weights[name], rank) if third else weights[name]) for name in frozen
+            (name, self._cut_fragment(weights[name], rank) if third else weights[name]) for name in frozen
         )
-        shapes = [OrderedDict((n, _size(s, experts)) for n, s in group.shapes.items()) for group in cut.groups]
+        shapes = [OrderedDict((n, _file_shape(s, experts)) for n, s in group.shapes.items()) for group in cut.groups]
         numbers = {"num_experts": list(experts.numbers.values()), "ds_autoep_layers": None} if experts.numbers else {}
         return {
             "module": OrderedDict((name, module[name]) for name in cut.order if name in module),
@@ -174,7 +176,7 @@ class Records:
             "frozen_param_shapes": frozen if cut.stage > 1 else None,
             "shared_params": None if not cut.stage else aliases if rank == 0 else {},
             "frozen_param_fragments": fragments if cut.stage > 1 else None,
-            "lr_scheduler": self._scheduler(),
+            "lr_scheduler": self._scheduler_state(),
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": self._counters.steps - self._counters.updates,
@@ -188,10 +190,10 @@ class Records:
             **numbers,
         }
 
-    def _scheduler(self) -> Mapping[str, int] | None:
+    def _scheduler_state(self) -> Mapping[str, int] | None:
         return {"last_batch_iteration": self._counters.updates - 1} if "scheduler" in self._cut.config else None
 
-    def _fragment(self, weight: Tensor, rank: int) -> Tensor:
+    def _cut_fragment(self, weight: Tensor, rank: int) -> Tensor:
         flat = weight.flatten()
         size = -(-flat.numel() // self._cut.ranks)
         out = torch.zeros(size, dtype=flat.dtype)
@@ -200,6 +202,6 @@ class Records:
         return out
 
 
-def _size(shape: torch.Size, experts: Experts) -> tuple[int, ...]:
-    """Returns a shape as DeepSpeed writes it, whose files of models with experts have tuples."""
+def _file_shape(shape: torch.Size, experts: Experts) -> tuple[int, ...]:
+    """Returns a shape in DeepSpeed's form: files of models with experts have tuples."""
     return tuple(shape) if experts.numbers else shape

@@ -1,4 +1,4 @@
-"""`restore_deepspeed`: a state that resumes where DeepSpeed stopped."""
+"""`restore_deepspeed`: resumes a state where DeepSpeed stopped."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ def restore_deepspeed(
 ) -> Any:
     """Resumes where DeepSpeed stopped: weights, moments, step and buffers, into a state of any mesh. Collective.
 
-    A leaf's name is the keys of the tree with dots between, so `params['blocks'][0]['w']` is `blocks.0.w`; layers that
-    are stacked here are read one by one. Parameters in 16 bits get rounded values, and their master copies the exact
-    ones. The key and the loss scale are not changed. Buffers that the state does not have are ignored.
+    A leaf's name is the keys of the tree with dots between, for example `blocks.0.w` for `params['blocks'][0]['w']`.
+    Stacked layers are read one by one. Parameters in 16 bits get rounded values, and their master copies the exact
+    ones. The key and the loss scale are not changed. Buffers outside of the state are ignored.
 
     Args:
-        found: the result of `read_deepspeed`, the same on all ranks.
-        like: the result of `step.init`, of an optimizer with the moments of DeepSpeed's, or a part of it.
-        at: the prefix of the paths of `like`: "params" for `state.params`, to begin anew with the weights.
-        names: names from a parameter's or buffer's name here to DeepSpeed's.
-        donate: whether the memory of `like` is filled, which then cannot be touched again.
+        found: result of `read_deepspeed`, the same on all ranks.
+        like: result of `step.init`, with an optimizer that has the moments of DeepSpeed's, or a part of the state.
+        at: prefix of the paths of `like`: "params" for `state.params`, to begin training with only the weights.
+        names: function from a parameter's or buffer's name here to DeepSpeed's.
+        donate: whether the memory of `like` is filled. `like` cannot be used afterwards.
 
     Returns:
         The state.
@@ -63,10 +63,10 @@ def restore_deepspeed(
         kinds = {part.kind for part in there.values()}
         tensors = {key: x for key, x in tensors.items() if key.split(" of ")[0] in kinds}
 
-    def rename(path: str) -> str | None:
+    def rename_path(path: str) -> str | None:
         part = part_of(path, names)
         if part is None:
             return None if path == "key" or path.startswith("loss_scale") else path
         return key_of(part._replace(name=found.shared.get(part.name, part.name)))
 
-    return restore_tensors(tensors, like, at=at, rename=rename, cast=True, donate=donate)
+    return restore_tensors(tensors, like, at=at, rename=rename_path, cast=True, donate=donate)

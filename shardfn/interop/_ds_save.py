@@ -1,4 +1,4 @@
-"""`save_deepspeed`: a checkpoint of DeepSpeed's from a state: a universal one, or a file for each of its ranks."""
+"""`save_deepspeed`: saves a state as a checkpoint of DeepSpeed, universal or with a file for each rank."""
 
 import functools
 import os
@@ -40,37 +40,38 @@ def save_deepspeed(
     job: DeepSpeedJob | None = None,
     weights_only: bool = False,
 ) -> None:
-    """Writes a state as a checkpoint of DeepSpeed's. Collective.
+    """Writes a state as a checkpoint of DeepSpeed. Collective.
 
-    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed resumes
-    with the weights (the master copies where there are some), Adam's moments, the step, and its own schedulers at it.
-    It does not load frozen parameters and buffers from such checkpoints: these are in `module` of the model's file, for
-    `read_deepspeed` and for you.
+    Without `job` the checkpoint is universal, for `load_universal` and any mesh of DeepSpeed. DeepSpeed resumes with
+    the weights (the master copies where there are some), Adam's moments, the step, and schedulers at the step.
+    DeepSpeed does not load frozen parameters and buffers from such checkpoints: both are in `module` of the model's
+    file, for `read_deepspeed` and for you.
 
-    With `job` it is the checkpoint that `engine.save_checkpoint` of that job would write, at ZeRO stage 1, 2 or 3: a
-    file for each of its ranks, for `engine.load_checkpoint` and `zero_to_fp32`. It has all of the state: frozen
-    parameters, buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a
-    job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
+    With `job` the checkpoint is as `engine.save_checkpoint` of the job would write, at ZeRO stage 1, 2 or 3: a file for
+    each rank, for `engine.load_checkpoint` and `zero_to_fp32`. The files have the whole state: frozen parameters,
+    buffers, the loss scale, momentum of SGD. Stacked layers are written one by one. Only a job that cuts tensors in the
+    same way may load the files, see `DeepSpeedJob`.
 
-    A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has a file for each expert besides, and its
-    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0. The
-    names of experts are found as by `restore_deepspeed`, with a number between the parts.
+    A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has an additional file for each expert, and
+    stage 0, 1 or 2. The job's `ep_size` may differ from the mesh here. Leaves of experts have the experts along dim 0.
+    The names of experts are found as by `restore_deepspeed`, with a number between the parts.
 
     Leaves are gathered one after another. The first rank writes. With experts, each expert's tensors go from a rank
-    that holds them to files, and all ranks write files of the job, so `directory` is one that they share.
+    with the expert to files, and all ranks write files of the job, so all ranks must share `directory`.
 
     Args:
-        directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
-        state: state of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are
-            the names of the module.
-        tag: tag of this checkpoint; must not exist yet.
-        learning_rate: learning rate of the next update, in all groups of the optimizer that have no "lr" of their own
-            in `job`; `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`.
-            DeepSpeed's schedulers set the rate after an update, never before the first.
-        names: names from a parameter's or buffer's name here to DeepSpeed's.
-        job: the one that will load the checkpoint.
-        weights_only: whether states of the optimizer are left out, for `load_checkpoint(load_module_only=True)`; with
-            experts alone.
+        directory: directory to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest
+            checkpoint.
+        state: state of a step over parameters from `from_module`, or a tree whose keys, with dots between, are the
+            names of the module.
+        tag: tag of this checkpoint, which must not exist yet.
+        learning_rate: learning rate of the next update, in all groups of the optimizer without an "lr" in `job`, for
+            example `recipe.learning_rate(int(state.step))` with a recipe of `from_deepspeed_config`. DeepSpeed's
+            schedulers set the rate after an update, never before the first.
+        names: function from a parameter's or buffer's name here to DeepSpeed's.
+        job: settings of the job that will load the checkpoint.
+        weights_only: whether states of the optimizer are left out, for `load_checkpoint(load_module_only=True)`. Only
+            with experts.
 
     Raises:
         ValueError: the tag or a name is not a valid file name, or the optimizer has other states than Adam's moments,
@@ -126,7 +127,7 @@ def save_deepspeed(
             if weights_only:
                 found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
                 cut = cut._replace(states=())
-            entries = placed(found, cut, job.module, _own_names(state, names), names)
+            entries = placed(found, cut, job.module, _path_names(state, names), names)
         if weights_only and (cut is None or not cut.experts.numbers):
             raise ValueError(
                 "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
@@ -134,23 +135,25 @@ def save_deepspeed(
             )
         if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
-    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
+    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_join_keys(entries)}", ()))
     with torch.no_grad():
         if cut is None or counters is None:
-            _by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
+            _write_by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
         elif cut.experts.numbers:
             save_experts(ExpertFiles(place, cut, counters, weights_only=weights_only), entries, cut, mesh)
         else:
-            _by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
+            _write_by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
 
 
-def _by_first(leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]) -> None:
+def _write_by_first(
+    leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]
+) -> None:
     with WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x, layer in entries:
             out.put(part, whole(x) if layer is None else layer_of(x, layer))
 
 
-def _said(entries: Sequence[PlacedPart]) -> str:
+def _join_keys(entries: Sequence[PlacedPart]) -> str:
     return ", ".join(key_of(x.part) for x in entries)
 
 
@@ -168,7 +171,7 @@ class _Files(FilesInTheMaking):
         self._module: OrderedDict[str, Tensor] = OrderedDict()
 
     def put(self, name: StatePart, x: Tensor) -> None:
-        """Writes a leaf; trained ones to files of their own."""
+        """Writes a leaf, and a trained leaf to a separate file."""
         part, value = name, x.detach().cpu()
         if part.name not in self._trained:
             self._module[part.name] = value.clone()
@@ -179,10 +182,10 @@ class _Files(FilesInTheMaking):
         if part.kind == "exp_avg":
             torch.save(torch.tensor(float(self._step)), folder / "step.pt")
 
-    def _finish(self) -> None:
+    def _write_files(self) -> None:
         step = torch.tensor(float(self._step))
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
-        # Settings that the groups lack here stay those of the loading job, which has at most one group per parameter.
+        # Missing settings of groups stay as in the loading job, which has at most one group per parameter.
         group = {"lr": self._rate}
         record = {
             "ds_version": VERSION,
@@ -210,7 +213,7 @@ class _Files(FilesInTheMaking):
 
 
 def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
-    """Returns the leaves by part; the widest copy of each parameter."""
+    """Returns the leaves by part, with the widest copy of each parameter."""
     named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
     parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
     # Masters come after the parameters, and replace them.
@@ -228,7 +231,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     return out
 
 
-def _own_names(state: TrainState, names: Names) -> dict[StatePart, str]:
+def _path_names(state: TrainState, names: Names) -> dict[StatePart, str]:
     paths = [path.removeprefix(".") for path in tree_paths(state)]
     parts = [(part_of(path, names), part_of(path, lambda name: name)) for path in paths]
     return {part: own.name for part, own in parts if part is not None and own is not None}

@@ -1,7 +1,7 @@
-"""DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next one.
+"""DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next update.
 
 DeepSpeed sets the rate after each update, counting from 0, and once before the first. So a scheduler's iteration `k`
-gives the rate of update `k + 1`, and the first update has a rate of its own.
+gives the rate of update `k + 1`, and the first update has a separate rate.
 """
 
 import math
@@ -39,9 +39,9 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
     """Returns a scheduler's schedule, and the problems with its arguments.
 
     Args:
-        kind: name.
-        params: arguments.
-        lr: the optimizer's rate, which some start from.
+        kind: name of the scheduler.
+        params: arguments of the scheduler.
+        lr: rate of the optimizer, from which some schedulers start.
     """
     known = SCHEDULERS.get(kind)
     if known is None:
@@ -64,8 +64,8 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
     return _MAKERS[kind](had, lr), []
 
 
-def _warmed(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Returns the length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
+def _read_warmup(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Returns the length of a warm-up, and the fraction of the full rate by iteration."""
     steps = max(2, had["warmup_num_steps"])
     if had["warmup_type"] == "linear":
         return steps, lambda k: k / steps
@@ -73,44 +73,49 @@ def _warmed(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
 
 
 def _after_first(first: float, at: Callable[[Tensor], Tensor]) -> Schedule:
-    def schedule(count: Any) -> Tensor:
+    def scheduled_rate(count: Any) -> Tensor:
         n = torch.as_tensor(count).double()
         return torch.where(n < 1, torch.full_like(n, first), at((n - 1).clamp(min=0))).float()
 
-    return schedule
+    return scheduled_rate
 
 
-def _warmup(had: Mapping[str, Any], lr: float) -> Schedule:
+def _warmup_rate(had: Mapping[str, Any], lr: float) -> Schedule:
     low, high = had["warmup_min_lr"], lr if had["warmup_max_lr"] is None else had["warmup_max_lr"]
-    steps, part = _warmed(had)
+    steps, part = _read_warmup(had)
     total = had.get("total_num_steps")
 
-    def at(k: Tensor) -> Tensor:
+    def rate_at(k: Tensor) -> Tensor:
         rest = torch.ones_like(k) if total is None else ((total - k) / max(1.0, total - steps)).clamp(min=0)
         return low + (high - low) * torch.where(k < steps, part(k), rest)
 
-    return _after_first(low, at)
+    return _after_first(low, rate_at)
 
 
-def _cosine(had: Mapping[str, Any], lr: float) -> Schedule:
-    steps, part = _warmed(had)
+def _cosine_rate(had: Mapping[str, Any], lr: float) -> Schedule:
+    steps, part = _read_warmup(had)
     low, least, total = had["warmup_min_ratio"], had["cos_min_ratio"], max(1, had["total_num_steps"] - steps)
 
-    def at(k: Tensor) -> Tensor:
+    def rate_at(k: Tensor) -> Tensor:
         wave = (1 + torch.cos(math.pi * ((k - steps + 1) / total).clamp(max=1))) / 2
         return lr * torch.where(k < steps, low + (1 - low) * part(k), (least + (1 - least) * wave).clamp(min=0))
 
-    return _after_first(0.0, at)
+    return _after_first(0.0, rate_at)
 
 
 def _range_test(had: Mapping[str, Any], lr: float) -> Schedule:
     first, size, rate = (had[f"lr_range_test_{x}"] for x in ("min_lr", "step_size", "step_rate"))
 
-    def schedule(count: Any) -> Tensor:
+    def scheduled_rate(count: Any) -> Tensor:
         done = torch.as_tensor(count).double() / size
         return (first * (1 + rate * (done.floor() if had["lr_range_test_staircase"] else done))).float()
 
-    return schedule
+    return scheduled_rate
 
 
-_MAKERS = {"WarmupLR": _warmup, "WarmupDecayLR": _warmup, "WarmupCosineLR": _cosine, "LRRangeTest": _range_test}
+_MAKERS = {
+    "WarmupLR": _warmup_rate,
+    "WarmupDecayLR": _warmup_rate,
+    "WarmupCosineLR": _cosine_rate,
+    "LRRangeTest": _range_test,
+}

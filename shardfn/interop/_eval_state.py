@@ -18,19 +18,19 @@ _KINDS = (AverageParamsState, LookaheadState, ScheduleFreeState)
 
 @torch.no_grad()
 def eval_state(state: TrainState) -> TrainState:
-    """Returns the state to evaluate, export or save, whose parameters are those that the optimizer averages.
+    """Returns the state to evaluate, export or save, with the parameters averaged by the optimizer.
 
-    They are the average of `optim.average_params`, the slow parameters of `optim.lookahead`, and the average x of
-    `optim.schedule_free`. Leaves that they do not train are the state's own. The parameters have the layout, memory and
-    dtype of the state's. With master copies, `export` and `to_module` write the averages unrounded. It has no other
-    optimizer state, so that it cannot be trained. Collective.
+    For example the average of `optim.average_params`, the slow parameters of `optim.lookahead`, or the average x of
+    `optim.schedule_free`. Leaves without an average are the state's. Parameters have the layout, memory and dtype of
+    the state's parameters. With master copies, `export` and `to_module` write the averages unrounded. The result has no
+    other optimizer state, and cannot be trained. Collective.
 
     Args:
-        state: the state that a step returned.
+        state: state that a step returned.
 
     Returns:
-        A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. It may share leaves with
-        `state`: use it before the next step consumes that.
+        A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. The result may share
+        leaves with `state`: use the result before the next step consumes `state`.
 
     Raises:
         ValueError: the optimizer averages no parameters.
@@ -48,11 +48,11 @@ def eval_state(state: TrainState) -> TrainState:
     check_passed(state, call="sf.eval_state(state)")
     check_alive(state)
     nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, _KINDS))
-    trained = _by_path(master_params(state))
+    trained = _leaves_by_path(master_params(state))
     found: dict[Any, GlobalTensor] = {}
     for node in nodes:
         if isinstance(node, _KINDS):
-            found |= _evaluated(node, trained)
+            found |= _evaluated_params(node, trained)
     if not found:
         raise ValueError(
             "eval_state: the optimizer averages no parameters; wrap it, as in optim.average_params(optim.adamw(1e-3)),"
@@ -68,18 +68,18 @@ def eval_state(state: TrainState) -> TrainState:
     return state._replace(params=tree_unflatten(treedef, params), opt_state=masters)
 
 
-def _by_path(tree: PyTree) -> dict[Any, Any]:
+def _leaves_by_path(tree: PyTree) -> dict[Any, Any]:
     return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
 
 
-def _evaluated(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
-    """By path, the parameters to evaluate, from the state of an averaging rule."""
+def _evaluated_params(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
+    """Returns the parameters to evaluate by path, from the state of an averaging rule."""
     if isinstance(node, AverageParamsState):
-        return _by_path(node.average)
+        return _leaves_by_path(node.average)
     if isinstance(node, LookaheadState):
-        return _by_path(node.slow)
+        return _leaves_by_path(node.slow)
     out = {}
-    for path, z in _by_path(node.z).items():
+    for path, z in _leaves_by_path(node.z).items():
         here, there = (reshard(x, z.spec) for x in (trained[path], z))
         own = node._replace(b1=node.b1.local, z=there.local)
         out[path] = GlobalTensor(schedule_free_eval_params(own, here.local), here.shape, here.spec, here.mesh)

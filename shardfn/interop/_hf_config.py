@@ -1,4 +1,4 @@
-"""`config.json` of transformers as a `gpt.Config`, and back; refuses all settings that the GPT cannot compute."""
+"""Converts `config.json` of transformers to a `gpt.Config`, and back. Other computations are refused."""
 
 import json
 import os
@@ -25,10 +25,10 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
-    """Returns the `Config` whose GPT computes the same as the model of this `config.json`.
+    """Returns a `Config` with the computation of the model of this `config.json`.
 
     Args:
-        told: the contents of `config.json`; missing values are the defaults of transformers.
+        told: contents of `config.json`. Missing values are the defaults of transformers.
         **changes: other fields of the result, such as `stacked=True`.
 
     Raises:
@@ -47,7 +47,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
             " Any module of torch trains by from_module; module_from_hf reads its weights."
         )
     check_sizes(told)
-    fields, refused = {"gpt2": _gpt2, "bloom": _bloom}.get(kind, _llama)(told)
+    fields, refused = {"gpt2": _read_gpt2, "bloom": _read_bloom}.get(kind, _read_llama)(told)
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **changes})
 
@@ -56,8 +56,8 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     """Returns the contents of `config.json` for this model, for transformers.
 
     Args:
-        config: the shape.
-        model_type: one of "gpt2", "llama", "mistral", "qwen2" and "bloom". Default: the one that fits.
+        config: config of the model.
+        model_type: "gpt2", "llama", "mistral", "qwen2" or "bloom". Default: the type that fits.
 
     Raises:
         ValueError: transformers has no such model, or not of that type. The message has the fields that differ.
@@ -66,12 +66,12 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
         >>> hf_config(gpt.Config.gpt2_like())["architectures"]
         ['GPT2LMHeadModel']
     """
-    kind = model_type or _fitting(config)
+    kind = model_type or _model_type(config)
     if kind not in MODEL_TYPES:
         raise ValueError(f"model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
     common = {"model_type": kind, "architectures": [_CLASSES.get(kind, f"{kind.capitalize()}ForCausalLM")]}
-    told = common | {"gpt2": _to_gpt2, "bloom": _to_bloom}.get(kind, _to_llama)(config)
-    # Reading it back must give the config that is written: no list of exceptions to keep up to date.
+    told = common | {"gpt2": _write_gpt2, "bloom": _write_bloom}.get(kind, _write_llama)(config)
+    # Reading back must give the written config: no list of exceptions to keep up to date.
     back = gpt_config(told, **{name: getattr(config, name) for name in _OURS})
     wrong = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
@@ -82,13 +82,13 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     return told
 
 
-# Fields that determine the computed values, and those that choose only the way to compute them.
+# Fields that determine the computed values, and fields that choose only the way to compute.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Fields = tuple[dict[str, Any], list[str]]
 
 
-def _gpt2(t: Mapping[str, Any]) -> _Fields:
+def _read_gpt2(t: Mapping[str, Any]) -> _Fields:
     D = t.get("n_embd", 768)
     fields = {"vocab_size": t.get("vocab_size", 50257), "num_layers": t.get("n_layer", 12), "d_model": D}
     fields |= {"num_heads": t.get("n_head", 12), "max_len": t.get("n_positions", 1024)}
@@ -96,19 +96,19 @@ def _gpt2(t: Mapping[str, Any]) -> _Fields:
     fields |= {"tie_embeddings": t.get("tie_word_embeddings", True)}
     must = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
     must |= {"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
-    return fields, _differing(t, must)
+    return fields, _find_differences(t, must)
 
 
-def _bloom(t: Mapping[str, Any]) -> _Fields:
+def _read_bloom(t: Mapping[str, Any]) -> _Fields:
     D = t.get("hidden_size", t.get("n_embed", 64))
     fields = {"vocab_size": t.get("vocab_size", 250880), "num_layers": t.get("n_layer", t.get("num_hidden_layers", 2))}
     fields |= {"d_model": D, "num_heads": t.get("n_head", t.get("num_attention_heads", 8)), "d_ff": 4 * D}
     fields |= {"norm_eps": t.get("layer_norm_epsilon", 1e-5), "tie_embeddings": t.get("tie_word_embeddings", True)}
     fields |= {"max_len": t.get("seq_length", 2048), "position": "alibi", "embedding_norm": True}
-    return fields, _differing(t, {"apply_residual_connection_post_layernorm": (False,)})
+    return fields, _find_differences(t, {"apply_residual_connection_post_layernorm": (False,)})
 
 
-def _llama(t: Mapping[str, Any]) -> _Fields:
+def _read_llama(t: Mapping[str, Any]) -> _Fields:
     kind = t["model_type"]
     base: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
     base |= {"num_attention_heads": 32, "rms_norm_eps": 1e-6, "intermediate_size": 11008}
@@ -127,9 +127,9 @@ def _llama(t: Mapping[str, Any]) -> _Fields:
     must: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "mlp_bias": (False,)}
     if D % H == 0:  # else `Config` refuses the heads
         must["head_dim"] = None, D // H
-    refused = _differing(t, must)
+    refused = _find_differences(t, must)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused += [f"rope_type={rope_type!r}; only 'default' is known"] if rope_type != "default" else []
+    refused += [f"rope_type={rope_type!r}. Only 'default' is known"] if rope_type != "default" else []
     if sliding is not None and kind == "qwen2":
         refused.append(f"use_sliding_window=True with sliding_window={sliding}: layers differ in their windows")
     return fields, refused
@@ -140,7 +140,7 @@ _MISTRAL |= {"sliding_window": 4096}
 _QWEN2 = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 
 
-def _differing(told: Mapping[str, Any], must: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def _find_differences(told: Mapping[str, Any], must: Mapping[str, tuple[Any, ...]]) -> list[str]:
     return [
         f"{name}={told[name]!r}; it must be {' or '.join(map(repr, values))}"
         for name, values in must.items()
@@ -148,26 +148,26 @@ def _differing(told: Mapping[str, Any], must: Mapping[str, tuple[Any, ...]]) -> 
     ]
 
 
-def _fitting(c: gpt.Config) -> str:
+def _model_type(c: gpt.Config) -> str:
     if c.position != "rope":
         return "bloom" if c.position == "alibi" else "gpt2"
     return "qwen2" if c.bias == "qkv" else "mistral" if c.window else "llama"
 
 
-def _to_gpt2(c: gpt.Config) -> dict[str, Any]:
+def _write_gpt2(c: gpt.Config) -> dict[str, Any]:
     told = {"vocab_size": c.vocab_size, "n_layer": c.num_layers, "n_embd": c.d_model, "n_head": c.num_heads}
     told |= {"n_positions": c.max_len, "n_inner": c.ff_dim, "layer_norm_epsilon": c.norm_eps}
     told |= {"activation_function": "gelu_new", "tie_word_embeddings": c.tie_embeddings}
     return told | {"attn_pdrop": 0.0, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout}
 
 
-def _to_bloom(c: gpt.Config) -> dict[str, Any]:
+def _write_bloom(c: gpt.Config) -> dict[str, Any]:
     told = {"vocab_size": c.vocab_size, "n_layer": c.num_layers, "hidden_size": c.d_model, "n_head": c.num_heads}
     told |= {"layer_norm_epsilon": c.norm_eps, "tie_word_embeddings": c.tie_embeddings, "seq_length": c.max_len}
     return told | {"hidden_dropout": c.dropout, "attention_dropout": 0.0}
 
 
-def _to_llama(c: gpt.Config) -> dict[str, Any]:
+def _write_llama(c: gpt.Config) -> dict[str, Any]:
     told = {"vocab_size": c.vocab_size, "num_hidden_layers": c.num_layers, "hidden_size": c.d_model}
     told |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.kv_heads, "intermediate_size": c.ff_dim}
     told |= {"max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps, "hidden_act": "silu"}

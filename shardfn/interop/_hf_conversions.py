@@ -1,8 +1,8 @@
 """Tensors of files of transformers as parameters of its modules, and back: experts one by one against fused leaves.
 
 A file has `experts.3.w1.weight`, and the module of transformers 5 has `experts.gate_up_proj` [E, 2F, D]. The tables of
-transformers name the parts of a leaf, and its operations join them: here they are applied to headers, for shapes, and
-to the parts of a block, so that a rank reads its own experts alone.
+transformers name the parts of a leaf, and operations join the parts. Here operations are applied to headers, for
+shapes, and to the parts of a block, so a rank reads only the rank's experts.
 """
 
 import copy
@@ -22,11 +22,11 @@ Box = Sequence[tuple[int, int]]
 
 
 class Kept(NamedTuple):
-    """The dtype and shape of a leaf as the files have it.
+    """Dtype and shape of a leaf in the files.
 
     Attributes:
         dtype: dtype of the files.
-        shape: after its conversion.
+        shape: shape after the conversion.
     """
 
     dtype: torch.dtype
@@ -38,10 +38,10 @@ class Conversion:
     """Tensors of files that one conversion of transformers joins, or divides.
 
     Attributes:
-        key: the first leaf that it makes.
+        key: first leaf that the conversion makes.
         converter: converter of transformers. None leaves the tensor unchanged.
-        sources: the names in the files by the converter's pattern, in the order of experts.
-        module: the module, whose config some operations read.
+        sources: names in the files by the converter's pattern, in the order of experts.
+        module: module, with a config that some operations read.
     """
 
     key: str
@@ -50,9 +50,9 @@ class Conversion:
     module: nn.Module
 
     def run(self, read: Callable[[str, str], Tensor], experts: slice = slice(None)) -> dict[str, Tensor]:
-        """Returns the leaves that are made of tensors `read(pattern, name)`.
+        """Returns the leaves made of tensors `read(pattern, name)`.
 
-        Those of some experts, where `by_expert`.
+        Only of some experts, where `by_expert`.
         """
         if self.converter is None:
             ((pattern, (name,)),) = self.sources.items()
@@ -65,33 +65,33 @@ class Conversion:
 
     @functools.cached_property
     def by_expert(self) -> bool:
-        """Returns whether dim 0 of the leaf counts the tensors of each pattern: experts, which no operation mixes."""
-        kinds = [type(op).__name__ for op in self._operations]
-        dims = [d for op in self._operations[1:] for d in _dims(op)]
-        return kinds[:1] == ["MergeModulelist"] and self._operations[0].dim == 0 and all(d > 0 for d in dims)
+        """Returns whether dim 0 of the leaf counts the tensors of each pattern: experts, never mixed."""
+        kinds = [type(op).__name__ for op in self._list_operations]
+        dims = [d for op in self._list_operations[1:] for d in _changed_dims(op)]
+        return kinds[:1] == ["MergeModulelist"] and self._list_operations[0].dim == 0 and all(d > 0 for d in dims)
 
     @functools.cached_property
     def joined(self) -> int | None:
         """Returns the dim of the leaf along which the patterns lie one after another.
 
-        None where it is not so simple.
+        None where the patterns do not lie so.
         """
-        kinds = [type(op).__name__ for op in self._operations]
+        kinds = [type(op).__name__ for op in self._list_operations]
         if not self.by_expert or kinds[1:] not in ([], ["Concatenate"]):
             return None
-        return self._operations[1].dim if kinds[1:] else 1
+        return self._list_operations[1].dim if kinds[1:] else 1
 
     @property
-    def _operations(self) -> list[Any]:
+    def _list_operations(self) -> list[Any]:
         return [] if self.converter is None else self.converter.operations
 
 
 class ConvertedArchive(Mapping[str, Kept]):
-    """The tensors of an archive under a module's names, converted as they are read.
+    """Tensors of an archive under a module's names, converted during the reading.
 
     Args:
-        archive: the files.
-        conversions: conversions of all of its tensors.
+        archive: files with the tensors.
+        conversions: conversions of all tensors.
 
     Raises:
         ValueError: parts of a leaf do not fit together. The message lists all.
@@ -104,7 +104,7 @@ class ConvertedArchive(Mapping[str, Kept]):
         problems = []
         for made in conversions:
             try:
-                leaves = made.run(lambda _, name: _header(archive, name))
+                leaves = made.run(lambda _, name: _meta_tensor(archive, name))
             except (RuntimeError, ValueError, IndexError) as error:
                 parts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in made.sources.items())
                 problems.append(f"{made.key} cannot be made of {parts}: {error}")
@@ -123,12 +123,12 @@ class ConvertedArchive(Mapping[str, Kept]):
         return len(self._kept)
 
     def num_experts(self, name: str) -> int | None:
-        """Returns the number of experts that the files have of a leaf, or None for leaves of no experts."""
+        """Returns the number of a leaf's experts in the files, or None for leaves without experts."""
         made = self._made_by[name]
         return self._kept[name].shape[0] if made.by_expert else None
 
     def box(self, name: str, box: Box) -> Tensor:
-        """Returns a box of a leaf, in the file's dtype; of experts, only those of the box are read."""
+        """Returns a box of a leaf, in the file's dtype. Only experts in the box are read."""
         made, kept = self._made_by[name], self._kept[name]
         if made.converter is None:
             return self._archive.box(made.sources[made.key][0], box)
@@ -136,39 +136,41 @@ class ConvertedArchive(Mapping[str, Kept]):
             return torch.empty([hi - lo for lo, hi in box], dtype=kept.dtype)
         experts = slice(*box[0]) if made.by_expert else slice(None)
         if made.joined is not None:
-            parts = _parts(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
+            parts = _split_box(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
             return made.run(lambda pattern, name: self._archive.box(name, parts[pattern]), experts)[name]
-        whole = made.run(lambda _, name: self._whole(name), experts)[name]
+        whole = made.run(lambda _, name: self._load_tensor(name), experts)[name]
         for dim, (lo, hi) in enumerate(box):
             whole = whole.narrow(dim, 0 if dim == 0 and made.by_expert else lo, hi - lo)
         return whole
 
-    def _whole(self, name: str) -> Tensor:
+    def _load_tensor(self, name: str) -> Tensor:
         return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
 
 
 def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Archive | ConvertedArchive:
-    """Returns the archive under the names of the module: itself where they are those of the files.
+    """Returns the archive under the names of the module: unchanged where the files have the same names.
 
     Args:
-        archive: the files.
-        module: module of transformers, or any other, whose names must be those of the files.
-        known: the names of its parameters and buffers, those of tied parameters among them.
+        archive: files with the tensors.
+        module: module of transformers, or any module with the names of the files.
+        known: names of the module's parameters and buffers, including tied parameters.
     """
     names = dict.fromkeys(known, True)
-    if all(name in names for name in archive) or (tables := _tables(module)) is None:
+    if all(name in names for name in archive) or (tables := _conversion_tables(module)) is None:
         return archive
-    return ConvertedArchive(archive, _conversions(archive, module, names, tables.get_model_conversion_mapping(module)))
+    return ConvertedArchive(
+        archive, _find_conversions(archive, module, names, tables.get_model_conversion_mapping(module))
+    )
 
 
 def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
-    """Groups of leaves that are converted together for the files of transformers.
+    """Returns the groups of leaves converted together for the files of transformers.
 
     Args:
-        module: any module. One that is not of transformers has each leaf by itself.
+        module: any module. Outside of transformers, each leaf is a group.
         names: names of the leaves.
     """
-    if _tables(module) is None:
+    if _conversion_tables(module) is None:
         return [[name] for name in names]
     from transformers.core_model_loading import WeightConverter, apply_converters
 
@@ -183,7 +185,7 @@ def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a group of leaves as `save_pretrained` writes them: under the names of the files, experts one by one."""
-    if _tables(module) is None:
+    if _conversion_tables(module) is None:
         return dict(leaves)
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -191,8 +193,8 @@ def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tenso
     return revert_weight_conversion(model, dict(leaves))
 
 
-def _tables(module: nn.Module) -> Any:
-    """Returns the conversions of transformers, or None where the module is not one of its own, or where it has none."""
+def _conversion_tables(module: nn.Module) -> Any:
+    """Returns the conversions of transformers, or None for other modules, or without conversions."""
     try:
         from transformers import PreTrainedModel, conversion_mapping
     except ImportError:
@@ -201,7 +203,7 @@ def _tables(module: nn.Module) -> Any:
 
 
 def _table_of_saving(module: Any) -> list[Any]:
-    """Returns the table by which the model was loaded, or its default without prefixes, as `save_pretrained`."""
+    """Returns the table of the model's loading, or the default without prefixes, as `save_pretrained` does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -211,7 +213,7 @@ def _table_of_saving(module: Any) -> list[Any]:
     return [t for t in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(t, PrefixChange)]
 
 
-def _conversions(
+def _find_conversions(
     archive: Archive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
 ) -> Iterator[Conversion]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -237,12 +239,12 @@ def _conversions(
         yield Conversion(key, of_pattern[next(iter(sources))], sources, module)
 
 
-def _header(archive: Archive, name: str) -> Tensor:
+def _meta_tensor(archive: Archive, name: str) -> Tensor:
     kept = archive[name]
     return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
 
 
-def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
+def _split_box(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
     """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joined`."""
     assert made.joined is not None
     out: dict[str, Box] = {}
@@ -255,8 +257,8 @@ def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> d
     return out
 
 
-def _dims(op: Any) -> list[int]:
-    """Returns the dims that an operation on [E, ...] changes, or 0 where it is not known."""
+def _changed_dims(op: Any) -> list[int]:
+    """Returns the dims that an operation on [E, ...] changes, or 0 where unknown."""
     if type(op).__name__ in ("Concatenate", "Interleave"):
         return [op.dim]
     return [op.dim0, op.dim1] if type(op).__name__ == "Transpose" and not op.check_dims else [0]

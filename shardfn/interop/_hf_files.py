@@ -1,4 +1,4 @@
-"""The files beside the weights of a model of transformers, as its `save_pretrained` writes them."""
+"""Files next to the weights of a model of transformers, as from `save_pretrained`."""
 
 import os
 import pathlib
@@ -11,12 +11,12 @@ from torch import nn
 def write_beside(
     module: nn.Module, directory: str | os.PathLike[str], dtype: torch.dtype | None, tokenizer: Any = None
 ) -> None:
-    """Writes `config.json`, `generation_config.json` and the files of a tokenizer; those that there are.
+    """Writes `config.json`, `generation_config.json` and the files of a tokenizer, as far as present.
 
     Args:
-        module: `config` and `generation_config` are written, unchanged themselves.
-        directory: where to.
-        dtype: dtype of the written weights, for the config. None leaves that of the config.
+        module: module with `config` and `generation_config`, which are not changed.
+        directory: directory for the files.
+        dtype: dtype of the written weights, for the config. None leaves the config's dtype.
         tokenizer: a tokenizer or processor of transformers, with its chat template.
     """
     config: Any = getattr(module, "config", None)
@@ -38,7 +38,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Refuses an object that has no files to write.
 
     Raises:
-        TypeError: it has no `save_pretrained`.
+        TypeError: the object has no `save_pretrained`.
     """
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(

@@ -20,25 +20,25 @@ from ._layouts import Row, empty_for, rows
 
 Slices = tuple[slice, ...]
 
-# Entries of older files: buffers, which have no information, and heads that are the embedding.
+# Entries of older files: buffers without information, and heads equal to the embedding.
 _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
 def gpt_from_hf(
     directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
-    """Returns a model of transformers as a `Config` and parameters that are read when they are used.
+    """Returns a model of transformers as a `Config` and parameters that are read at their use.
 
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
     Args:
-        directory: has `config.json`, and `model.safetensors` or several files with an index.
-        dtype: the dtype to convert to. Default: that of the files, which must then have only one.
+        directory: directory with `config.json`, and `model.safetensors` or several files with an index.
+        dtype: dtype to convert to. Default: the dtype of the files, which must then be a single dtype.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
-        The config, and a tree as of `gpt.init(config, key)`. A use other than by `step.init` reads the whole leaf:
+        The config, and a tree as of `gpt.init(config, key)`. Any use except by `step.init` reads the whole leaf:
         `tree_map(lambda x: x.full(), params)` on one device.
 
     Raises:
@@ -61,19 +61,19 @@ def gpt_from_hf(
     archive = Archive(directory)
     kind = read_config(directory)["model_type"]
     table = rows(config, kind)
-    prefix = _prefix(archive, table)
-    _check(archive, table, config, prefix, dtype)
+    prefix = _name_prefix(archive, table)
+    _check_names(archive, table, config, prefix, dtype)
     dtype = dtype or archive[prefix(table[0].name)].dtype
 
-    def leaf(row: Row, i: int | None = None) -> Draw:
+    def draw_leaf(row: Row, i: int | None = None) -> Draw:
         name = prefix(row.name if i is None else row.name.format(i))
-        shape = _shape(config, row)
-        return Draw(lambda at: _block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
+        shape = _leaf_shape(config, row)
+        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
 
-    params: dict[str, Any] = {row.path[0]: leaf(row) for row in table if len(row.path) == 1}
+    params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
-    layers = [{row.path[1]: leaf(row, i) for row in per_block} for i in range(config.num_layers)]
-    params["blocks"] = {n: _stack([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
+    layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
+    params["blocks"] = {n: _stack_layers([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
     return config, params
 
 
@@ -92,17 +92,18 @@ def gpt_to_hf(
     of the leaves.
 
     Args:
-        directory: where to; made if missing.
-        config: the shape.
+        directory: directory for the files, made if missing.
+        config: config of the model.
         params: parameters as of `gpt.init(config, key)`, sharded or not.
-        model_type: model type of transformers. Default: the one that fits.
-        dtype: the dtype to convert to. Default: that of the leaves.
-        file_bytes: the size after which another file begins. Several files have an index.
+        model_type: model type of transformers. Default: the type that fits.
+        dtype: dtype to convert to. Default: the dtype of the leaves.
+        file_bytes: size in bytes after which another file begins. Several files have an index.
 
     Raises:
         ValueError: transformers has no such model, leaves do not fit the config, or weights are not finite. The message
             lists all.
-        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
+        OSError: the first rank could not write. No files are left. The other ranks raise a `RankError` with the
+            message.
 
     Example:
         >>> import tempfile
@@ -115,7 +116,7 @@ def gpt_to_hf(
     """
     values = hf_config(config, model_type)
     table = rows(config, values["model_type"])
-    leaves = {row.path: _find(params, config, row) for row in table}
+    leaves = {row.path: _find_leaf(params, config, row) for row in table}
     _check_leaves(leaves, config, table)
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for row in sorted(table, key=lambda row: len(row.path)):
@@ -131,14 +132,14 @@ def gpt_to_hf(
         lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
         lambda: (pathlib.Path(directory) / "config.json").write_text(text + "\n"),
     ) as out:
-        for group in _groups(table):
-            _each(config, leaves, group, out.put, dtype)
+        for group in _group_rows(table):
+            _yield_tensors(config, leaves, group, out.put, dtype)
 
 
-def _each(
+def _yield_tensors(
     config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
 ) -> None:
-    """Yields one tensor of the file after another, and gathers the leaves for it."""
+    """Passes the tensors of the file to `put` one after another, and gathers the leaves for each."""
     per_block = len(group[0].path) == 2
     for i in range(config.num_layers if per_block else 1):
         target = None
@@ -151,29 +152,29 @@ def _each(
         put(group[0].name.format(i), target.view(group[0].shape))
 
 
-def _groups(table: list[Row]) -> list[list[Row]]:
+def _group_rows(table: list[Row]) -> list[list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in table:
         groups.setdefault(row.name, []).append(row)
     return list(groups.values())
 
 
-def _shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
-    """Returns the leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
-    return row.base if config.per_head or row.heads is None else _merged(row.base, row.heads)
+def _leaf_shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
+    """Returns the leaf's shape: with heads and features as one dim, or two with `config.per_head`."""
+    return row.base if config.per_head or row.heads is None else _merge_heads(row.base, row.heads)
 
 
-def _merged(base: tuple[int, ...], at: int) -> tuple[int, ...]:
+def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
 
 
-def _block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
-    """Returns the part `slices` of a leaf, and reads the box of the tensor that has it."""
+def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
+    """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
     at = row.heads if len(shape) < len(row.base) else None
     inner = box
-    if at is not None:  # the heads that these features belong to
+    if at is not None:  # the heads of these features
         K, (lo, hi) = row.base[at + 1], box[at]
         heads = lo // K, max(-(-hi // K), lo // K)
         inner = [*box[:at], heads, (0, K), *box[at + 1 :]]
@@ -187,15 +188,15 @@ def _block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices
     x = (x if row.pick is None else x.squeeze(row.pick[0])).permute(row.order)
     if at is not None:
         K, (lo, hi) = row.base[at + 1], box[at]
-        x = x.reshape(_merged(tuple(x.shape), at)).narrow(at, lo - lo // K * K, hi - lo)
+        x = x.reshape(_merge_heads(tuple(x.shape), at)).narrow(at, lo - lo // K * K, hi - lo)
     return x.contiguous()
 
 
-def _stack(layers: list[Draw]) -> Draw:
-    """Returns the layers' leaves as one. A block of it is filled layer by layer."""
+def _stack_layers(layers: list[Draw]) -> Draw:
+    """Returns the layers' leaves as a single leaf. A block is filled layer by layer."""
     like = layers[0]
 
-    def block(slices: Slices) -> Tensor:
+    def read_block(slices: Slices) -> Tensor:
         first, *rest = slices or (slice(None),)
         chosen, out = layers[first], None
         for i, x in enumerate(chosen or layers[:1]):
@@ -206,17 +207,19 @@ def _stack(layers: list[Draw]) -> Draw:
         assert out is not None
         return out
 
-    return Draw(block, (len(layers), *like.shape), like.dtype, like.device)
+    return Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
-def _prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
+def _name_prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
     """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
     return lambda name: name.removeprefix(start) if bare else name
 
 
-def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None) -> None:
+def _check_names(
+    archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
+) -> None:
     wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
     problems = [
         f"{name} is missing ({'/'.join(r.path)} of the model)" for name, r in wanted.items() if name not in archive
@@ -231,11 +234,11 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
     raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
     dtypes = {archive[name].dtype for name in wanted}
     if dtype is None and len(dtypes) > 1:
-        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; pass dtype=.")
+        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
 
 
-def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """Returns the leaf of a row: a list of layers' leaves if they are not stacked, or None if it is missing."""
+def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
+    """Returns the leaf of a row, a list of layers' leaves without a stack, or None if missing."""
     if len(row.path) == 1:
         return params.get(row.path[0])
     blocks, name = params.get("blocks"), row.path[1]
@@ -248,7 +251,7 @@ def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
 def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table: list[Row]) -> None:
     problems = []
     for row in table:
-        x, shape = leaves[row.path], _shape(config, row)
+        x, shape = leaves[row.path], _leaf_shape(config, row)
         stacked = config.stacked and len(row.path) == 2
         shape = (config.num_layers, *shape) if stacked else shape
         shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}

@@ -1,4 +1,4 @@
-"""The weights of any module of transformers, by the module's own names, for `from_module`, and back."""
+"""Weights of any module of transformers, by the module's names, for `from_module`, and back."""
 
 import contextlib
 import functools
@@ -34,9 +34,9 @@ _OLD = (r"rotary_emb\.inv_freq$",)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules made in this context have parameters of shape and dtype alone, on `meta`. Their buffers are real.
+    """Makes modules with parameters of only shape and dtype, on `meta`, while open. Buffers are real.
 
-    Tied parameters stay tied. One parameter at a time is in memory while its module is made.
+    Tied parameters stay tied. A single parameter at a time is in memory while a module is made.
 
     Example:
         >>> with without_weights():
@@ -45,14 +45,14 @@ def without_weights() -> Iterator[None]:
         device(type='meta')
     """
 
-    def hook(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+    def replace_param(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
         del module, name
         if p is None or p.device.type == "meta":
             return None
         return nn.Parameter(p.data.to("meta"), requires_grad=p.requires_grad)
 
     register: Any = register_module_parameter_registration_hook  # its type allows only hooks without a result
-    handle = register(hook)
+    handle = register(replace_param)
     try:
         yield
     finally:
@@ -62,24 +62,23 @@ def without_weights() -> Iterator[None]:
 def module_from_hf(
     module: nn.Module, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Returns the parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
+    """Returns the parameters of a module from `model.safetensors`, or several files, under `from_module`'s names.
 
-    Where the files of a model of transformers have other names, or experts one by one, they are converted by its own
-    tables; of fused experts a rank reads its own alone.
+    Where the files of a model of transformers have other names, or experts one by one, the tables of transformers
+    convert the files. Of fused experts a rank reads only the rank's part.
 
-    They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
-    touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it; tensors that
-    transformers drops as it loads the module are passed over. Those with `requires_grad=False` are frozen, as from
-    `from_module`.
+    Parameters are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's parameters are not
+    touched, and may be on `meta` (`without_weights`). Buffers in the files are read into the module. Tensors that
+    transformers drops at loading are ignored. Parameters with `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
         module: module for names, shapes, tied and frozen parameters.
-        directory: where the files are.
-        dtype: the dtype to convert to; default float32 for tensors of 16 bits, which small updates would not change,
-            and each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
+        directory: directory of the files.
+        dtype: dtype to convert to. Default: float32 for tensors of 16 bits, which small updates would not change, and
+            no conversion for other tensors. `Policy.bf16()` rounds parameters to bfloat16 and keeps master copies.
 
     Returns:
-        name -> deferred tensor; a tied parameter once, under its first name.
+        A dict from names to deferred tensors, with a tied parameter once, under the first name.
 
     Raises:
         FileNotFoundError: there are no such files.
@@ -104,12 +103,12 @@ def module_from_hf(
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [
-        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _passed_over(module, n))
+        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _is_dropped(module, n))
     ]
     pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
     problems += [
-        f"{n} is {there} in the file, but {here} in the module{_experts(archive, n, here)}"
+        f"{n} is {there} in the file, but {here} in the module{_expert_note(archive, n, here)}"
         for n, there, here in pairs
         if there != here
     ]
@@ -122,14 +121,14 @@ def module_from_hf(
     with torch.no_grad():
         for name, x in buffers.items():
             x.copy_(archive.box(name, [(0, n) for n in x.shape]))
-    out = {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    out = {first: _defer_leaf(archive, at, dtype) for first, at in found.items() if at is not None}
     return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
 
 
 def file_dtypes(module: nn.Module, directory: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """Returns the dtype that each parameter of a module has in files, to write it in the same one.
+    """Returns the dtype that each parameter of a module has in files, to write the same dtype.
 
-    `export(state, module, out, dtype=file_dtypes(module, directory))` writes files like those of `directory`, where
+    `export(state, module, out, dtype=file_dtypes(module, directory))` writes files like in `directory`, where
     `module_from_hf` has read tensors of 16 bits as float32.
 
     Args:
@@ -160,28 +159,29 @@ def module_to_hf(
     buffers: Mapping[str, Any] = MappingProxyType({}),
     tokenizer: Any = None,
 ) -> None:
-    """Writes parameters, buffers and configurations of a module: the files of `save_pretrained`.
+    """Writes parameters, buffers and configurations of a module, as `save_pretrained` does.
 
-    Names are the module's; of a model of transformers those of its files, with experts one by one.
+    Names are the module's. A model of transformers gets the names of the model's files, with experts one by one.
 
-    These are `config.json` and `generation_config.json`, where the module has them. Leaves are gathered one after
-    another. The first rank writes. Collective over the mesh of the leaves.
+    Configurations are `config.json` and `generation_config.json`, where the module has such. Leaves are gathered one
+    after another. The first rank writes. Collective over the mesh of the leaves.
 
     Args:
-        module: the parameters' module.
+        module: module of the parameters.
         params: parameters from `from_module`, sharded or not.
-        directory: where to; made if missing.
-        dtype: the dtype to convert parameters to, one for all or by name, as `file_dtypes` returns them. Default: that
-            of the leaves.
-        file_bytes: the size after which another file begins. Several files have an index.
-        buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
+        directory: directory for the files, made if missing.
+        dtype: dtype to convert parameters to, for all or by name, as from `file_dtypes`. Default: the dtype of the
+            leaves.
+        file_bytes: size in bytes after which another file begins. Several files have an index.
+        buffers: buffers by name to write in place of the module's, sharded or not, such as `state.model_state`.
         tokenizer: tokenizer of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: the tokenizer has no `save_pretrained`.
-        ValueError: the names or shapes are not those of the module, a buffer is on `meta`, or a parameter has elements
-            that are not finite. The message lists all.
-        OSError: the first rank could not write. No files are left. The others raise a `RankError` with its message.
+        ValueError: the names or shapes do not fit the module, a buffer is on `meta`, or a parameter has elements that
+            are not finite. The message lists all.
+        OSError: the first rank could not write. No files are left. The other ranks raise a `RankError` with the
+            message.
 
     Example:
         >>> import tempfile
@@ -218,14 +218,14 @@ def module_to_hf(
         sizes[kind] = sizes.get(kind, 0) + (x.numel() if kind.is_floating_point else 0)
     wide = max(sizes, key=lambda kind: sizes[kind]) if any(sizes.values()) else None
 
-    def described() -> None:
+    def describe_files() -> None:
         write_beside(module, directory, wide, tokenizer)
 
     with WrittenByFirst(
         list(params.values()),
         "interop.module_to_hf",
         lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes, allow_nonfinite=masks),
-        described,
+        describe_files,
     ) as out:
         for group in groups:
             gathered = {name: whole(leaves[name][0]) for name in group}
@@ -236,7 +236,7 @@ def module_to_hf(
 def _archive_of(
     module: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[Archive | ConvertedArchive, dict[str, str | None]]:
-    """Returns the tensors of files by the module's names, and for each parameter the name that the files have."""
+    """Returns the tensors of files by the module's names, and each parameter's name in the files."""
     names = parameter_names(module)
     every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
     archive = as_module(Archive(directory), module, every_name)
@@ -244,7 +244,7 @@ def _archive_of(
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
-    """First name -> all names of a parameter."""
+    """Returns a mapping from the first name to all names of a parameter."""
     firsts = {id(p): name for name, p in named_parameters(module)}
     out: dict[str, list[str]] = {name: [] for name in firsts.values()}
     for name, p in named_parameters(module, remove_duplicate=False):
@@ -252,24 +252,24 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def _passed_over(module: nn.Module, name: str) -> bool:
-    """Returns whether transformers drops a tensor as it loads the module."""
+def _is_dropped(module: nn.Module, name: str) -> bool:
+    """Returns whether transformers drops a tensor at loading."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 
 
-def _experts(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
+def _expert_note(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
     num = archive.num_experts(name) if isinstance(archive, ConvertedArchive) else None
     return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
 
 
-def _deferred(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
+def _defer_leaf(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 
-    def block(slices: tuple[slice, ...]) -> Tensor:
+    def read_block(slices: tuple[slice, ...]) -> Tensor:
         rest = (slice(None),) * (len(kept.shape) - len(slices))
         box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
         return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(to)
 
-    return Draw(block, kept.shape, to, torch.device("cpu"))
+    return Draw(read_block, kept.shape, to, torch.device("cpu"))

@@ -1,8 +1,8 @@
-"""The loss of a causal language model of transformers, and its batch, where ranks have parts of a sequence.
+"""Loss of a causal language model of transformers, and batches, where ranks have parts of a sequence.
 
-transformers shifts labels in the model, and takes the mean there: on ranks that each have some tokens the last of each
-would lose its target, and the mean would not be that of all tokens. So labels are shifted before rows are cut, and a
-rank returns a total and a weight.
+transformers shifts labels in the model, and takes the mean there: on ranks with some tokens each, a rank's last token
+would lose the target, and the mean would not be over all tokens. So labels are shifted before rows are cut, and a rank
+returns a total and a weight.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,25 +18,26 @@ from shardfn.nn import Body, cross_entropy_sum, tiled_cross_entropy, whole_lengt
 from shardfn.transforms import WeightedMean
 
 _CUT = ("input_ids", "targets", "position_ids")
-# Entries by which collators separate documents for kernels; routed models do not read them.
+# Entries by which collators separate documents for kernels. Routed models ignore such entries.
 _PACKED = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-# Models whose logits are only the product of the last hidden state and the output layer.
+# Models with logits that are only the product of the last hidden state and the output layer.
 _PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's tokens of whole rows, as `body` cuts them: each with its successor, and its position if it has one.
+    """Returns this rank's tokens of whole rows, cut by `body`, with successors and positions.
 
-    The step's spec for each is `P("dp", body.axes)`.
+    The step's spec for each entry is `P("dp", body.axes)`.
 
     Args:
-        body: how attention is computed.
-        batch: whole rows, int64 [B, T] each: "input_ids", and if they are others "labels", which transformers would
-            shift; -100 does not count. With "position_ids" that start again, documents are packed.
-        mesh: the mesh of the step.
+        body: body of attention, such as `nn.Ring(axis, length)`.
+        batch: whole rows, int64 [B, T] each: "input_ids", and optionally "labels", as transformers would shift them.
+            -100 does not count. "position_ids" that start again mark packed documents.
+        mesh: mesh of the step.
 
     Returns:
-        {"input_ids", "targets", "position_ids"?, ...}, [B, own tokens] each; other entries of the batch unchanged.
+        {"input_ids", "targets", "position_ids"?, ...}, [B, this rank's tokens] each, and other entries of the batch
+        unchanged.
 
     Raises:
         ValueError: rows have another length than the body's, or are packed by another entry without "position_ids".
@@ -72,15 +73,16 @@ def _check_packed(batch: Mapping[str, Tensor]) -> None:
 
 
 def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., WeightedMean]:
-    """Returns the mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
+    """Returns the mean cross entropy of a causal language model, exact for any numbers of targets on ranks.
 
     Args:
-        apply: of `from_module(model)`, a `...ForCausalLM`. With `layers=`, the loss is for `pipeline_module`, too.
-        tile: tokens whose logits are in memory at a time. None is all of a rank's.
+        apply: function from `from_module(model)`, of a `...ForCausalLM`. With `layers=`, the loss is for
+            `pipeline_module`, too.
+        tile: number of tokens with logits in memory at a time. None is all tokens of a rank.
 
     Returns:
-        `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on. The batch then
-        has an "index", int64 [B]: the samples' global numbers.
+        `loss(params, batch[, key])` for batches from `causal_lm_batch`. A key turns dropout on. The batch then has an
+        "index", int64 [B]: the samples' global numbers.
 
     Raises:
         ValueError: with `tile`, a model whose logits are more than a product with the output layer, or (when called) a
@@ -105,10 +107,10 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
             f" its output layer alone, as those of {', '.join(_PLAIN)} are; leave tile out."
         )
 
-    def whole(targets_BT: Tensor, **given: Any) -> WeightedMean:
+    def whole_loss(targets_BT: Tensor, **given: Any) -> WeightedMean:
         return WeightedMean(*cross_entropy_sum(model(**given).logits, targets_BT))
 
-    def in_tiles(targets_BT: Tensor, **given: Any) -> WeightedMean:
+    def tiled_loss(targets_BT: Tensor, **given: Any) -> WeightedMean:
         x_BTD = model.base_model(**given)[0]
         return WeightedMean(
             *tiled_cross_entropy(x_BTD, model.get_output_embeddings().weight, targets_BT, tile=tile or 1)
@@ -116,7 +118,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
 
     def loss(params: Any, batch: Mapping[str, Tensor], key: Tensor | None = None) -> WeightedMean:
         given = {name: x for name, x in batch.items() if name not in ("targets", "index")}
-        forward = whole if tile is None else in_tiles
+        forward = whole_loss if tile is None else tiled_loss
         if key is None:
             return apply.within(forward, params, batch["targets"], **given)
         if "index" not in batch:

@@ -1,4 +1,4 @@
-"""Sizes and other numbers in a `config.json`, checked before anything is made of them."""
+"""Checks sizes and other numbers in a `config.json`, before any use."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from shardfn.core import raise_all
 
-# Under the names of all families; a field that is missing or null has a default. Layers are made one by one.
+# Under the names of all families. A missing field, or null, has a default. Layers are made one by one.
 _MOST = 2**31 - 1
 _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000)
 _SIZES |= dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "n_embed", "intermediate_size", "n_inner"), _MOST)
@@ -19,12 +19,12 @@ def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
     """Refuses sizes and other numbers that no model has.
 
     Args:
-        told: the contents of `config.json`.
-        where: the place of the contents, for the message.
+        told: contents of `config.json`.
+        where: place of the contents, for the message.
 
     Raises:
-        ValueError: lists the sizes that are not integers from 1 to 2**31 - 1 (layers: to 10,000), and the numbers that
-            are not above 0, or not finite.
+        ValueError: sizes are not integers from 1 to 2**31 - 1 (layers: to 10,000), or numbers are not above 0, or not
+            finite. Lists all.
 
     Example:
         >>> check_sizes({"hidden_size": 64, "num_hidden_layers": 2})
@@ -45,4 +45,4 @@ def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
         for name in _NUMBERS
         if (x := given.get(name)) is not None and (type(x) not in (int, float) or not 0 < x <= sys.float_info.max)
     ]
-    raise_all(ValueError, f"{where} has numbers that no model has; copy the file from the model again:", wrong)
+    raise_all(ValueError, f"{where} has numbers that no model has. Copy the file from the model again:", wrong)

@@ -1,6 +1,6 @@
-"""The layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
+"""Layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
 
-One row a leaf, which reads both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
+One row for each leaf, read both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
 the order `order`, has the elements of the leaf in row-major order.
 
 D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
@@ -16,17 +16,17 @@ from shardfn.models import gpt
 
 
 class Row(NamedTuple):
-    """The place of one leaf in a file.
+    """Place of one leaf in a file.
 
     Attributes:
-        path: path of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
+        path: path of the leaf, for example ("embed",), or ("blocks", "wq") for a leaf of every block.
         name: name of the tensor, with "{}" for the number of the block.
-        view: dims that the tensor is seen with.
-        pick: a dim of `view` and the index in it, if the tensor has several leaves.
-        order: the dims that are left, in the order of the leaf's.
+        view: dims of the tensor's view.
+        pick: dim of `view` and index along the dim, if the tensor has several leaves.
+        order: remaining dims, in the order of the leaf.
         shape: shape of the tensor itself.
-        heads: the dim of the leaf that counts heads. The next one is their features, and both may be one dim, or None
-            without heads.
+        heads: dim of the leaf that counts heads. The next dim has the features, and both may be one dim. None without
+            heads.
     """
 
     path: tuple[str, ...]
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def base(self) -> tuple[int, ...]:
-        """Returns the dims after picking and ordering; the leaf's own, except that its first two may be one."""
+        """Returns the dims after picking and ordering: the leaf's, except that the first two may be joined."""
         kept = [n for d, n in enumerate(self.view) if self.pick is None or d != self.pick[0]]
         return tuple(kept[d] for d in self.order)
 
@@ -57,30 +57,30 @@ def rows(config: gpt.Config, model_type: str) -> list[Row]:
         >>> rows(config, "llama")[0].name
         'model.embed_tokens.weight'
     """
-    return {"gpt2": _gpt2, "bloom": _bloom}.get(model_type, _llama)(config)
+    return {"gpt2": _gpt2_rows, "bloom": _bloom_rows}.get(model_type, _llama_rows)(config)
 
 
-def _plain(path: tuple[str, ...], name: str, *view: int) -> Row:
+def _plain_row(path: tuple[str, ...], name: str, *view: int) -> Row:
     # In the file heads and their features are one dim: the first two of a projection and its bias, the last two of wo.
     heads = {"wq": 0, "wk": 0, "wv": 0, "bq": 0, "bk": 0, "bv": 0, "wo": 1}.get(path[-1])
     shape = view if heads is None else (*view[:heads], view[heads] * view[heads + 1], *view[heads + 2 :])
     return Row(path, name, view, None, tuple(range(len(view))), shape, heads)
 
 
-def _turned(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
+def _transposed_row(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
     """Returns the row of a weight that is stored as [in, out].
 
-    The first `into` dims of `view` are those of the input.
+    The first `into` dims of `view` belong to the input.
     """
     shape = math.prod(view[:into]), math.prod(view[into:])
     order = (*range(into, len(view)), *range(into))
     return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
 
 
-def _llama(c: gpt.Config) -> list[Row]:
+def _llama_rows(c: gpt.Config) -> list[Row]:
     D, F, V = c.d_model, c.ff_dim, c.vocab_size
     heads = {"q": (c.num_heads, c.head_dim), "k": (c.kv_heads, c.head_dim), "v": (c.kv_heads, c.head_dim)}
-    out = [_plain(("embed",), "model.embed_tokens.weight", V, D), _plain(("norm_w",), "model.norm.weight", D)]
+    out = [_plain_row(("embed",), "model.embed_tokens.weight", V, D), _plain_row(("norm_w",), "model.norm.weight", D)]
     block = {"norm1_w": ("input_layernorm.weight", D), "norm2_w": ("post_attention_layernorm.weight", D)}
     block |= {f"w{x}": (f"self_attn.{x}_proj.weight", *hk, D) for x, hk in heads.items()}
     block |= {"wo": ("self_attn.o_proj.weight", D, c.num_heads, c.head_dim)}
@@ -89,39 +89,39 @@ def _llama(c: gpt.Config) -> list[Row]:
         block |= {"bo": ("self_attn.o_proj.bias", D)} if c.bias is True else {}
     block |= {"w_gate": ("mlp.gate_proj.weight", F, D), "w_up": ("mlp.up_proj.weight", F, D)}
     block |= {"w_down": ("mlp.down_proj.weight", D, F)}
-    out += [_plain(("blocks", leaf), "model.layers.{}." + name, *view) for leaf, (name, *view) in block.items()]
-    return out if c.tie_embeddings else [*out, _plain(("head",), "lm_head.weight", V, D)]
+    out += [_plain_row(("blocks", leaf), "model.layers.{}." + name, *view) for leaf, (name, *view) in block.items()]
+    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", V, D)]
 
 
-def _gpt2(c: gpt.Config) -> list[Row]:
+def _gpt2_rows(c: gpt.Config) -> list[Row]:
     D, F, H, K = c.d_model, c.ff_dim, c.num_heads, c.head_dim
     h = "transformer.h.{}."
-    out = [_plain(("embed",), "transformer.wte.weight", c.vocab_size, D)]
-    out += [_plain(("position",), "transformer.wpe.weight", c.max_len, D)]
-    out += [_plain((f"norm_{x}",), f"transformer.ln_f.{y}", D) for x, y in _WB]
-    out += [_plain(("blocks", f"norm{i}_{x}"), f"{h}ln_{i}.{y}", D) for i in (1, 2) for x, y in _WB]
+    out = [_plain_row(("embed",), "transformer.wte.weight", c.vocab_size, D)]
+    out += [_plain_row(("position",), "transformer.wpe.weight", c.max_len, D)]
+    out += [_plain_row((f"norm_{x}",), f"transformer.ln_f.{y}", D) for x, y in _WB]
+    out += [_plain_row(("blocks", f"norm{i}_{x}"), f"{h}ln_{i}.{y}", D) for i in (1, 2) for x, y in _WB]
     for i, x in enumerate("qkv"):
         out.append(Row(("blocks", f"w{x}"), h + "attn.c_attn.weight", (D, 3, H, K), (1, i), (1, 2, 0), (D, 3 * D), 0))
         out.append(Row(("blocks", f"b{x}"), h + "attn.c_attn.bias", (3, H, K), (0, i), (0, 1), (3 * D,), 0))
-    out += [_turned(("blocks", "wo"), h + "attn.c_proj.weight", 2, H, K, D)]
-    out += [_plain(("blocks", "bo"), h + "attn.c_proj.bias", D)]
+    out += [_transposed_row(("blocks", "wo"), h + "attn.c_proj.weight", 2, H, K, D)]
+    out += [_plain_row(("blocks", "bo"), h + "attn.c_proj.bias", D)]
     out += [
-        _turned(("blocks", "w_up"), h + "mlp.c_fc.weight", 1, D, F),
-        _plain(("blocks", "b_up"), h + "mlp.c_fc.bias", F),
+        _transposed_row(("blocks", "w_up"), h + "mlp.c_fc.weight", 1, D, F),
+        _plain_row(("blocks", "b_up"), h + "mlp.c_fc.bias", F),
     ]
-    out += [_turned(("blocks", "w_down"), h + "mlp.c_proj.weight", 1, F, D)]
-    out += [_plain(("blocks", "b_down"), h + "mlp.c_proj.bias", D)]
-    return out if c.tie_embeddings else [*out, _plain(("head",), "lm_head.weight", c.vocab_size, D)]
+    out += [_transposed_row(("blocks", "w_down"), h + "mlp.c_proj.weight", 1, F, D)]
+    out += [_plain_row(("blocks", "b_down"), h + "mlp.c_proj.bias", D)]
+    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", c.vocab_size, D)]
 
 
-def _bloom(c: gpt.Config) -> list[Row]:
+def _bloom_rows(c: gpt.Config) -> list[Row]:
     D, F, H, K = c.d_model, c.ff_dim, c.num_heads, c.head_dim
     h, t = "transformer.h.{}.", "transformer."
-    out = [_plain(("embed",), t + "word_embeddings.weight", c.vocab_size, D)]
-    out += [_plain((f"embed_norm_{x}",), f"{t}word_embeddings_layernorm.{y}", D) for x, y in _WB]
-    out += [_plain((f"norm_{x}",), f"{t}ln_f.{y}", D) for x, y in _WB]
+    out = [_plain_row(("embed",), t + "word_embeddings.weight", c.vocab_size, D)]
+    out += [_plain_row((f"embed_norm_{x}",), f"{t}word_embeddings_layernorm.{y}", D) for x, y in _WB]
+    out += [_plain_row((f"norm_{x}",), f"{t}ln_f.{y}", D) for x, y in _WB]
     norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    out += [_plain(("blocks", f"{leaf}_{x}"), f"{h}{name}.{y}", D) for leaf, name in norms.items() for x, y in _WB]
+    out += [_plain_row(("blocks", f"{leaf}_{x}"), f"{h}{name}.{y}", D) for leaf, name in norms.items() for x, y in _WB]
     for i, x in enumerate("qkv"):  # queries, keys and values lie head by head
         name = h + "self_attention.query_key_value."
         out.append(Row(("blocks", f"w{x}"), name + "weight", (H, 3, K, D), (1, i), (0, 1, 2), (3 * D, D), 0))
@@ -129,8 +129,8 @@ def _bloom(c: gpt.Config) -> list[Row]:
     block = {"wo": ("self_attention.dense.weight", D, H, K), "bo": ("self_attention.dense.bias", D)}
     block |= {"w_up": ("mlp.dense_h_to_4h.weight", F, D), "b_up": ("mlp.dense_h_to_4h.bias", F)}
     block |= {"w_down": ("mlp.dense_4h_to_h.weight", D, F), "b_down": ("mlp.dense_4h_to_h.bias", D)}
-    out += [_plain(("blocks", leaf), h + name, *view) for leaf, (name, *view) in block.items()]
-    return out if c.tie_embeddings else [*out, _plain(("head",), "lm_head.weight", c.vocab_size, D)]
+    out += [_plain_row(("blocks", leaf), h + name, *view) for leaf, (name, *view) in block.items()]
+    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", c.vocab_size, D)]
 
 
 _WB = (("w", "weight"), ("b", "bias"))

@@ -25,15 +25,15 @@ from ._hf_module import module_to_hf, parameter_names
 
 
 def master_params(state: TrainState) -> PyTree:
-    """Returns the parameters of a state, each as its master copy where the optimizer keeps one. Nothing is gathered.
+    """Returns the parameters of a state, as master copies where the optimizer keeps them. Nothing is gathered.
 
-    Parameters in 16 bits are roundings of their master copies: use the copies to continue elsewhere.
+    Parameters in 16 bits are roundings of the master copies: use the copies to continue elsewhere.
 
     Args:
-        state: the result of a step.
+        state: result of a step.
 
     Returns:
-        A tree like `state.params`, of the state's own leaves: as long as the next step does not consume it.
+        A tree like `state.params`, of the state's leaves: valid until the next step consumes the state.
 
     Raises:
         DonatedError: the state was consumed by a step.
@@ -51,19 +51,20 @@ def master_params(state: TrainState) -> PyTree:
 
 
 def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:
-    """Writes trained parameters into a module: master copies where there are some, and its changing buffers.
+    """Writes trained parameters into a module: master copies where there are some, and changing buffers.
 
-    Buffers are those of the model state, or of a part of it, with the module's names. Leaves are gathered one after
-    another. Collective.
+    Buffers come from the model state, or from a part, by the module's names. Leaves are gathered one after another.
+    Collective.
 
     Args:
-        state: state of a step over the parameters that `from_module(module)` gave.
-        module: parameters are written in their own dtype. Those on `meta` are replaced, in the dtype of the state.
-        rank0_only: whether the other ranks leave their module unchanged. A module takes memory on each.
+        state: state of a step over the parameters from `from_module(module)`.
+        module: module to write into. Parameters keep their dtype, but parameters on `meta` are replaced, in the dtype
+            of the state.
+        rank0_only: whether the other ranks leave the module unchanged. A written module takes memory on each rank.
 
     Raises:
         TypeError: `state` is not a state.
-        ValueError: names or shapes are not those of the module. The message lists all.
+        ValueError: names or shapes do not fit the module. The message lists all.
         DonatedError: the state was consumed by a step.
 
     Example:
@@ -82,12 +83,12 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
     params = master_params(state)
     names, buffers = parameter_names(module), dict(named_buffers(module))
     changed = _changed_buffers(state, buffers)
-    _check(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
+    _check_params(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
         value = whole(x)
         if writes:
-            _put(module, names[name], value)
+            _put_param(module, names[name], value)
     for name, x in changed.items():
         value = whole(x)
         if writes:
@@ -106,22 +107,23 @@ def export(
 ) -> None:
     """Writes trained weights as `save_pretrained` does, for `from_pretrained`: `module_to_hf(master_params)`.
 
-    The files are safetensors, `config.json`, `generation_config.json` and those of the tokenizer; byte for byte those
-    of transformers for one file of weights. Leaves are gathered one after another. The first rank writes. Collective.
+    The files are safetensors, `config.json`, `generation_config.json` and the tokenizer's files, equal byte for byte to
+    transformers' for a single file of weights. Leaves are gathered one after another. The first rank writes.
+    Collective.
 
     Args:
-        state: state of a step over the parameters that `from_module(module)` gave.
-        module: module for names, its configurations, and buffers that `state.model_state` lacks. Its parameters may be
-            on `meta`. One in `DistributedDataParallel` or `torch.compile` counts as the module inside.
-        directory: where to; made if missing.
-        dtype: the dtype to convert to, one for all or by name: `interop.file_dtypes(module, MODEL)` keeps the dtypes of
-            a model's files. Default: that of the master copies.
-        file_bytes: the size after which another file begins.
+        state: state of a step over the parameters from `from_module(module)`.
+        module: module for names, configurations, and buffers that `state.model_state` lacks. Parameters may be on
+            `meta`. A module in `DistributedDataParallel` or `torch.compile` counts as the module inside.
+        directory: directory for the files, made if missing.
+        dtype: dtype to convert to, for all or by name: `interop.file_dtypes(module, MODEL)` keeps the dtypes of a
+            model's files. Default: the dtype of the master copies.
+        file_bytes: size in bytes after which another file begins.
         tokenizer: tokenizer of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: `state` is not a state, or the tokenizer has no `save_pretrained`.
-        ValueError: names or shapes are not those of the module, or weights are not finite. The message lists all.
+        ValueError: names or shapes do not fit the module, or weights are not finite. The message lists all.
         DonatedError: the state was consumed by a step.
 
     Example:
@@ -138,7 +140,7 @@ def export(
     module = uncompiled(module)
     params = master_params(state)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
-    _check(params, shapes, type(module).__name__)
+    _check_params(params, shapes, type(module).__name__)
     own = _changed_buffers(state, dict(named_buffers(module)))
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
 
@@ -146,14 +148,14 @@ def export(
 def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the buffers of a module that are in the model state, by name.
 
-    They may be a part of the model state, such as `{"net": buffers, "steps": count}`.
+    Buffers may be a part of the model state, such as `{"net": buffers, "steps": count}`.
 
     Args:
-        state: the state.
-        own: the module's buffers by name.
+        state: state of a step.
+        own: buffers of the module by name.
 
     Raises:
-        ValueError: several parts of the model state have a buffer of that name. The message lists them.
+        ValueError: several parts of the model state have a buffer of the same name. The message lists the parts.
     """
     found: dict[str, list[tuple[tuple[Any, ...], str, Any]]] = {}
     named = named_leaves(state.model_state, "model_state")
@@ -164,14 +166,14 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
     found = {name: [row for row in rows if len(row[0]) == nearest[name]] for name, rows in found.items()}
     raise_all(
         ValueError,
-        "the model state has several values for buffers of the module; pass a state with the right part of it,"
+        "the model state has several values for buffers of the module. Pass a state with the right part of it,"
         " state._replace(model_state=...):",
         [f"{name}: {', '.join(path for _, path, _ in rows)}" for name, rows in found.items() if len(rows) > 1],
     )
     return {name: rows[0][2] for name, rows in found.items()}
 
 
-def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+def _check_params(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(
             f"the parameters of the state are a {type(params).__name__}, not a dict of names as from_module({what})"
@@ -187,8 +189,8 @@ def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
 
 
 @torch.no_grad()
-def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
-    """Writes a parameter. One on `meta` is replaced under all its names."""
+def _put_param(module: nn.Module, names: list[str], value: Tensor) -> None:
+    """Writes a parameter. A parameter on `meta` is replaced under all names."""
     p = module.get_parameter(names[0])
     if not p.is_meta:
         p.copy_(value)

@@ -1,7 +1,8 @@
 """Placeholders for values on another rank: shape and dtype without data.
 
-A stage of a pipeline runs the module's own forward, where values computed by other stages are absent: functions of them
-give absent results, with the shapes that torch infers on its meta device, and cost no arithmetic and no gather.
+A stage of a pipeline runs the module's own forward, where values computed by other stages are absent. Functions of
+absent values give absent results, with the shapes inferred by torch on the meta device, and cost no arithmetic and no
+gather.
 """
 
 from typing import Any
@@ -14,27 +15,27 @@ from shardfn.core import MetadataTensor
 
 from ._module_buffers import writes
 
-# What else needs no value.
+# Other functions that need no value.
 _ANSWERED = frozenset({"requires_grad_", "__format__"})
 
 
 class NeedsValue(BaseException):
-    """The running code needs an absent value. Not an `Exception`, so that no forward catches it."""
+    """Raised where the running code needs an absent value. Not an `Exception`, so no forward catches the error."""
 
 
 class AbsentTensor(MetadataTensor):
-    """A tensor without data, on the device that the value would be on.
+    """Tensor without data, on the device of the absent value.
 
     Raises:
-        NeedsValue: its value is needed, or written to a tensor with data.
+        NeedsValue: the value is needed, or written to a tensor with data.
     """
 
     _meta: Tensor
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """Returns an absent tensor with the shape and dtype of a tensor, whose values are not used."""
-        return _wrapped(_as_meta(x), x.device)
+        """Returns an absent tensor with the shape and dtype of a tensor."""
+        return _wrap_meta(_make_meta(x), x.device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,19 +49,19 @@ class AbsentTensor(MetadataTensor):
             raise NeedsValue(f"{name} writes it to a tensor")
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
         try:
-            # A capture must not record the operations: its graph would run them on tensors of the meta device.
+            # A capture must not record the operations: the graph would run on tensors of the meta device.
             with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
-                on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+                on_meta = pytree.tree_map(_convert_arg, (args, {k: v for k, v in kwargs.items() if k != "device"}))
                 out = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error
         if writes(name):
             return args[0]
-        return pytree.tree_map_only(Tensor, lambda x: _wrapped(x, device), out)
+        return pytree.tree_map_only(Tensor, lambda x: _wrap_meta(x, device), out)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses calls that have not come through `__torch_function__`."""
+        """Refuses calls from outside of `__torch_function__`."""
         del types, args, kwargs
         raise NeedsValue(f"{func} takes it by another way than a function of torch")
 
@@ -76,17 +77,17 @@ def is_absent(x: Any) -> bool:
 _VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
 
 
-def _wrapped(meta: Tensor, device: torch.device) -> AbsentTensor:
+def _wrap_meta(meta: Tensor, device: torch.device) -> AbsentTensor:
     made = AbsentTensor.empty(meta.shape, meta.dtype, device, meta.stride(), meta.storage_offset())
     made._meta = meta
     return made
 
 
-def _converted(x: Any) -> Any:
+def _convert_arg(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x._meta if type(x) is AbsentTensor else _as_meta(x)
+        return x._meta if type(x) is AbsentTensor else _make_meta(x)
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 
-def _as_meta(x: Tensor) -> Tensor:
+def _make_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

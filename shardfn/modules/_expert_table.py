@@ -1,7 +1,7 @@
-"""Experts that transformers looks up in its table, by a name in the model's config.
+"""Experts looked up by transformers in a table, by a name in the model's config.
 
-The module's own router chooses: its experts and weights of each token are the routing. The function of the experts is
-the module's own, too, with its gate, its activation and the layout of its weights. A caller has the exchange, and the
+The module's router chooses the experts and weights of each token. The function of the experts is the module's, too,
+with the gate, the activation and the layout of the weights. A caller has the exchange, such as an all-to-all, and the
 product of rows in groups.
 
 S tokens of this rank, k choices of each, M rows, E experts, D model, F ffn.
@@ -22,14 +22,14 @@ Product = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def experts_in(module: nn.Module) -> dict[str, Any]:
-    """Returns the experts that transformers looks up in its table, by path."""
+    """Returns the experts looked up by transformers in the table, by path."""
     found = named_modules(module)
     return {p: m for p, m in found if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")}
 
 
 def leaves_of(module: Any) -> list[str]:
-    """Returns the names of the parameters of experts, which have the experts along dim 0."""
-    names = _projections(module)
+    """Returns the names of the parameters with experts along dim 0."""
+    names = _find_projections(module)
     return [*names, *(f"{n}_bias" for n in names)] if module.has_bias else [*names]
 
 
@@ -43,7 +43,7 @@ def apply_experts(
     product: Product,
     name: str = "moe",
 ) -> Tensor:
-    """`nn.moe.apply` of a module's experts, [S, D], [S, k], [S, k] -> [S, D]."""
+    """Applies a module's experts by `nn.moe.apply`, [S, D], [S, k], [S, k] -> [S, D]."""
     E, chosen = module.num_experts, top_k_index.long()
     # transformers marks a choice without an expert by the number E.
     chosen = torch.where((chosen >= 0) & (chosen < E), chosen, -1)
@@ -51,9 +51,9 @@ def apply_experts(
     none_SE = top_k_weights.detach().new_zeros(()).expand(len(hidden_states), E)
     routing = moe.Routing(chosen, torch.where(chosen >= 0, top_k_weights, 0), none_SE, none_SE)
     params = {leaf: getattr(module, leaf) for leaf in leaves_of(module)}
-    up, down = _projections(module)
+    up, down = _find_projections(module)
 
-    def affine(params: Mapping[str, Tensor], leaf: str, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def apply_affine(params: Mapping[str, Tensor], leaf: str, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         y_MF = product(x_MD, params[leaf], counts_E, not module.is_transposed)
         bias_EF = params.get(f"{leaf}_bias")
         if bias_EF is None:
@@ -61,15 +61,15 @@ def apply_experts(
         # The bias of each row's expert: a product with ones, whose transpose sums in a fixed order.
         return y_MF + product(x_MD.new_ones(len(x_MD), 1), bias_EF[:, None], counts_E, False)
 
-    def experts(params: Mapping[str, Tensor], x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        h_MF = affine(params, up, x_MD, counts_E)
+    def run_experts(params: Mapping[str, Tensor], x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        h_MF = apply_affine(params, up, x_MD, counts_E)
         h_MF = module._apply_gate(h_MF) if module.has_gate else module.act_fn(h_MF)
-        y_MD = affine(params, down, h_MF, counts_E)
+        y_MD = apply_affine(params, down, h_MF, counts_E)
         return module.post_expert_norm(y_MD) if getattr(module, "has_post_expert_norm", False) else y_MD
 
-    y_SD = moe.apply(experts, params, hidden_states, routing, exchange=exchange, name=name)
+    y_SD = moe.apply(run_experts, params, hidden_states, routing, exchange=exchange, name=name)
     return y_SD.to(hidden_states.dtype)
 
 
-def _projections(module: Any) -> tuple[str, str]:
+def _find_projections(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

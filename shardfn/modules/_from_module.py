@@ -43,13 +43,13 @@ _OWN = Replacements()
 
 
 class ModuleFunction:
-    """A module's forward as a function of its parameters; made by `from_module`.
+    """Forward of a module as a function of the parameters. See `from_module`.
 
     Attributes:
-        trainable: whether a parameter had `requires_grad` by name: for `sharded_step(trainable=)`, which needs it only
-            where the state begins with other tensors than those from `from_module` or `module_from_hf`.
-        specs: the compute specs of the parameters by name: with `from_module(experts=)` those of experts are cut as the
-            exchange needs them, and all others are whole.
+        trainable: values of `requires_grad` by name, for `sharded_step(trainable=)`, needed only where the state begins
+            with tensors from elsewhere than `from_module` or `module_from_hf`.
+        specs: compute specs of the parameters by name. With `from_module(experts=)` the parameters of experts are cut
+            as the exchange needs, and all other parameters are whole.
     """
 
     def __init__(
@@ -64,30 +64,30 @@ class ModuleFunction:
         self.specs = whole if replaced.experts is None else replaced.experts.specs
         self._firsts = first_names(module)
         self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
-        # By the dtypes that were given: a module's structure does not change.
+        # By the given dtypes: a module's structure does not change.
         self._casts: dict[Any, Casts] = {}
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's forward.
 
         Args:
-            params: parameters by name. Those that are not given are the module's own, as constants.
+            params: parameters by name. Missing parameters are the module's, as constants.
             *args: the module's arguments.
             **kwargs: arguments by name.
 
         Raises:
-            ValueError: a name is not one of the module's, or the result would depend on the number of ranks, or be
-                lost: the forward draws from torch's generator, changes a buffer, normalises over the batch, or assigns
-                a parameter.
+            ValueError: a name is not in the module, or the result would depend on the number of ranks, or be lost: the
+                forward draws from torch's generator, changes a buffer, normalises over the batch, or assigns a
+                parameter.
             RuntimeError: another thread runs the module at this moment.
         """
         return self.run(Draws(self.module), params, None, args, kwargs)[0]
 
     def within(self, forward: Callable[..., Any], params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)`, which may call the module and parts of it: they then have these parameters.
+        """Runs `forward(*args, **kwargs)`, where the module and all parts of the module have these parameters.
 
         Args:
-            forward: runs in the place of the module.
+            forward: function to run in place of the module.
             params: parameters by name.
             *args: arguments of `forward`.
             **kwargs: arguments by name.
@@ -103,22 +103,23 @@ class ModuleFunction:
     def keyed(
         self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Returns the same function with dropout: masks are functions of the key and of the number of each sample.
+        """Returns the same function with dropout: a mask depends only on the key and the sample's number.
 
-        With `from_module(attention=)` that of attention is `nn.PairDropout`. Where the body cuts the tokens, other
-        dropouts are of tensors whose dim 1 is this rank's tokens, and masks are those of one device.
+        For example, sample 5 gets the same mask on rank 0 of 1 and on rank 2 of 3. With `from_module(attention=)` the
+        dropout of attention is `nn.PairDropout`. Where the body cuts the tokens, other dropouts take tensors with this
+        rank's tokens in dim 1, and masks are as on one device.
 
         Args:
             key: key for this step.
             index_B: global number of each row of the batch, which is dim 0 of the tensors under dropout.
-            forward: runs in the place of the module, as in `within`.
+            forward: function to run in place of the module, as in `within`.
 
         Returns:
             `f(params, *args, **kwargs)`.
 
         Raises:
-            ValueError: a layer of torch.nn that drops has the batch in dim 1, or (when called) a tensor under dropout
-                has another number of rows, or of a rank's tokens, or another function draws.
+            ValueError: a dropout layer of torch.nn has the batch in dim 1, or (when called) a tensor under dropout has
+                another number of rows or of a rank's tokens, or another function draws.
 
         Example:
             >>> from shardfn.core import key
@@ -136,18 +137,18 @@ class ModuleFunction:
         return f
 
     def replaying(self, chosen: Int[Tensor, "*tokens m k"]) -> "ModuleFunction":
-        """Returns the same function, whose routers (of models of transformers) take given experts.
+        """Returns the same function, with given experts for the routers of models of transformers.
 
-        Weights of the experts, and gradients of the router, are those of its present scores. The tokens of each call
-        are those of `chosen`, in the same order.
+        Weights of the experts, and gradients of the router, come from the present scores. The tokens of each call must
+        be the tokens of `chosen`, in the same order.
 
         Args:
-            chosen: for each token the k experts in each of the m layers that have some, such as `rollout.routes` of an
+            chosen: the k experts of each token in each of the m layers with experts, such as `rollout.routes` of an
                 `Engine(routes=True)` of the model; -1 leaves a token to the router.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they do not fit the module's layers and experts, or (when called) its tokens, or a router
+            TypeError: `chosen` has no integers.
+            ValueError: `chosen` does not fit the module's layers and experts, or (when called) the tokens, or a router
                 chooses in another way than by `topk` of scores [tokens, experts].
 
         Example:
@@ -180,9 +181,9 @@ class ModuleFunction:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Returns the forward's result, and the new values of the buffers in `state`.
 
-        It may change these, and no others.
+        The forward may change these buffers, and no other buffers.
 
-        `forward` runs in place of the module, and calls it.
+        `forward` runs in place of the module, and calls the module.
         """
         check_cache()
         warn_of_asked_balance(self.module, kwargs)
@@ -191,13 +192,13 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         if state is None:
             warn_of_own_buffers(self.module, parts, given)
-        found = self._found(parts, given)
-        given.buffers.update(_cast(parts, given, found, state or {}))
+        found = self._find_casts(parts, given)
+        given.buffers.update(_cast_buffers(parts, given, found, state or {}))
         call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
         return call.call(forward or self.module, args, kwargs)
 
-    def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
-        own = {name: _own(parts, name).dtype for name in given.params}
+    def _find_casts(self, parts: ModuleParts, given: GivenTensors) -> Casts:
+        own = {name: _module_param(parts, name).dtype for name in given.params}
         dtypes = {name: x.dtype for name, x in given.params.items()}
         compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
         known = self._casts.get(key)
@@ -208,10 +209,10 @@ class ModuleFunction:
 
 
 class StatefulFunction:
-    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`.
+    """Forward of a module as a function of parameters and buffers. See `from_module(has_state=True)`.
 
     Attributes:
-        trainable: as of a `ModuleFunction`.
+        trainable: values as of a `ModuleFunction`.
         specs: specs as of a `ModuleFunction`.
     """
 
@@ -231,22 +232,22 @@ class StatefulFunction:
             **kwargs: arguments by name.
 
         Raises:
-            ValueError: the model state is not the one that `from_module` gave, by names, or as `ModuleFunction`.
+            ValueError: the names of the model state are not the names from `from_module`, or as `ModuleFunction`.
         """
-        return self._run(Draws(self._function.module), params, model_state, args, kwargs)
+        return self._run_forward(Draws(self._function.module), params, model_state, args, kwargs)
 
     def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
-        """The same function with dropout. See `ModuleFunction.keyed`."""
+        """Returns the same function with dropout. See `ModuleFunction.keyed`."""
         draws = self._function.draws(key, index_B)
 
         def f(
             params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
         ) -> tuple[Any, dict[str, Tensor]]:
-            return self._run(draws(), params, model_state, args, kwargs)
+            return self._run_forward(draws(), params, model_state, args, kwargs)
 
         return f
 
-    def _run(
+    def _run_forward(
         self, draws: Draws, params: Any, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
         if set(state) != self._names:
@@ -258,13 +259,12 @@ class StatefulFunction:
 
 
 class _ModuleCall:
-    """One call of a module, and the parts of it that run again in the backward.
+    """Call of a module, with the parts that run again in the backward.
 
-    Invariant: every part, the first time and again, runs inside `_running`: with the given tensors in their places,
-    every function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept,
-    which are leaves, so no gathered parameter outlives its use. Buffers of the state are written to in copies, made
-    anew for each run: so a part that runs again begins with the values of its first run, and does not change returned
-    values.
+    Invariant: every part, the first time and again, runs inside `_enter_modes`: with the given tensors in place, every
+    function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept. Given
+    tensors are leaves, so no gathered parameter outlives a use. Writes to buffers of the state go to copies, made for
+    each run: a part that runs again begins with the values of the first run, and does not change returned values.
     """
 
     def __init__(
@@ -277,34 +277,34 @@ class _ModuleCall:
         axis: Axes,
         replaced: Replacements,
     ) -> None:
-        self._parts, self._given, self._found, self._draws = parts, given, found, draws
+        self._parts, self._given, self._find_casts, self._draws = parts, given, found, draws
         self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
-        self._evaluates = is_evaluating()  # parts that run again do so in the mode of the call
+        self._evaluates = is_evaluating()  # for parts that run again in the mode of the call
         self._placed: Placed | None = None  # while it runs
-        # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
+        # Parts may run again on autograd's thread, on behalf of this thread: `one_thread` needs the id.
         self._caller = threading.get_ident()
 
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
-        with self._running(self._state or {}):
-            out = forward(*args, **kwargs), self._now()
+        with self._enter_modes(self._state or {}):
+            out = forward(*args, **kwargs), self._current_buffers()
         if self._routed is not None:
             self._routed.check()
         return out
 
     def again(self) -> Again:
-        """Reruns code as from here: with the same draws, and the buffers that the forward has assigned so far."""
+        """Returns a context to rerun code as from here: with the same draws, and the buffers assigned so far."""
         assert self._placed is not None
         mark, overrides = self._draws.mark, self._placed.overrides()
-        # Copies, as the forward may still write to its own.
-        state = {name: x.clone() for name, x in self._now().items()}
+        # Copies, as the forward may still write to the buffers.
+        state = {name: x.clone() for name, x in self._current_buffers().items()}
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
             before, self._draws.mark = self._draws.mark, mark
             try:
-                with self._running(state, overrides):
+                with self._enter_modes(state, overrides):
                     yield
             finally:
                 self._draws.mark = before
@@ -312,7 +312,7 @@ class _ModuleCall:
         return entered
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Returns the path of `sub` in the module, or None if it is not a part of it."""
+        """Returns the path of `sub` in the module, or None if `sub` is not a part of the module."""
         return next((path for path, m in self._parts.modules.items() if m is sub), None)
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
@@ -322,25 +322,25 @@ class _ModuleCall:
             return False
         dot = f"{path}." if path else ""
         for name, x in (*named_parameters(sub), *named_buffers(sub)):
-            # A lazy leaf need not be gathered for it.
+            # A lazy leaf need not be gathered for the check.
             old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
             with torch.no_grad():
                 new = convert(old)
             if new is not old:
                 raise ValueError(
                     f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
-                    f" {new.device}, and would train the converted copies; convert the module before"
+                    f" {new.device}, and would train the converted copies. Convert the module before"
                     " from_module, or name that parameter in the policy: exceptions={...}."
                 )
         return True
 
-    def _now(self) -> dict[str, Tensor]:
+    def _current_buffers(self) -> dict[str, Tensor]:
         """Returns the current buffers of the state."""
         slots = {name: self._parts.buffers[name] for name in self._state or {}}
         return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
 
     @contextlib.contextmanager
-    def _running(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
+    def _enter_modes(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
         _, module = self._parts.unique[0]
         own = {name: x.clone() for name, x in state.items()}
         given = GivenTensors(self._given.params, self._given.buffers | own)
@@ -349,17 +349,17 @@ class _ModuleCall:
             running_as_written(module),
             in_eval_mode(self._parts) if self._evaluates else contextlib.nullcontext(),
             Placed(self._parts, given) as placed,
-            self._at(placed),
+            self._use_placed(placed),
         ):
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
             placed.override(overrides)
-            # After `override`, which restores the forward's assignments: a buffer of the state is this run's own.
+            # After `override`, which restores the forward's assignments: each run has separate buffers of the state.
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             with (
                 running_module(self),
-                shadowed(forwards(self._parts, self._found)),
+                shadowed(forwards(self._parts, self._find_casts)),
                 shadowed(self._draws.forwards()),
                 self._replaced.running(self._routed),
                 mode,
@@ -371,11 +371,11 @@ class _ModuleCall:
                     f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
                     " trains; give its result another name, or convert the module before from_module."
                 )
-            # Only without an earlier error, which is the one to report.
+            # Only without an earlier error, which is then the error to report.
             mode.check()
 
     @contextlib.contextmanager
-    def _at(self, placed: Placed) -> Iterator[None]:
+    def _use_placed(self, placed: Placed) -> Iterator[None]:
         before, self._placed = self._placed, placed
         try:
             yield
@@ -426,52 +426,52 @@ def from_module(
     experts: moe.Exchange | None = None,
     exact: bool = False,
 ) -> Any:
-    """Splits a module into its parameters and a pure function of them.
+    """Splits a module into parameters and a pure function of the parameters.
 
-    Tied parameters appear once, under their first name, and stay tied. Buffers are closed over, and are constants: a
-    forward that changes one is refused, by name, before it does. The module itself is not changed. Its own parameters
-    may be freed with `module.to("meta")` once a step has taken them, if it has no buffers.
+    Tied parameters appear once, under the first name, and stay tied. Buffers are constants of the function: a forward
+    that would change a buffer is refused, by name, before the change. The module itself is not changed. Once a step has
+    taken the parameters, `module.to("meta")` frees the module's, if there are no buffers.
 
-    Code under `torch.utils.checkpoint` inside the module runs again in the backward with the parameters and draws of
-    its forward. The reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
+    Code under `torch.utils.checkpoint` (activation checkpointing) inside the module runs again in the backward with the
+    parameters and draws of the forward. The reentrant kind runs as the other kind. Dropout needs a key:
+    `apply.keyed(key, index_B)(params, ...)`.
 
-    If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of their
-    dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy compute
-    in the dtype of these, and return that of their input.
+    If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the nearest parameters
+    of equal dtype, as with `module.to(dtype)`. A submodule of which all parameters are exceptions of the policy, such
+    as a norm in float32, computes in the dtype of the exceptions, and returns the dtype of the input.
 
     Args:
-        module: any module, in the mode (train or eval) it should run in. Inside of `step.evaluate` the mode is eval.
-        keep_dtype: patterns; buffers in whose names `re.search` finds one keep their dtype.
+        module: any module, in the mode to run in (train or eval). Inside of `step.evaluate` the mode is eval.
+        keep_dtype: patterns. A buffer keeps the dtype if `re.search` finds a pattern in the name.
         has_state: whether the buffers in `state_dict` become model state, so that a forward may change them: running
             statistics, counters.
-        axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
-            normalises by the statistics of all their rows.
-        layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
-            `nn.ModuleList` of layers, each called once on the result of the one before. Layers may differ. Those whose
-            leaves are alike are stacked.
-        attention: how the attention of the models of transformers in it is computed, in place of their own way:
-            `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
-            tokens of a sequence. Positions are then those of all tokens. Where they are given and start again, so does
-            a document.
-        experts: how tokens meet the experts of the models of transformers in it: an exchange of `nn.moe`, as
-            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`. With `layers`,
-            specs such as `P("pp", "ep")` for the stacked leaves of experts.
-        exact: each token's results have the bits that an engine of `hf_decoder(module, exact=True)` gives it, beside
-            any other tokens: for float32 parameters, and attention that sees earlier tokens. Gradients are not exact.
+        axis: mesh axes along which ranks hold other rows of the batch, with `has_state`: `BatchNorm` in training
+            normalises by the statistics of all rows.
+        layers: name of the list of layers, to put layers on several ranks (`pipeline_module`): an `nn.ModuleList` of
+            layers, each called once on the result of the previous layer. Layers may differ. Layers with equal leaves
+            are stacked.
+        attention: body that computes the attention of models of transformers inside: `nn.Blockwise()`, or
+            `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some tokens of a sequence.
+            Positions then count all tokens. Where given positions start again, a new document begins.
+        experts: exchange of `nn.moe` by which tokens meet the experts of models of transformers inside, such as
+            `nn.moe.Tokens("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`. With
+            `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.
+        exact: whether each token's results are batch-invariant, with the bits of an engine of `hf_decoder(module,
+            exact=True)`: for float32 parameters, and causal attention. Gradients are not exact.
 
     Returns:
-        `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
-        `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
-        the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0. If
-        layers have other leaves, or of other shapes, it has a dict of these for each kind, under the number of the
-        first layer of the kind, as a string. Parameters with `requires_grad=False` are frozen: steps train them only if
-        `trainable=` includes them.
+        `(params, apply)`: detached parameters by name, and `apply(params, *args, **kwargs)` = the module's forward.
+        With `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the
+        forward and the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along
+        dim 0. If layers differ in leaves or shapes, `params[layers]` has a dict of leaves for each kind, under the
+        number of the first layer of the kind, as a string, for example "0" and "3". Parameters with
+        `requires_grad=False` are frozen: steps train them only if `trainable=` includes them.
 
     Raises:
-        ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
-            or shares memory with another tensor, or an embedding has max_norm or scale_grad_by_freq. Or there are no
-            buffers for `has_state`, or layers share parameters. The message lists every leaf. Or attention cannot be
-            routed, with each reason; (when called) masks, labels or dropout that are not known for all tokens.
+        ValueError: the module cannot be trained as in torch: a parameter has gradient hooks, no shape yet, or shares
+            memory with another tensor, or an embedding has max_norm or scale_grad_by_freq. Or there are no buffers for
+            `has_state`, or layers share parameters. The message lists every leaf. Or attention cannot be routed, with
+            each reason, or (when called) masks, labels or dropout are not known for all tokens.
 
     Example:
         >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
@@ -499,15 +499,17 @@ def from_module(
     return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, replaced), state)
 
 
-def _own(parts: ModuleParts, name: str) -> Tensor:
+def _module_param(parts: ModuleParts, name: str) -> Tensor:
     slot = parts.params[name]
     own = slot.owner._parameters[slot.name]
     assert own is not None
     return own
 
 
-def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the buffers cast to another dtype. Those of a state keep their own."""
+def _cast_buffers(
+    parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the buffers cast to another dtype. Buffers of a state keep the dtype."""
     out = {}
     for name, dtype in found.buffers.items():
         if name in state:

@@ -1,7 +1,7 @@
-"""The groups of layers of a list that are alike, with a stack of leaves each, and stages made of cut stacks.
+"""Groups of equal layers in a list, with a stack of leaves each, and stages made of cut stacks.
 
 Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
-several kinds, such as dense layers before mixtures of experts, each has a stack of its own, under the number of its
+several kinds, such as dense layers before mixtures of experts, each kind has a separate stack, under the number of the
 first layer.
 """
 
@@ -16,12 +16,12 @@ from shardfn.core import P, frozen, named_parameters, raise_all
 
 
 class LayerKind(NamedTuple):
-    """Layers that are alike.
+    """Layers of one kind.
 
     Attributes:
-        layers: numbers, in order.
-        names: the names of a layer's leaves.
-        frozen: the names of those with `requires_grad=False`.
+        layers: numbers of the layers, in order.
+        names: names of a layer's leaves.
+        frozen: names of leaves with `requires_grad=False`.
     """
 
     layers: tuple[int, ...]
@@ -30,7 +30,7 @@ class LayerKind(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns the key of their stack, where there are several."""
+        """Returns the key of the kind's stack, where there are several."""
         return str(self.layers[0])
 
 
@@ -38,7 +38,7 @@ class LayerKinds(NamedTuple):
     """The kinds of layers of a list.
 
     Attributes:
-        path: the name of the list.
+        path: name of the list.
         kinds: kinds in the order of their first layers.
     """
 
@@ -47,10 +47,10 @@ class LayerKinds(NamedTuple):
 
     @staticmethod
     def of(path: str, layers: Sequence[nn.Module]) -> "LayerKinds":
-        """Those of a list of modules.
+        """Returns the kinds of a list of modules.
 
         Raises:
-            ValueError: some layers of a kind have frozen leaves that others train. The message lists them.
+            ValueError: some layers of a kind freeze leaves that other layers train. The message lists the leaves.
         """
         own = [dict(named_parameters(layer)) for layer in layers]
         found: dict[Any, list[int]] = {}
@@ -69,7 +69,7 @@ class LayerKinds(NamedTuple):
                 if x.requires_grad is not (y := own[rows[0]][name]).requires_grad
             ],
         )
-        return LayerKinds(path, tuple(_kind(rows, own[rows[0]]) for rows in found.values()))
+        return LayerKinds(path, tuple(_make_kind(rows, own[rows[0]]) for rows in found.values()))
 
     @property
     def num_layers(self) -> int:
@@ -78,15 +78,15 @@ class LayerKinds(NamedTuple):
 
     @property
     def trainable(self) -> Any:
-        """Returns whether each stacked leaf is not frozen, as a tree like the stacks in params."""
+        """Returns whether each stacked leaf is trained, as a tree like the stacks in params."""
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
 
     def specs(self, of_layers: Mapping[str, P], axis: str) -> Any:
         """Returns the specs of the stacks, as a tree like the stacks in params: dim 0 is cut along `axis`.
 
         Args:
-            of_layers: the specs of the layers' leaves by full name.
-            axis: the axis of the stages.
+            of_layers: specs of the layers' leaves by full name.
+            axis: axis of the stages.
         """
         firsts = [(kind, f"{self.path}.{kind.layers[0]}.") for kind in self.kinds]
         return self.tree([{name: P(axis, *of_layers[dot + name]) for name in kind.names} for kind, dot in firsts])
@@ -111,7 +111,7 @@ class LayerKinds(NamedTuple):
         """Returns the stack, by kind: the inverse of `tree`.
 
         Raises:
-            ValueError: there are other stacks, or they have other leaves.
+            ValueError: there are other stacks, or other leaves.
         """
         keys = [kind.key for kind in self.kinds]
         if len(keys) > 1 and set(tree) != set(keys):
@@ -129,10 +129,10 @@ class LayerKinds(NamedTuple):
     def flat(self, tree: Mapping[str, Any], start: int, num: int) -> dict[str, Tensor]:
         """Returns the leaves of some layers by full name, from the rows of each stack.
 
-        Of these layers alone, or of all.
+        Only of these layers, or of all layers.
 
         Raises:
-            ValueError: a stack has other numbers of rows. The message lists them.
+            ValueError: a stack has another number of rows. The message lists the stacks.
         """
         out: dict[str, Tensor] = {}
         for kind, stack in zip(self.kinds, self.stacks(tree), strict=True):
@@ -147,37 +147,42 @@ class LayerKinds(NamedTuple):
         return out
 
     def end(self, start: int, rows: Sequence[int], *, last: bool) -> int:
-        """Returns the layer after a rank's own.
+        """Returns the layer after a rank's layers.
 
         Args:
-            start: first layer.
+            start: first layer of the rank.
             rows: number of rows of the stack by kind: all of them if the stack is not cut.
-            last: whether it is the last rank, which has all remaining layers.
+            last: whether the rank is the last rank, with all remaining layers.
         """
         if last:
             return self.num_layers
         cut = [(kind, num) for kind, num in zip(self.kinds, rows, strict=True) if num < len(kind.layers)]
-        wanted = [(kind, _before(kind, start) + num) for kind, num in cut]
-        return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+        wanted = [(kind, _count_before(kind, start) + num) for kind, num in cut]
+        return next(i for i in range(start, self.num_layers + 1) if all(_count_before(k, i) == n for k, n in wanted))
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """By kind, whether its stack is cut, so that the rows of all ranks are those of the whole. See `shares`."""
+        """Returns by kind whether the stack is cut: whether the ranks' rows add up to all rows. See `shares`."""
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the number of layers of each rank. Layers of uncut stacks run with the next layer of a cut stack.
+        """Returns the number of layers of each rank.
+
+        Layers of uncut stacks run with the next layer of a cut stack. For example, a dense layer in front of 6 layers
+        of experts on 2 ranks gives 4 and 3 layers.
 
         Args:
-            rows: the rank's number of rows of the stack by kind and rank.
+            rows: numbers of rows of the stack by kind and rank.
 
         Raises:
-            ValueError: the rows of a rank are not those of layers that run one after another.
+            ValueError: the rows of a rank are not the rows of consecutive layers.
         """
         num, bounds = len(rows[0]), [0]
         cut = [(kind, own) for kind, own, is_cut in zip(self.kinds, rows, self.cut(rows), strict=True) if is_cut]
         for rank in range(1, num):
             wanted = [(kind, sum(own[:rank])) for kind, own in cut]
-            behind = (i for i in range(bounds[-1], self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+            behind = (
+                i for i in range(bounds[-1], self.num_layers + 1) if all(_count_before(k, i) == n for k, n in wanted)
+            )
             found = next(behind, None)
             if found is None:
                 later = [f"{self.stack_path(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
@@ -185,23 +190,23 @@ class LayerKinds(NamedTuple):
                     f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
                     f" would have {', '.join(later)}, while the ranks before lack the layers behind these. Use"
                     " another number of stages, or cut only one kind, as in"
-                    f" specs={{{self.path!r}: {self._one_cut()}}}."
+                    f" specs={{{self.path!r}: {self._describe_cuts()}}}."
                 )
             bounds.append(found)
         bounds.append(self.num_layers)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
-    def _one_cut(self) -> str:
+    def _describe_cuts(self) -> str:
         """Returns the specs that cut only the kind with the most layers, in words."""
         most = max(self.kinds, key=lambda kind: len(kind.layers))
         return "{" + ", ".join(f"{k.key!r}: {'P(axis)' if k is most else 'P()'}" for k in self.kinds) + "}"
 
 
-def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
-    """Layers that are alike, by their numbers and the leaves of the first."""
+def _make_kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
+    """Makes a kind from the numbers of layers and the leaves of the first layer."""
     return LayerKind(tuple(rows), tuple(first), frozenset(name for name, x in first.items() if not x.requires_grad))
 
 
-def _before(kind: LayerKind, layer: int) -> int:
+def _count_before(kind: LayerKind, layer: int) -> int:
     """Returns the number of layers of a kind before a layer."""
     return sum(i < layer for i in kind.layers)

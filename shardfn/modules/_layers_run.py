@@ -1,4 +1,4 @@
-"""One call of a module on a rank that runs some of its layers: placeholders for the others."""
+"""Call of a module on a rank with some of the layers: placeholders stand for the other layers."""
 
 import dataclasses
 import inspect
@@ -19,17 +19,16 @@ from ._module_parts import ModuleParts
 
 @dataclasses.dataclass
 class LayerSpan:
-    """The layers that one call of a loss runs, on this rank.
+    """Layers that one call of a loss runs, on this rank.
 
     Attributes:
-        start: the first layer.
-        num: number.
-        given: the result of the layer before `start`, or None at the first stage.
-        ends: whether the forward runs to its end, and not to the layer after.
-        calls: the number of calls of the module in this loss.
-        stack: this rank's rows of the layers' leaves, in the form of params, if the loss is given placeholders for
-            them.
-        shown: these placeholders, which the loss must pass on unchanged.
+        start: first layer.
+        num: number of layers.
+        given: result of the layer before `start`, or None at the first stage.
+        ends: whether the forward runs to the end, and not to the layer after.
+        calls: number of calls of the module in this loss.
+        stack: this rank's rows of the layers' leaves, in the form of params, if the loss gets placeholders.
+        shown: placeholders, which the loss must pass on unchanged.
     """
 
     start: int
@@ -42,7 +41,7 @@ class LayerSpan:
 
 
 class Ended(BaseException):
-    """The layers of this rank are done; no `Exception`, so that no forward catches it."""
+    """Raised when the layers of this rank are done. Not an `Exception`, so no forward catches the signal."""
 
     def __init__(self, h: Any) -> None:
         super().__init__()
@@ -50,19 +49,22 @@ class Ended(BaseException):
 
 
 class RunAgain(BaseException):
-    """The call must start again, as the structure of a layer's result is now known; no `Exception`, as `Ended`."""
+    """Raised to start the call again, as the structure of a layer's result is now known.
+
+    Like `Ended`, not an `Exception`.
+    """
 
 
 class Layers(Protocol):
-    """A module with a list of layers.
+    """Module with a list of layers.
 
     Attributes:
         module: the module.
-        path: the name of the list in it.
+        path: name of the list in the module.
         num_layers: the number of layers.
-        needs_params: whether the layers need values from before them, other than the first argument, that depend on
+        needs_params: whether layers need values from the code before, other than the first argument, that depend on
             parameters.
-        returns: a layer's further results, and the structure of all. None until they are known.
+        returns: further results of a layer, and the structure of all results. None until known.
     """
 
     module: nn.Module
@@ -78,17 +80,17 @@ class Layers(Protocol):
 
 
 class LayersRun:
-    """One call of a module on a rank that runs some of its layers.
+    """Call of a module on a rank with some of the layers.
 
-    Invariant: while `call` runs, the module's list holds placeholders, and until the first own layer is called, the
-    parameters outside the layers are absent, unless code before the layers needs their values.
+    Invariant: while `call` runs, the module's list holds placeholders, and until the call of this rank's first layer,
+    the parameters outside the layers are absent, unless code before the layers needs the values.
     """
 
     def __init__(self, of: Layers, span: LayerSpan, draws: Draws, forward: Callable[..., Any] | None = None) -> None:
         self._of, self._span, self._draws, self._forward = of, span, draws, forward or of.module
-        # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
+        # `_next` is the layer whose call is due. Once `call` has ended (`_over`), only a checkpoint calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
-        # The parameters replaced by absent ones, with their places, empty once an own layer runs.
+        # The parameters replaced by absent tensors, with the places, empty once a layer of this rank runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
         # Why a layer's result is assumed to be a tensor. None once the structure of results is known.
         self._assumed: str | None = None
@@ -98,7 +100,7 @@ class LayersRun:
         layers = of.layers
         own = layers._modules
         stand_ins = {
-            name: _StandIn(i, uncompiled(layer), self._at)
+            name: _StandIn(i, uncompiled(layer), self._call_layer)
             for i, (name, layer) in enumerate(zip(own, layers, strict=True))
         }
         layers._modules = stand_ins  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,14 +108,14 @@ class LayersRun:
         try:
             for i, layer in enumerate(own.values()):
                 if not self._span.start <= i < self._stop:
-                    self._hide(layer, elsewhere)
+                    self._hide_params(layer, elsewhere)
             if self._span.given is not None and not of.needs_params:
                 self._take_params(module)
             if not self._span.num:
                 none_attends()
             out = self._forward(*args, **kwargs)
             if self._next < of.num_layers:
-                self._refuse(f"the forward calls {self._next} of {of.num_layers} layers. {_IN_ORDER}")
+                self._raise_uncuttable(f"the forward calls {self._next} of {of.num_layers} layers. {_IN_ORDER}")
             return out
         except Exception as error:
             if self._assumed is not None:
@@ -125,15 +127,15 @@ class LayersRun:
             _put_back(elsewhere)
             self._over = True
 
-    def _at(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles the call of a layer."""
         span = self._span
         if self._over:  # a checkpoint's recomputation, in the backward
-            return self._own(number, layer, args, kwargs)
+            return self._run_layer(number, layer, args, kwargs)
         if number != self._next:
-            self._refuse(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
-        if number == 0 and span.num < self._of.num_layers and (names := _recorded()):
-            self._refuse(
+            self._raise_uncuttable(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
+        if number == 0 and span.num < self._of.num_layers and (names := _recorded_outputs()):
+            self._raise_uncuttable(
                 f"transformers records {', '.join(names)} of all layers, and each rank has those of its own layers"
                 f" alone. Turn off {', '.join(f'output_{name}' for name in names)}."
             )
@@ -143,40 +145,40 @@ class LayersRun:
         self._next = number + 1
         before = number < span.start
         if before and number < self._of.num_layers - 1:
-            return self._returned(layer, args, kwargs, _absent_like(h))
+            return self._rebuild_result(layer, args, kwargs, _absent_like(h))
         self._give_params()
         if before:  # a last stage without layers
-            out = self._returned(layer, args, kwargs, span.given)
+            out = self._rebuild_result(layer, args, kwargs, span.given)
             self._draws.skip(layer)
             return out
-        out = self._own(number, layer, args, kwargs)
-        self._learn(out)
+        out = self._run_layer(number, layer, args, kwargs)
+        self._record_structure(out)
         if not span.ends and self._next == self._stop == self._of.num_layers:
             raise Ended(pytree.tree_leaves(out)[0])
         return out
 
-    def _own(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a layer of this rank."""
+    def _run_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
         if is_absent((args, kwargs)):
             raise NeedsValue(f"layer {number} is given it, besides its first argument")
         return layer(*args, **kwargs)
 
-    def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
-        """Returns the result of a layer whose first tensor is `h`. Its other tensors are absent.
+    def _rebuild_result(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
+        """Returns the result of a layer from the first tensor, `h`. All other tensors are absent.
 
-        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
-        assumed to return a tensor until this rank's first layer has run.
+        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, the
+        result is assumed to be a tensor until this rank's first layer has run.
         """
         if self._of.returns is None and self._assumed is None:
             absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
             try:
-                self._learn(layer(*absent[0], **absent[1]))
+                self._record_structure(layer(*absent[0], **absent[1]))
             except (NeedsValue, Exception) as error:
                 self._assumed = f"cannot be found by a run of the layer without data ({error})"
                 if not self._span.num:
-                    self._refuse(
+                    self._raise_uncuttable(
                         f"this rank runs no layer, and the structure of a layer's result {self._assumed}. Use no more"
                         " stages than have a layer, or let layers ask for no values."
                     )
@@ -186,7 +188,7 @@ class LayersRun:
         rest, treedef = self._of.returns
         return pytree.tree_unflatten([h, *rest], treedef)
 
-    def _learn(self, out: Any) -> None:
+    def _record_structure(self, out: Any) -> None:
         """Records the structure of a layer's result.
 
         Raises:
@@ -196,7 +198,9 @@ class LayersRun:
             return
         leaves, treedef = pytree.tree_flatten(out)
         if not leaves or not isinstance(leaves[0], Tensor):
-            self._refuse(f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}")
+            self._raise_uncuttable(
+                f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}"
+            )
         self._of.returns = [_absent_like(x) if isinstance(x, Tensor) else x for x in leaves[1:]], treedef
         assumed, self._assumed = self._assumed, None
         if assumed is not None and not isinstance(out, Tensor):
@@ -208,20 +212,20 @@ class LayersRun:
             if not name.startswith(dot):
                 _make_absent(owner, own, self._absent)
 
-    def _hide(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
-        """Makes the parameters of another rank's layer absent: here they have only their initial values."""
+    def _hide_params(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+        """Makes the parameters of another rank's layer absent: this rank has only the initial values."""
         for owner, own in ModuleParts.of(layer).params.values():
             _make_absent(owner, own, taken)
 
     def _give_params(self) -> None:
         _put_back(self._absent)
 
-    def _refuse(self, what: str) -> None:
+    def _raise_uncuttable(self, what: str) -> None:
         raise ValueError(f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}")
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a layer, and is like it in everything but its call: in its kind, its parts and its hooks."""
+    """Takes the place of a layer, and equals the layer in everything except the call: in kind, parts and hooks."""
 
     def __init__(self, number: int, layer: nn.Module, at: Callable[..., Any]) -> None:
         super().__init__()
@@ -231,7 +235,7 @@ class _StandIn(nn.Module):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the layer's, for `isinstance`."""
+        """Returns the layer's class, for `isinstance`."""
         return type(self.__dict__["layer"]) if "layer" in self.__dict__ else _StandIn
 
     def __getattr__(self, name: str) -> Any:
@@ -252,8 +256,8 @@ class _StandIn(nn.Module):
 _IN_ORDER = "Its layers must run once each, in order."
 
 
-def _recorded() -> list[str]:
-    """Returns the names of the outputs that transformers records by hooks on the running model's layers."""
+def _recorded_outputs() -> list[str]:
+    """Returns the names of the layer outputs that transformers records by hooks."""
     known = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(known, "_active_collector", None)
     found = None if collector is None else collector.get()
@@ -276,7 +280,7 @@ def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
 def _first_argument(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Returns the first argument of a layer, and a function that puts another in its place."""
+    """Returns the first argument of a layer, and a function that replaces the first argument."""
     if args:
         return args[0], lambda h: ((h, *args[1:]), kwargs)
     name = next(iter(inspect.signature(layer.forward).parameters), "")

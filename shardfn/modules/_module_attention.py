@@ -1,12 +1,12 @@
 """Attention of models of transformers by a body of `nn.attention`, also where ranks have parts of a sequence.
 
-transformers looks up its attention function in a table, by a name in the model's config. While a module runs for
-`from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
-changed. A model whose attention does not use that table is refused by `from_module`.
+transformers looks up the attention function in a table, by a name in the model's config. While a module runs for
+`from_module`, the configs have the name registered here, and afterwards the old name. So no model is changed.
+`from_module` refuses a model with attention outside of the table.
 
 Other values that depend on the positions of a rank's tokens are handled when a model is called: default positions are
-those of this rank's tokens, and arguments that are not known for all tokens (padding masks, labels to be shifted) are
-refused.
+the positions of this rank's tokens, and arguments unknown for all tokens, such as padding masks and labels to be
+shifted, are refused.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 OVER_TOKENS = ConvNd, nn.RNNBase
 # Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
-# Arguments of models of images or sound, whose embeddings go to places in the whole rows.
+# Arguments of models of images or sound. The embeddings go to places in the whole rows.
 _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "audio")
 
 
 @contextlib.contextmanager
 def named(configs: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> Iterator[None]:
-    """While it is open, configs of transformers name this attention, or another function by its field."""
+    """Lets configs of transformers name this attention, or another function by the function's field."""
     before = [(c, getattr(c, field)) for c in configs]
     try:
         for c, _ in before:
@@ -63,19 +63,19 @@ def named(configs: Iterable[Any], name: str, field: str = "_attn_implementation_
 
 
 class AttentionRoute:
-    """The body that computes the attention of one module.
+    """Body that computes the attention of one module.
 
     Args:
-        module: with models of transformers in it.
+        module: module with models of transformers inside.
         body: the body of `nn.attention`.
 
     Raises:
-        ValueError: there is no such model, or the attention of one cannot be routed. The message lists all of them with
+        ValueError: there is no such model, or the attention of a model cannot be routed. The message lists all with
             reasons.
     """
 
     def __init__(self, module: nn.Module, body: Body) -> None:
-        self.body, towers = body, _towers(module)
+        self.body, towers = body, _find_towers(module)
         self._models = [m for m in models_in(module) if m not in towers]
         apart = {id(c) for m in towers for c in configs_of(m.config)}
         found = [c for m in self._models for c in configs_of(m.config) if id(c) not in apart]
@@ -83,17 +83,17 @@ class AttentionRoute:
         raise_all(
             ValueError,
             f"from_module(attention={body}) of this {type(module).__name__}:",
-            _problems(module, self._models, towers, body),
+            _find_problems(module, self._models, towers, body),
         )
-        _register()
+        _register_attention()
 
     def of_call(self, draws: Draws) -> "RoutedCall":
-        """Returns the routing of one call, including its parts that run again in the backward."""
+        """Returns the routing of a call, including parts that run again in the backward."""
         return RoutedCall(self, draws)
 
     @contextlib.contextmanager
     def watched(self, hook: Any) -> Iterator[None]:
-        """While it is open, `hook` sees the arguments of the models' calls."""
+        """Shows the arguments of the models' calls to `hook`."""
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for m in self._models]
         try:
             yield
@@ -103,12 +103,12 @@ class AttentionRoute:
 
 
 class RoutedCall:
-    """One call of a module: its documents, which the first of its models is given, hold for all of it."""
+    """Call of a module. The documents given to the first model hold for the whole call."""
 
     def __init__(self, route: AttentionRoute, draws: Draws) -> None:
         self._route, self.body, self._draws = route, route.body, draws
-        # The positions of all tokens that the call gives, and those that the models are called with once the first was:
-        # a later model that is given others begins anew.
+        # The positions of all tokens in the call, and the positions of the models' calls after the first. A later model
+        # with other positions begins again.
         self._whole_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.windows = Windows()
@@ -117,8 +117,8 @@ class RoutedCall:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While it is open, attention is computed by the body."""
-        with named(self._route.configs, NAME), self._route.watched(self._called):
+        """Computes attention by the body while open."""
+        with named(self._route.configs, NAME), self._route.watched(self._call_model):
             with _CALL.bound(self), WINDOWS.bound(self.windows):
                 yield
 
@@ -126,12 +126,12 @@ class RoutedCall:
         """Refuses a forward that has not called attention.
 
         Raises:
-            ValueError: it has not.
+            ValueError: attention was not called.
         """
         if self.attends and not self.num_calls:
             raise ValueError(
                 f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
-                " may have attended to this rank's tokens alone; use a model whose attention follows its"
+                " may have attended to this rank's tokens alone. Use a model whose attention follows its"
                 " AttentionInterface."
             )
 
@@ -144,7 +144,7 @@ class RoutedCall:
                 B, T = q_BTHK.shape[:2]
                 at_BT = torch.arange(whole_length(self.body, T), device=q_BTHK.device).expand(B, -1)
             mask = mask & Segments(at_BT // chunk)
-        return mask if self._whole_BT is None else mask & Segments(_documents(self._whole_BT))
+        return mask if self._whole_BT is None else mask & Segments(_number_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
         """Returns the dropout of one layer's attention.
@@ -155,7 +155,7 @@ class RoutedCall:
         key, index_B = self._draws.take("dropout of attention", rate)
         return PairDropout(key, rate, index_B)
 
-    def _called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(model.forward).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         counts = numbers_tokens(model) and given.get("position_ids") is None
@@ -172,10 +172,10 @@ class RoutedCall:
             self._draws.cut_tokens(rows, length)
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         if "position_ids" in names and not counts:
-            more["position_ids"] = self._positions(given.get("position_ids"), tokens)
+            more["position_ids"] = self._fill_positions(given.get("position_ids"), tokens)
         return args[:1], {**dict(list(zip(names, args, strict=False))[1:]), **kwargs, **more}
 
-    def _positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
+    def _fill_positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
         if position_ids is None:
             self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
             return self._filled
@@ -207,7 +207,7 @@ def routed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the function that transformers calls, [B, H, T, K] -> [B, T, H, K].
+    """Computes attention for transformers, [B, H, T, K] -> [B, T, H, K].
 
     `nn.attention` by the running module's body.
 
@@ -237,27 +237,27 @@ def routed_attention(
     )
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
-    mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk(module))
+    mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk_size(module))
     mask = mask & call.dropped(dropout) if dropout else mask
     sinks_H = kwargs.get("s_aux")
     return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, sinks_H=sinks_H, impl=call.body), None
 
 
-def _chunk(module: Any) -> int | None:
-    """Returns the tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
+def _chunk_size(module: Any) -> int | None:
+    """Returns the tokens of a chunk, for a layer with attention inside of chunks, as in Llama 4."""
     return module.config.attention_chunk_size if kind_of(module) == "chunked_attention" else None
 
 
 def numbers_tokens(module: nn.Module) -> bool:
-    """Returns whether a model numbers tokens by their ids.
+    """Returns whether a model numbers tokens by id.
 
-    RoBERTa from above the id of padding on, without such tokens.
+    For example, RoBERTa counts from above the id of padding, and leaves out padding.
     """
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in module.modules())
 
 
 def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str]:
-    """Llama 4 scales queries of some layers by positions that each rank would count from 0."""
+    """Lists positions that each rank would count from 0, as where Llama 4 scales queries of some layers."""
     scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
     if not (scales and _is_cut(body)) or whole_length(body, num_tokens) < module.floor_scale:
         return []
@@ -270,7 +270,7 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
 def mask_of_none(
     *, use_vmap: bool = False, mask_function: Any = None, local_size: int | None = None, **kwargs: Any
 ) -> None:
-    """Replaces the mask that transformers would make of this rank's tokens, and notes its window."""
+    """Replaces the mask that transformers would make of this rank's tokens, and notes the window."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
@@ -279,14 +279,14 @@ def mask_of_none(
 
 
 def _adds_pairs(mask_function: Any) -> bool:
-    """Returns whether a mask of transformers adds pairs to its layers' kind, such as the tokens of one image."""
+    """Returns whether a mask of transformers adds pairs, such as the tokens of one image."""
     if isinstance(mask_function, tuple):
         return any(map(_adds_pairs, mask_function))
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     return getattr(mask_function, "__qualname__", "").startswith("or_masks.") or any(map(_adds_pairs, inside))
 
 
-def _register() -> None:
+def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, routed_attention)
@@ -301,8 +301,8 @@ def models_in(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
 
 
-def _towers(module: nn.Module) -> list[Any]:
-    """Models of images or sound beside the language model: they keep their own attention."""
+def _find_towers(module: nn.Module) -> list[Any]:
+    """Returns the models of images or sound next to the language model, which keep their attention."""
     out: list[Any] = []
     for model in models_in(module):
         if model.config.get_text_config(decoder=True) is not model.config:
@@ -319,7 +319,7 @@ def configs_of(config: Any) -> Iterator[Any]:
             yield from configs_of(inner)
 
 
-def _problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
+def _find_problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
     if not models:
         return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
     out = []
@@ -356,7 +356,7 @@ def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
     if given.get("past_key_values") is not None:
         out.append("past_key_values are not cut; leave them out")
     if getattr(given.get("position_ids"), "ndim", 2) > 2:
-        out.append("position_ids of several axes are not routed; give those of text, [B, T]")
+        out.append("position_ids of several axes are not routed. Give those of text, [B, T]")
     seen = [n for n, x in given.items() if n.startswith(_SEEN) and x is not None]
     if cut and seen:
         out.append(
@@ -385,7 +385,7 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
         )
 
 
-def _documents(whole_BT: Tensor) -> Tensor:
-    """Returns the document of each token of the whole rows: a new one begins where positions do not increase by 1."""
+def _number_documents(whole_BT: Tensor) -> Tensor:
+    """Returns each token's document in the whole rows: a new document begins where positions do not rise by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

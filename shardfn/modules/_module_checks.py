@@ -28,7 +28,7 @@ def check_module(module: nn.Module) -> None:
     """Refuses modules that a step cannot train as torch does.
 
     Raises:
-        TypeError: it is not a module.
+        TypeError: the argument is not a module.
         ValueError: lists every unsupported parameter and submodule, with a remedy.
     """
     if not isinstance(module, nn.Module):
@@ -37,21 +37,27 @@ def check_module(module: nn.Module) -> None:
             f"from_module takes an nn.Module, and this is {what}. A class is to be called first,"
             " from_module(Net(...)); a function of parameters needs no from_module."
         )
-    problems = [*_lazy(module)] or [*_hooks(module), *_embeddings(module), *_shared(module)]
+    problems = [*_lazy_problems(module)] or [
+        *_hook_problems(module),
+        *_embedding_problems(module),
+        *_shared_memory_problems(module),
+    ]
     raise_all(ValueError, f"a step cannot train this {type(module).__name__} as torch does:", problems)
 
 
 def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
-    """Refuses to draw by sample in layers of torch.nn whose batch is not dim 0.
+    """Refuses to draw by sample in layers of torch.nn with the batch in another dim than 0.
 
     Raises:
         ValueError: lists every such layer.
         TypeError: `key` is not a key, or `index_B` not numbers of rows.
     """
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
-        raise TypeError(f"apply.keyed(key, index_B): key is {_shown(key)}, not a key, int64 of shape (2,).")
+        raise TypeError(f"apply.keyed(key, index_B): key is {_describe_value(key)}, not a key, int64 of shape (2,).")
     if not isinstance(index_B, Tensor) or index_B.dim() != 1 or index_B.is_floating_point():
-        raise TypeError(f"apply.keyed(key, index_B): index_B is {_shown(index_B)}, not a row of sample numbers.")
+        raise TypeError(
+            f"apply.keyed(key, index_B): index_B is {_describe_value(index_B)}, not a row of sample numbers."
+        )
     raise_all(
         ValueError,
         "dropout by sample needs the batch in dim 0:",
@@ -65,12 +71,12 @@ def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
     )
 
 
-def _shown(x: Any) -> str:
+def _describe_value(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def check_cache() -> None:
-    """Refuses to run a module while its parametrizations are cached from other parameters.
+    """Refuses to run a module while parametrizations are cached from other parameters.
 
     Raises:
         ValueError: `torch.nn.utils.parametrize.cached()` is active.
@@ -82,13 +88,13 @@ def check_cache() -> None:
         )
 
 
-def _lazy(module: nn.Module) -> Iterator[str]:
+def _lazy_problems(module: nn.Module) -> Iterator[str]:
     tensors = (*named_parameters(module), *named_buffers(module))
     for name, _ in ((n, x) for n, x in tensors if is_lazy(x)):
         yield f"{name} has no shape yet; call the module once on a batch before from_module"
 
 
-def _hooks(module: nn.Module) -> Iterator[str]:
+def _hook_problems(module: nn.Module) -> Iterator[str]:
     for name, p in named_parameters(module):
         kinds = {"register_hook": p._backward_hooks, "register_post_accumulate_grad_hook": _post_hooks(p)}
         for kind, hooks in kinds.items():
@@ -100,7 +106,7 @@ def _post_hooks(p: Tensor) -> Any:
     return getattr(p, "_post_accumulate_grad_hooks", None)
 
 
-def _embeddings(module: nn.Module) -> Iterator[str]:
+def _embedding_problems(module: nn.Module) -> Iterator[str]:
     for path, sub in named_modules(module):
         if isinstance(sub, nn.Embedding | nn.EmbeddingBag):
             kind = f"{path or 'the module'} is an {type(sub).__name__}"
@@ -110,8 +116,11 @@ def _embeddings(module: nn.Module) -> Iterator[str]:
                 yield f"{kind}(scale_grad_by_freq=True): {BY_FREQUENCY}"
 
 
-def _shared(module: nn.Module) -> Iterator[str]:
-    """Distinct tensors that share memory: a step, which moves parameters, would separate them."""
+def _shared_memory_problems(module: nn.Module) -> Iterator[str]:
+    """Yields problems with distinct tensors in shared memory.
+
+    A step moves parameters, and would separate the tensors.
+    """
     params, seen = {name for name, _ in named_parameters(module)}, {}
     for name, x in (*named_parameters(module), *named_buffers(module)):
         if x.layout != torch.strided or x.device.type == "meta" or type(x.data) is not Tensor or not x.numel():

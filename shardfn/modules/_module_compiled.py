@@ -1,4 +1,4 @@
-"""Modules compiled by `torch.compile`: they run uncompiled, as compiled code is bound to their own tensors."""
+"""Modules compiled by `torch.compile`, run uncompiled: compiled code is bound to the module's tensors."""
 
 import contextlib
 import warnings
@@ -13,12 +13,12 @@ _COMPILED = "_compiled_call_impl"  # the attribute that `module.compile()` sets,
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Returns the module before `torch.compile`; warns where something in it is compiled.
+    """Returns the module before `torch.compile`, and warns where a part is compiled.
 
     Args:
         module: any module.
     """
-    paths = [path for path, _ in _compiled(module)]
+    paths = [path for path, _ in _compiled_modules(module)]
     if paths:
         shown = ", ".join(path or "the module" for path in paths[:3]) + (" and others" if len(paths) > 3 else "")
         warnings.warn(
@@ -32,24 +32,24 @@ def original(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def running_as_written(module: nn.Module) -> Iterator[None]:
-    """Lets a module and the modules in it run without `torch.compile`.
+    """Lets a module and all submodules run without `torch.compile`.
 
     Args:
-        module: the module, which keeps its compiled parts afterwards.
+        module: module, with the compiled parts back afterwards.
     """
     shadows = []
-    for _, sub in _compiled(module):
+    for _, sub in _compiled_modules(module):
         inner = uncompiled(sub)
         shadows.append((sub, "forward", inner.__call__) if inner is not sub else (sub, _COMPILED, None))
     before = [(sub, name, sub.__dict__[name]) for sub, name, _ in shadows]
     try:
-        _put(shadows)
+        _put_values(shadows)
         yield
     finally:
-        _put(before)
+        _put_values(before)
 
 
-def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _compiled_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (path, sub)
         for path, sub in module.named_modules()
@@ -57,6 +57,6 @@ def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _put(values: list[tuple[nn.Module, str, Any]]) -> None:
+def _put_values(values: list[tuple[nn.Module, str, Any]]) -> None:
     for sub, name, value in values:
         sub.__dict__[name] = value

@@ -1,10 +1,10 @@
 """Causal models of transformers as functions of the tokens of many sequences at once.
 
-Tokens lie in one row, [1, T], with their positions; attention, the only part in which tokens meet, is computed from
-outside. transformers looks up its attention function in a table, by a name in the model's config: while such a function
-runs, the configs have the name registered here. So no model is changed.
+Tokens lie in one row, [1, T], with positions, as continuous batching needs. Attention, the only part in which tokens
+meet, is computed from outside, over a KV cache. transformers looks up the attention function in a table, by a name in
+the model's config: while such a function runs, the configs have the name registered here. So no model is changed.
 
-T tokens, R rows whose logits are wanted, H query heads, G key heads, K head dim, V vocabulary.
+T tokens, R rows with logits, H query heads, G key heads, K head dim, V vocabulary.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ _UNKNOWN = ("position_bias", "head_mask", "sinks")
 
 
 class Scores(NamedTuple):
-    """The scores of one layer's attention, by which a token sees itself and earlier ones.
+    """Scores of one layer's causal attention.
 
     Attributes:
-        layer: the number of the layer.
-        scale: of q k. None is 1 / sqrt(K).
-        window: the number of positions that a token sees at most, with its own. None is all.
-        softcap: the bound c of c tanh(score / c). None is no bound.
-        sinks_H: the score of one more key of each head, whose value is 0.
+        layer: number of the layer.
+        scale: factor of q k. None is 1 / sqrt(K).
+        window: largest number of positions that a token sees, including the token's position. None is all.
+        softcap: bound c of c tanh(score / c). None is no bound.
+        sinks_H: score of one more key of each head, with a value of 0.
     """
 
     layer: int
@@ -60,11 +60,11 @@ _LOCAL = moe.Local()
 
 
 class DecodingFunction:
-    """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
+    """Logits of a causal model of transformers as a function of the parameters. See `decoding`.
 
     Attributes:
-        params: by name, detached, or those that were given.
-        context: the most tokens of a sequence.
+        params: detached parameters by name, or the given parameters.
+        context: largest number of tokens of a sequence.
         experts: names of the parameters that have experts along dim 0.
     """
 
@@ -90,21 +90,21 @@ class DecodingFunction:
         mode: AbstractContextManager[Any] | None = None,
         exchange: moe.Exchange = _LOCAL,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of some of the tokens, [R, V], and the experts of all, [T, m, k], in the m modules that have some.
+        """Returns logits of some tokens, [R, V], and the experts of all tokens, [T, m, k], in m modules.
 
-        There are no experts in the result where modules have other numbers of choices, or some have not run.
+        The second result is None where modules differ in the number of choices, or a module has not run.
 
         Args:
             params: parameters by name.
-            tokens_T: ids.
-            positions_T: positions of each token in its sequence.
-            rows_R: the tokens whose logits are wanted.
-            attend: computes attention. It knows which tokens belong together.
-            mode: a function mode, open while the model runs.
-            exchange: where tokens meet their experts.
+            tokens_T: ids of the tokens.
+            positions_T: position of each token in the sequence.
+            rows_R: indices of the tokens with logits.
+            attend: function that computes attention, and knows the tokens of each sequence.
+            mode: function mode, open while the model runs.
+            exchange: exchange in which tokens meet experts.
 
         Raises:
-            ValueError: a layer needs attention that `attend` cannot be given. The message lists the reasons.
+            ValueError: a layer needs other attention than `attend` computes. The message lists the reasons.
         """
         served = ServedExperts(exchange)
 
@@ -126,9 +126,9 @@ class DecodingFunction:
             return out.logits[0]
 
         logits = self._apply.within(forward, params)
-        return logits, self._chosen(served.choices)
+        return logits, self._chosen_experts(served.choices)
 
-    def _chosen(self, choices: Mapping[int, Tensor]) -> Tensor | None:
+    def _chosen_experts(self, choices: Mapping[int, Tensor]) -> Tensor | None:
         """Returns the experts of a call, in the order of the modules."""
         found = [choices[one] for one in self._modules_of_experts if one in choices]
         if not found or len(found) < len(self._modules_of_experts) or len({x.shape for x in found}) > 1:
@@ -137,16 +137,16 @@ class DecodingFunction:
 
 
 def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> DecodingFunction:
-    """Returns the function of tokens of many sequences that a causal model of transformers computes.
+    """Returns the function of tokens of many sequences computed by a causal model of transformers.
 
     Args:
-        module: an unmodified `...ForCausalLM`, in eval mode. It is not changed.
-        params: by name, in place of its own, which may then be on "meta". They may be deferred.
+        module: unmodified `...ForCausalLM`, in eval mode. The module is not changed.
+        params: parameters by name, in place of the module's, which may then be on "meta". Parameters may be deferred.
 
     Raises:
-        TypeError: it is not a model of transformers.
-        ValueError: its tokens meet in other ways than by attention to earlier ones, or `params` are not those of the
-            module. The message lists all reasons.
+        TypeError: the module is not a model of transformers.
+        ValueError: tokens meet in other ways than by attention to earlier tokens, or `params` do not fit the module.
+            The message lists all reasons.
 
     Example:
         >>> import torch
@@ -161,8 +161,12 @@ def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> D
     plain = uncompiled(module)
     if plain not in models_in(plain):
         raise TypeError(f"a decoder is made of a model of transformers, and this is {a_kind(plain)}.")
-    raise_all(ValueError, f"{type(plain).__name__} cannot be served:", [*_problems(plain), *_weights(plain, params)])
-    _register()
+    raise_all(
+        ValueError,
+        f"{type(plain).__name__} cannot be served:",
+        [*_find_problems(plain), *_weight_problems(plain, params)],
+    )
+    _register_attention()
     _, apply = from_module(plain)
     return DecodingFunction(apply, params)
 
@@ -184,7 +188,7 @@ def served_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the function that transformers calls, [B, H, T, K] -> [B, T, H, K]: the attention of the running call.
+    """Computes the running call's attention for transformers, [B, H, T, K] -> [B, T, H, K].
 
     Raises:
         ValueError: the layer needs other attention.
@@ -202,7 +206,7 @@ def served_attention(
             (layer is None, "it has no layer_idx, by which its keys and values are found"),
             (attention_mask is not None, "it has a mask of its own"),
             (not causal, "its tokens look ahead"),
-            (bool(dropout), "it drops pairs; call eval() of the model"),
+            (bool(dropout), "it drops pairs. Call eval() of the model"),
             (
                 not query.shape[2] == key.shape[2] == value.shape[2],
                 f"{query.shape[2]} queries attend to {key.shape[2]} keys of other tokens",
@@ -220,7 +224,7 @@ def served_attention(
     return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
 
 
-def _register() -> None:
+def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -229,17 +233,17 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, mask_of_none)
 
 
-def _problems(module: Any) -> list[str]:
-    return [*_other_states(module), *_other_attention(module), *_other_layers(module)]
+def _find_problems(module: Any) -> list[str]:
+    return [*_find_other_states(module), *_find_other_attention(module), *_find_other_layers(module)]
 
 
-def _other_states(module: Any) -> Iterator[str]:
-    """Reasons for which a sequence is more than the keys and values of its tokens."""
+def _find_other_states(module: Any) -> Iterator[str]:
+    """Yields states of a sequence other than keys and values of tokens."""
     config = module.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         yield "its tokens attend to the states of an encoder; served are decoders alone"
     if config.get_text_config(decoder=True) is not config:
-        yield "it has more parts than a language model; pass that part as a ...ForCausalLM"
+        yield "it has more parts than a language model. Pass that part as a ...ForCausalLM"
     if getattr(type(module), "_is_stateful", False):
         yield "its layers keep a state that is not keys and values of tokens"
     for path, sub in named_modules(module):
@@ -247,7 +251,7 @@ def _other_states(module: Any) -> Iterator[str]:
             yield f"{path} is a {type(sub).__name__}, which mixes tokens besides attention"
 
 
-def _other_attention(module: Any) -> Iterator[str]:
+def _find_other_attention(module: Any) -> Iterator[str]:
     config = module.config
     for model in models_in(module):
         if not type(model)._can_set_attn_implementation():
@@ -263,7 +267,7 @@ def _other_attention(module: Any) -> Iterator[str]:
             yield f"its rotary positions are of type {kind}, which depend on the longest sequence of a call"
 
 
-def _other_layers(module: Any) -> Iterator[str]:
+def _find_other_layers(module: Any) -> Iterator[str]:
     config = module.config
     experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
     for name, value in experts.items() if not experts_in(module) else ():
@@ -272,7 +276,7 @@ def _other_layers(module: Any) -> Iterator[str]:
         if m._is_expert_parallel:
             yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
     if missing := [n for n in _ARGUMENTS if n not in _arguments_of(module)]:
-        yield f"its forward does not take {', '.join(missing)}{_with_head(module)}"
+        yield f"its forward does not take {', '.join(missing)}{_suggest_head(module)}"
     if numbers_tokens(module):
         yield "it numbers tokens by all ids of a sequence, those of padding apart; served are positions from 0 on"
     if getattr(config, "max_position_embeddings", None) is None:
@@ -282,7 +286,7 @@ def _other_layers(module: Any) -> Iterator[str]:
 
 
 def _arguments_of(module: Any) -> set[str]:
-    """Returns the names that a forward takes, with those of the model inside to which it passes other keywords."""
+    """Returns the argument names of a forward, including the names of the model inside."""
     own = inspect.signature(module.forward).parameters.values()
     names = {p.name for p in own}
     inner = module.base_model
@@ -291,7 +295,7 @@ def _arguments_of(module: Any) -> set[str]:
     return names | {*inspect.signature(inner.forward).parameters}
 
 
-def _with_head(module: Any) -> str:
+def _suggest_head(module: Any) -> str:
     """Returns the remedy for a model without a head, if transformers has the same model with one."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -301,7 +305,7 @@ def _with_head(module: Any) -> str:
     return f"; load it by AutoModelForCausalLM, as a {whole.__name__}"
 
 
-def _weights(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:
+def _weight_problems(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     if params is None:
         if any(p.device.type == "meta" for p in module.parameters()):

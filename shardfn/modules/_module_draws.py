@@ -2,7 +2,7 @@
 
 A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
 the same on any number of ranks, when a part of the forward runs again, and in a captured step. Draws in an element of
-an `nn.ModuleList` have numbers of that element, independent of the code before it on this rank.
+an `nn.ModuleList` have the element's numbers, independent of earlier code on this rank.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ KEYED = (
     "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
     " of this rank's rows"
 )
-_DRAWS_EACH = 1 << 20  # numbers of an element of a list, and of the draws after it
+_DRAWS_EACH = 1 << 20  # numbers of an element of a list, and of later draws
 _DRAWS = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
     | {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal_", "uniform_", "random_"}
@@ -35,25 +35,26 @@ _DRAWS_IN_TRAINING = frozenset({"rrelu", "rrelu_"})
 
 
 class Draws:
-    """The random numbers of one call of a module.
+    """Random numbers of one call of a module.
 
-    Invariant: a part that runs again starts from the `mark` of its first run.
+    Invariant: a part that runs again starts from the `mark` of the first run.
 
     Attributes:
-        count: the number of the next draw.
+        count: number of the next draw.
     """
 
     def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
         self.count = 0
         self._module, self._key, self._index_B = module, key, index_B
-        self._elements = {} if key is None else _elements(module)
+        self._elements = {} if key is None else _number_elements(module)
         self._begun = set[int]()
-        # This rank's positions and the length of the sequence, where attention cuts it. None until a model is called.
+        # This rank's positions and the length of the sequence, where attention cuts the sequence. None until a model is
+        # called.
         self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
 
     @property
     def mark(self) -> tuple[int, frozenset[int]]:
-        """Returns the number of the next draw, and the elements of lists that have numbers of their own up to here."""
+        """Returns the number of the next draw, and the elements of lists with separate numbers so far."""
         return self.count, frozenset(self._begun)
 
     @mark.setter
@@ -61,19 +62,19 @@ class Draws:
         self.count, self._begun = mark[0], set(mark[1])
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Returns the forwards of the elements of lists, whose draws have numbers of their own."""
-        return [(sub, self._numbered(number, sub.forward)) for number, sub in self._elements.values()]
+        """Returns the forwards of the elements of lists, with separate numbers for draws."""
+        return [(sub, self._number_forward(number, sub.forward)) for number, sub in self._elements.values()]
 
-    def _numbered(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _number_forward(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def numbered(*args: Any, **kwargs: Any) -> Any:
-            with self._within(number):
+        def numbered_forward(*args: Any, **kwargs: Any) -> Any:
+            with self._enter_element(number):
                 return forward(*args, **kwargs)
 
-        return numbered
+        return numbered_forward
 
     @contextlib.contextmanager
-    def _within(self, number: int) -> Iterator[None]:
+    def _enter_element(self, number: int) -> Iterator[None]:
         if number in self._begun:  # called again: numbers go on, as no mask is used twice
             yield
             return
@@ -85,28 +86,28 @@ class Draws:
             self.count = (2 * number + 2) * _DRAWS_EACH
 
     def skip(self, element: nn.Module) -> None:
-        """Goes on with the numbers that follow an element of a list, without running it."""
+        """Goes on with the numbers after an element of a list, without a run of the element."""
         if id(element) in self._elements:
-            with self._within(self._elements[id(element)][0]):
+            with self._enter_element(self._elements[id(element)][0]):
                 pass
 
     def handler(self, name: str) -> Callable[..., Any] | None:
-        """Returns the replacement of a torch function that draws, called with it and its arguments."""
+        """Returns the replacement of a drawing torch function, called with the function and the arguments."""
         if name in _DRAWS or name in _DRAWS_IN_TRAINING:
             return functools.partial(self.refuse, name)
         return None
 
     @property
     def num_rows(self) -> int | None:
-        """This rank's number of samples, or None without a key."""
+        """Returns this rank's number of samples, or None without a key."""
         return None if self._index_B is None else len(self._index_B)
 
     def cut_tokens(self, own: Sequence[tuple[int, int]], length: int) -> None:
-        """From here on dim 1 of tensors under dropout is this rank's tokens: these positions of a sequence."""
+        """Declares that dim 1 of tensors under dropout is this rank's tokens: these positions of a sequence."""
         self._tokens = own, length
 
     def drop(self, what: str, x: Tensor, p: float) -> Tensor:
-        """`x` with zeros in place of some elements, and 1 / (1 - p) times the others.
+        """Sets some elements of `x` to zero, and multiplies the other elements by 1 / (1 - p).
 
         Raises:
             ValueError: there is no key, or dim 0 of `x` is not the rows, or dim 1 not this rank's tokens.
@@ -131,7 +132,7 @@ class Draws:
         return dropout_of_rows(key, x, p, index_B, own, length)
 
     def scales(self, what: str, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
-        """`drop` of ones of a shape."""
+        """Returns `drop` of a tensor of ones."""
         return self.drop(what, torch.ones(tuple(shape), dtype=like.dtype, device=like.device), p)
 
     def take(self, what: str, p: float) -> tuple[Tensor, Tensor]:
@@ -142,26 +143,26 @@ class Draws:
         """
         if self._key is None or self._index_B is None:
             raise ValueError(
-                f"{what}(p={p}) in the forward of the module{self._named()} would draw from torch's generator, by which"
-                " all ranks get the same mask, or masks that depend on the number of ranks. Draw by a key:"
+                f"{what}(p={p}) in the forward of the module{self._dropout_names()} would draw from torch's generator,"
+                " by which all ranks get the same mask, or masks that depend on the number of ranks. Draw by a key:"
                 f" {KEYED}; or go without: module.eval(), or p=0."
             )
         key = fold_in(self._key, self.count)
         self.count += 1
         return key, self._index_B
 
-    def _named(self) -> str:
+    def _dropout_names(self) -> str:
         found = [
             n for n, m in named_modules(self._module) if getattr(m, "p", 0) and m.training and "Drop" in str(type(m))
         ]
         return f" ({', '.join(found[:3])}{' and others' if len(found) > 3 else ''})" if found else ""
 
     def refuse(self, name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses a draw, unless it is one number for all."""
-        if name in _DRAWS_IN_TRAINING and not _trains(args, kwargs):
+        """Refuses a draw, except of a single number for all samples."""
+        if name in _DRAWS_IN_TRAINING and not _is_training(args, kwargs):
             return func(*args, **kwargs)
         if name == "rand" and kwargs.get("generator") is None and _is_scalar(args, kwargs):
-            return self._scalar(kwargs)
+            return self._draw_scalar(kwargs)
         raise ValueError(
             f"the forward of the module draws random numbers ({name}) without a key, so its results would depend on the"
             " number of ranks, and a recomputation in the backward would draw others. Draw outside and pass the numbers"
@@ -169,22 +170,22 @@ class Draws:
             " configuration)."
         )
 
-    def _scalar(self, kwargs: dict[str, Any]) -> Any:
-        """Returns a number for the whole batch, by which a forward decides on its path."""
+    def _draw_scalar(self, kwargs: dict[str, Any]) -> Any:
+        """Returns a number for the whole batch, by which a forward chooses a path."""
         if self._key is None:
             return Undrawn(KEYED)
         key, _ = self.take("rand", 0.0)
         return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
 
 
-def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
-    """By identity, each element of the lists in a module with its number."""
+def _number_elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
+    """Returns each element of the lists in a module with a number, by identity."""
     lists = [sub for _, sub in named_modules(module) if isinstance(sub, nn.ModuleList)]
     unique = {id(sub): sub for one in lists for sub in map(uncompiled, one)}
     return {k: (number, sub) for number, (k, sub) in enumerate(unique.items())}
 
 
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns the argument `training` of `rrelu(input, lower, upper, training)`."""
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 

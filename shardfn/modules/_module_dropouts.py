@@ -1,4 +1,4 @@
-"""torch's dropouts, drawn by key: their replacements, each called like the function of torch."""
+"""Replacements of torch's dropouts, drawn by key, each called like the function of torch."""
 
 import functools
 import math
@@ -21,10 +21,10 @@ _SELU_ALPHA = 1.7580993408473766
 
 
 def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
-    """Returns the replacement of torch's dropout of that name, or None for other names.
+    """Returns the replacement of the named dropout of torch, or None for other names.
 
     Args:
-        draws: the source of its masks.
+        draws: source of masks.
         name: name of the function.
     """
     if name not in _DROPOUTS or _INSIDE:
@@ -39,18 +39,18 @@ def _named_alike(dropout: Callable[..., Any], draws: Draws, func: Any, *args: An
     return dropout(draws, func, *args, **kwargs)
 
 
-def _dropout(
+def _drop_elements(
     draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not training or p == 0 or not 0 <= p <= 1:
         return func(input, p, training)
-    return _kept(input, draws.drop("dropout", input, p), inplace)
+    return _copy_inplace(input, draws.drop("dropout", input, p), inplace)
 
 
-def _channels(name: str, dims: int) -> Callable[..., Any]:
+def _drop_channels(name: str, dims: int) -> Callable[..., Any]:
     """Drops whole channels of [B, C, *dims]."""
 
-    def drop(
+    def drop_values(
         draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         if not training or p == 0 or not 0 <= p <= 1:
@@ -58,36 +58,36 @@ def _channels(name: str, dims: int) -> Callable[..., Any]:
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
         if dims and input.dim() != dims + 2:
             raise ValueError(f"{name}(p={p}) takes [B, C{', *' * dims}] inside apply, got shape {tuple(input.shape)}.")
-        return _kept(input, input * draws.scales(name, input, shape, p), inplace)
+        return _copy_inplace(input, input * draws.scales(name, input, shape, p), inplace)
 
-    return drop
+    return drop_values
 
 
-def _alpha(name: str, channels: bool) -> Callable[..., Any]:
+def _drop_alpha(name: str, channels: bool) -> Callable[..., Any]:
     """Keeps mean and variance of a SELU's outputs (Klambauer et al., 2017, https://arxiv.org/abs/1706.02515)."""
 
-    def drop(
+    def drop_values(
         draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
         if not training or p == 0 or not 0 <= p <= 1:
             return func(input, p, training)
         if p == 1:
-            return _kept(input, input * 0, inplace)
+            return _copy_inplace(input, input * 0, inplace)
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if channels else input.shape
         keep = (draws.scales(name, input, shape, p) != 0).to(input.dtype)
         a = 1 / math.sqrt((_SELU_ALPHA**2 * p + 1) * (1 - p))
-        return _kept(input, input * (keep * a) + (keep - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p, inplace)
+        return _copy_inplace(input, input * (keep * a) + (keep - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p, inplace)
 
-    return drop
+    return drop_values
 
 
-def _kept(x: Tensor, out: Tensor, inplace: bool) -> Tensor:
+def _copy_inplace(x: Tensor, out: Tensor, inplace: bool) -> Tensor:
     return x.copy_(out) if inplace else out
 
 
-def _attention(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _drop_attention(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return func(*args, **kwargs) if p == 0 else _inside("scaled_dot_product_attention", draws, func, args, kwargs)
+    return func(*args, **kwargs) if p == 0 else _run_inside("scaled_dot_product_attention", draws, func, args, kwargs)
 
 
 def _multi_head(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,10 +95,10 @@ def _multi_head(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     training = kwargs.get("training", args[13] if len(args) > 13 else True)
     if p == 0 or not training:
         return func(*args, **kwargs)
-    return _inside("multi_head_attention_forward", draws, func, args, kwargs, parts=True)
+    return _run_inside("multi_head_attention_forward", draws, func, args, kwargs, parts=True)
 
 
-def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _drop_recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     packed = isinstance(args[3], list | tuple)
     p, training, layers = (args[6], args[7], args[5]) if packed else (args[5], args[6], args[4])
     if p == 0 or not training or layers < 2:
@@ -108,22 +108,24 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
             f"{func.__name__}(dropout={p}) of a packed sequence drops from rows that belong to no sample; pad the"
             " sequences in place of packing them, or set dropout=0."
         )
-    return _inside(func.__name__, draws, func, args, kwargs, dim=1)
+    return _run_inside(func.__name__, draws, func, args, kwargs, dim=1)
 
 
-def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
-    """Runs a function with a dropout inside, in its form made of plain operations."""
+def _run_inside(
+    what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False
+) -> Any:
+    """Runs a function with a dropout inside, in the form of plain operations."""
     with _INSIDE.bound(None), sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
         return func(*args, **kwargs)
 
 
 class _KeyedNoise(TorchDispatchMode):
-    """Gives a function of torch keyed noise where it draws its own.
+    """Gives a function of torch keyed noise in place of drawn noise.
 
     Args:
-        what: the function.
-        draws: the source of the noise.
-        dim: the dim of the noise that is rows.
+        what: name of the function.
+        draws: source of the noise.
+        dim: dim of the rows in the noise.
         parts: whether dim 0 is rows times another size (heads), rows first.
     """
 
@@ -135,16 +137,16 @@ class _KeyedNoise(TorchDispatchMode):
         del types
         if func is _aten.bernoulli_.float:
             keep = args[1] if len(args) > 1 else 0.5  # torch leaves out an argument that equals its default
-            return args[0].copy_(self._scales(args[0], 1 - keep) * keep)
+            return args[0].copy_(self._draw_scales(args[0], 1 - keep) * keep)
         if func is _aten.native_dropout.default and args[2]:
             x, p, _ = args
-            scales = self._scales(x, p)
+            scales = self._draw_scales(x, p)
             return x * scales, scales != 0
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws.refuse(f"{func} in {self._what}", func)
         return func(*args, **(kwargs or {}))
 
-    def _scales(self, x: Tensor, p: float) -> Tensor:
+    def _draw_scales(self, x: Tensor, p: float) -> Tensor:
         shape = list(x.shape)
         shape.insert(0, shape.pop(self._dim))
         rows = self._draws.num_rows
@@ -154,17 +156,17 @@ class _KeyedNoise(TorchDispatchMode):
 
 
 _DROPOUTS: dict[str, Callable[..., Any]] = {
-    "dropout": _dropout,
-    "dropout1d": _channels("dropout1d", 1),
-    "dropout2d": _channels("dropout2d", 2),
-    "dropout3d": _channels("dropout3d", 3),
-    "feature_dropout": _channels("feature_dropout", 0),
-    "alpha_dropout": _alpha("alpha_dropout", channels=False),
-    "feature_alpha_dropout": _alpha("feature_alpha_dropout", channels=True),
-    "scaled_dot_product_attention": _attention,
+    "dropout": _drop_elements,
+    "dropout1d": _drop_channels("dropout1d", 1),
+    "dropout2d": _drop_channels("dropout2d", 2),
+    "dropout3d": _drop_channels("dropout3d", 3),
+    "feature_dropout": _drop_channels("feature_dropout", 0),
+    "alpha_dropout": _drop_alpha("alpha_dropout", channels=False),
+    "feature_alpha_dropout": _drop_alpha("feature_alpha_dropout", channels=True),
+    "scaled_dot_product_attention": _drop_attention,
     "multi_head_attention_forward": _multi_head,
-    "lstm": _recurrent,
-    "gru": _recurrent,
-    "rnn_tanh": _recurrent,
-    "rnn_relu": _recurrent,
+    "lstm": _drop_recurrent,
+    "gru": _drop_recurrent,
+    "rnn_tanh": _drop_recurrent,
+    "rnn_relu": _drop_recurrent,
 }

@@ -1,4 +1,4 @@
-"""The dtypes in which the parts of a module compute if its parameters arrive in other dtypes than its own."""
+"""Dtypes in which the parts of a module compute if parameters arrive in other dtypes."""
 
 import collections
 import re
@@ -19,12 +19,12 @@ _Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
 
 
 class Casts(NamedTuple):
-    """The casts that follow from a change of the parameters' dtypes.
+    """Casts that follow from a change of the parameters' dtypes.
 
     Attributes:
-        buffers: the dtype of each buffer that changes.
-        apart: the submodules that compute in a dtype of their own, and that dtype.
-        main: the dtype of everything else, or None if it is not needed.
+        buffers: new dtype of each buffer that changes.
+        apart: submodules with a separate dtype, and the dtype.
+        main: dtype of everything else, or None if not needed.
     """
 
     buffers: dict[str, torch.dtype]
@@ -33,12 +33,12 @@ class Casts(NamedTuple):
 
 
 def computing_in(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Sets the dtype in which the loss computes, except for a policy's exceptions. None: it is not known."""
+    """Sets the dtype in which the loss computes, except for a policy's exceptions. None means unknown."""
     return _COMPUTE.bound((dtype,))
 
 
 def compute_dtype() -> torch.dtype | None:
-    """Returns the dtype set by `computing_in`, or None if it is not known."""
+    """Returns the dtype set by `computing_in`, or None if unknown."""
     bound = _COMPUTE.innermost()
     return bound[0] if bound else None
 
@@ -50,11 +50,12 @@ def casts(
     keep: Sequence[str],
     compute: torch.dtype | None,
 ) -> Casts:
-    """Returns the casts for parameters of dtypes `given` in a module whose own have dtypes `own`.
+    """Returns the casts for parameters of dtypes `given` in a module with dtypes `own`.
 
-    A floating-point buffer changes like the nearest parameters of its dtype, as by `module.to(dtype)`, unless a pattern
-    of `keep` matches in its name. A submodule whose parameters all have one dtype other than `compute` (or other than
-    the narrowest, if that is not known) computes in it.
+    A floating-point buffer changes like the nearest parameters of equal dtype, as by `module.to(dtype)`, unless a
+    pattern of `keep` matches in the name. A submodule with parameters of a single dtype other than `compute` (or other
+    than the narrowest, if `compute` is not known) computes in the single dtype, for example a norm in float32 under
+    bfloat16.
     """
     floating = {n: (own[n], d) for n, d in given.items() if own[n].is_floating_point and d.is_floating_point}
     if all(a == b for a, b in floating.values()):
@@ -66,7 +67,7 @@ def casts(
         direct[owner].add(move[1])
         slot = parts.params[name]
         size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
-        for path in _ancestors(owner):
+        for path in _list_ancestors(owner):
             moves[path][move] += size
     # Exceptions are wider than the rest, unless a policy makes them narrower. `compute` is then known.
     main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
@@ -74,7 +75,7 @@ def casts(
     for name, slot in parts.buffers.items():
         dtype = slot.owner._buffers[slot.name].dtype  # pyright: ignore[reportOptionalMemberAccess]
         if dtype.is_floating_point and not any(re.search(p, name) for p in keep):
-            to = _nearest(moves, name.rpartition(".")[0], dtype, main)
+            to = _nearest_dtype(moves, name.rpartition(".")[0], dtype, main)
             if to not in (None, dtype):
                 buffers[name] = to
     wide = {path: max(dtypes, key=lambda d: d.itemsize) for path, dtypes in direct.items() if main not in dtypes}
@@ -82,9 +83,9 @@ def casts(
 
 
 def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Returns the forwards of the submodules that compute in a dtype of their own.
+    """Returns the forwards of the submodules with a separate dtype.
 
-    They cast inputs to it, and results back.
+    Such a forward casts inputs to the dtype, and results back.
     """
     assert found.main is not None or not found.apart
     unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}
@@ -92,22 +93,22 @@ def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable
 
 
 def _computing_in(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(*args: Any, **kwargs: Any) -> Any:
+    def run_in_dtype(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         came = next((x.dtype for x in tensors if x.is_floating_point()), main)
         if not tensors or came is None:
             return forward(*args, **kwargs)
-        args, kwargs = tree_map(lambda x: _to(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
-        return tree_map(lambda x: _to(x, came), forward(*args, **kwargs))
+        args, kwargs = tree_map(lambda x: _cast_tensor(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
+        return tree_map(lambda x: _cast_tensor(x, came), forward(*args, **kwargs))
 
-    return computed
+    return run_in_dtype
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
+def _cast_tensor(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _ancestors(path: str) -> list[str]:
+def _list_ancestors(path: str) -> list[str]:
     out = [path]
     while path:
         path = path.rpartition(".")[0]
@@ -115,9 +116,9 @@ def _ancestors(path: str) -> list[str]:
     return out
 
 
-def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
-    """Returns the new dtype of the parameters of a dtype that are nearest to a path; `main` if some have it."""
-    for above in _ancestors(path):
+def _nearest_dtype(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
+    """Returns the new dtype of the nearest parameters of a dtype, `main` if some have `main`."""
+    for above in _list_ancestors(path):
         to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
         if to:
             return main if main in to else max(to, key=lambda d: to[d])

@@ -1,7 +1,7 @@
 """The rows of a module in training, with the bits of an exact decoder: `ExactRows` with derivatives.
 
-Linear layers of parameters and the functions of a small table are computed as an engine of `hf_decoder` does. So a
-training forward has the log probabilities of the engine, bit for bit, where the decoder is exact.
+Linear layers of parameters and the functions of a small table are computed as in an engine of `hf_decoder`. So a
+training forward has the log probabilities of the engine, bit for bit, where the decoder is batch-invariant.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ExactForward(RowByRow):
     """Computes linear layers and some other functions row by row, in float32.
 
     Args:
-        params: parameters as the module has them. Products with other tensors are torch's, as in `ExactRows`.
+        params: parameters in the module. Products with other tensors are torch's, as in `ExactRows`.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -28,7 +28,7 @@ class ExactForward(RowByRow):
         self._params = {id(p) for p in params.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or its exact form."""
+        """Runs a function, or the exact form."""
         del types
         kwargs = kwargs or {}
         found = linear_operands(func, args, kwargs)
@@ -45,14 +45,14 @@ class ExactForward(RowByRow):
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
-def _silu(x: Tensor) -> Tensor:
+def _silu_exact(x: Tensor) -> Tensor:
     return nn.exact_gated_silu(x, torch.ones_like(x))
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _norm_exact(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     if centered:
         return nn.exact_layer_norm(x, weight, bias, eps=eps)
     return nn.exact_rms_norm(x, weight, eps=eps)
 
 
-_HANDLERS = handlers_of(_silu, nn.exact_gelu, _norm)
+_HANDLERS = handlers_of(_silu_exact, nn.exact_gelu, _norm_exact)

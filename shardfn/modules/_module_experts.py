@@ -1,8 +1,8 @@
 """Experts of models of transformers by an exchange of `nn.moe`.
 
 transformers looks up the function of a layer's experts in a table, by a name in the model's config. While a module runs
-for `from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
-changed. A model whose experts do not use that table is refused by `from_module`.
+for `from_module`, the configs have the name registered here, and afterwards the old name. So no model is changed.
+`from_module` refuses a model with experts outside of the table.
 
 S tokens of this rank, k choices of each, D model.
 """
@@ -27,18 +27,18 @@ _EXPERTS = re.compile(r"^(?!.*Shared)(.*Experts|.*MoE$|.*MoE(MLP|Layer|Block)$|.
 
 
 class ExpertsRoute:
-    """The exchange by which one module's tokens meet their experts.
+    """Exchange by which one module's tokens meet experts.
 
     Args:
-        module: with models of transformers in it.
+        module: module with models of transformers inside.
         exchange: exchange of `nn.moe`.
         exact: whether rows have the bits of `kernels.row_linear`.
 
     Attributes:
-        specs: the compute specs of all parameters by name: those of experts are cut as the exchange needs them.
+        specs: compute specs of all parameters by name, cut for experts as the exchange needs.
 
     Raises:
-        ValueError: there are no experts, or some that cannot be routed. The message lists all of them with reasons.
+        ValueError: there are no experts, or experts that cannot be routed. The message lists all with reasons.
     """
 
     def __init__(self, module: nn.Module, exchange: moe.Exchange, *, exact: bool = False) -> None:
@@ -47,13 +47,13 @@ class ExpertsRoute:
         raise_all(
             ValueError,
             f"from_module(experts={exchange}) of this {type(module).__name__}:",
-            _problems(module, found),
+            _find_problems(module, found),
         )
         self._paths = {id(m): path for path, m in found.items()}
         self._configs = {id(m.config): m.config for m in found.values()}.values()
         of_experts = {f"{path}.{leaf}" if path else leaf for path, m in found.items() for leaf in leaves_of(m)}
         self.specs = {name: exchange.spec if name in of_experts else P() for name, _ in named_parameters(module)}
-        _register()
+        _register_experts()
 
     def path_of(self, module: Any) -> str:
         """Returns the path of experts in the module."""
@@ -61,7 +61,7 @@ class ExpertsRoute:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While it is open, experts are computed by the exchange."""
+        """Computes experts by the exchange while open."""
         with named(self._configs, NAME, FIELD), _ROUTE.bound(self):
             yield
 
@@ -70,13 +70,13 @@ _ROUTE = Ambient[ExpertsRoute]("experts of a module's call", by_thread=True)
 
 
 def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Returns the function that transformers calls, [S, D], [S, k], [S, k] -> [S, D].
+    """Computes experts for transformers, [S, D], [S, k], [S, k] -> [S, D].
 
     `nn.moe.apply` by the module's exchange.
 
     Raises:
         RuntimeError: no module of `from_module(experts=)` runs.
-        ValueError: the router's weights are not finite; has the layer.
+        ValueError: the router's weights are not finite. The message names the layer.
     """
     route = _ROUTE.innermost()
     if route is None:
@@ -87,13 +87,13 @@ def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     return apply_experts(module, hidden_states, *choices, **how)
 
 
-def _register() -> None:
+def _register_experts() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, routed_experts)
 
 
-def _problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
+def _find_problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
     out = [f"{path} {problem}" for path, m in found.items() for problem in _problems_of(m)]
     known = {id(sub) for m in found.values() for sub in m.modules()}
     others = {
@@ -120,7 +120,7 @@ def _problems_of(module: Any) -> list[str]:
         if name in own and own[name].shape[:1] != (module.num_experts,)
     ]
     out += [
-        f"has {name} of {own[name].dtype}; convert the experts to a floating-point dtype of 16 bits or more"
+        f"has {name} of {own[name].dtype}. Convert the experts to a floating-point dtype of 16 bits or more"
         for name in leaves_of(module)
         if name in own and (own[name].itemsize < 2 or not own[name].is_floating_point())
     ]

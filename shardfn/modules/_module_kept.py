@@ -1,7 +1,7 @@
-"""Warns where a module runs with buffers of its own, while the state of the step has other values of them.
+"""Warns where a module runs with the module's buffers, while the state of the step has other values.
 
-A copy of a module in eval mode, made by `from_module(copy.deepcopy(module).eval())`, has the statistics with which
-training began. Those of training are in the model state.
+A copy of a module in eval mode, made by `from_module(copy.deepcopy(module).eval())`, has the statistics from before
+training. The statistics of training are in the model state.
 """
 
 import warnings
@@ -20,19 +20,19 @@ def beside_model_state(model_state: PyTree) -> AbstractContextManager[Any]:
     """Watches modules that run while the context is open, as `warn_of_own_buffers` describes.
 
     Args:
-        model_state: the state's. A leaf of a dict may be the buffer of that name.
+        model_state: model state of the step. A leaf of a dict may be the buffer of the same name.
     """
     pairs = zip(tree_entries(model_state), tree_leaves(model_state), strict=True)
     return _KEPT.bound({entries[-1]: tuple(x.shape) for entries, x in pairs if entries})
 
 
 def warn_of_own_buffers(module: Any, parts: ModuleParts, given: GivenTensors) -> None:
-    """Warns if a module runs with its own values of buffers that are in the model state.
+    """Warns if a module runs with the module's values of buffers in the model state.
 
     Args:
         module: the module.
-        parts: tensors.
-        given: the tensors that it runs with in place of its own.
+        parts: places of the module's tensors.
+        given: tensors of the call, in place of the module's.
     """
     kept = _KEPT.innermost()
     if not kept:

@@ -1,6 +1,6 @@
-"""A module whose layers may lie on several ranks, where each runs the module's own forward around its own layers.
+"""A module with layers on several ranks. Each rank runs the module's forward around the rank's layers.
 
-Each layer is replaced by one that handles its call. On a rank with layers [a, b):
+Each layer is replaced by a placeholder that handles the call. On a rank with layers [a, b):
 
     layers before a    are not run; their results are absent
     layer a            receives the previous rank's result in place of its first argument
@@ -8,9 +8,9 @@ Each layer is replaced by one that handles its call. On a rank with layers [a, b
     layer b            is where it ends: its first argument is sent to the next rank
     no layer b         the forward runs to its end
 
-Code before the list runs on each rank, as it makes the layers' other arguments (masks, rotary angles). Its parameters
-are absent, so that none is gathered for it. If another value than the first layer's first argument depends on a
-parameter, that code runs again with the parameters, which are then leaves that several stages use.
+Code before the list runs on each rank, and makes the layers' other arguments, such as masks and rotary angles.
+Parameters of such code are absent, so none is gathered. If another value than the first layer's first argument depends
+on a parameter, the code runs again with the parameters: then several stages use these leaves.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
 
 
 class RunsModule(Protocol):
-    """The interface of a module's function without named layers: `ModuleFunction`."""
+    """Interface of a module's function without named layers: `ModuleFunction`."""
 
     module: nn.Module
     trainable: dict[str, bool]
@@ -54,22 +54,22 @@ class RunsModule(Protocol):
 
 
 class LayeredFunction:
-    """A module's forward as a function of its parameters. Those of its layers are stacked by kind.
+    """Forward of a module as a function of the parameters, with layers stacked by kind.
 
-    Made by `from_module(module, layers=...)`. It is an ordinary function. `pipeline_module` puts its layers on several
-    ranks.
+    Made by `from_module(module, layers=...)`. An ordinary function. `pipeline_module` puts the layers on several ranks.
 
     Attributes:
         module: the module.
-        path: the list of layers. In params, the key of the stacked leaves.
-        kinds: the groups of layers that are alike.
+        path: path of the list of layers, and in params the key of the stacked leaves.
+        kinds: groups of equal layers.
         num_layers: the number of layers.
-        needs_params: whether the layers need values from before them, other than the first argument, that depend on
-            parameters; found when a stage runs.
-        returns: a layer's further results, and the structure of all. None until a stage has learnt them.
-        trainable: as of a `ModuleFunction`, a tree like the parameters.
-        specs: specs as of a `ModuleFunction`, a tree like the parameters; stacked leaves are cut along "pp", the
-            default axis of `pipeline_module`, which a mesh need not have.
+        needs_params: whether layers need values from the code before, other than the first argument, that depend on
+            parameters. Found when a stage runs.
+        returns: further results of a layer, and the structure of all results. None until a stage has learnt the
+            structure.
+        trainable: values as of a `ModuleFunction`, a tree like the parameters.
+        specs: specs as of a `ModuleFunction`, a tree like the parameters. Stacked leaves are cut along "pp", the
+            default axis of `pipeline_module`. A mesh need not have the axis.
     """
 
     def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
@@ -87,23 +87,23 @@ class LayeredFunction:
         """Returns the module's forward.
 
         Args:
-            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; with several
-                kinds of layers one such dict per kind, under the number of its first layer.
+            params: parameters by name, and under the path of the list the layers' leaves by name, each [L, *shape].
+                With several kinds of layers there is such a dict for each kind, under the number of the first layer.
             *args: the module's arguments.
             **kwargs: arguments by name.
 
         Raises:
             ValueError: as of `ModuleFunction`, or the forward does not call the layers once each, one after another,
-                each on the result of the one before.
+                each on the result of the previous layer.
         """
         return self._run(Draws(self.module), params, args, kwargs)
 
     def within(self, forward: Callable[..., Any], params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)`, which calls the module, or a part of it with the layers, and that once.
+        """Runs `forward(*args, **kwargs)`, which calls the module, or a part with all layers, once.
 
         Args:
-            forward: runs in the place of the module. See `ModuleFunction.within`. On ranks without the last layer it
-                runs up to a layer.
+            forward: function to run in place of the module, see `ModuleFunction.within`. On ranks without the last
+                layer the function runs up to a layer.
             params: parameters as of the module's forward.
             *args: arguments of `forward`.
             **kwargs: arguments by name.
@@ -128,9 +128,9 @@ class LayeredFunction:
         """Runs a loss of this function on a rank that has some of the layers.
 
         Args:
-            span: these layers.
-            loss: calls this function, once. The stack in its parameters has the rows of the span.
-            *args: arguments.
+            span: layers of the rank.
+            loss: loss that calls this function once. The stack in the parameters has the rows of the span.
+            *args: arguments of the loss.
 
         Returns:
             The input of the layer after the span, or, if the span ends the forward, the loss's result.
@@ -148,19 +148,19 @@ class LayeredFunction:
             except RunAgain:
                 continue
             except NeedsValue as needs:
-                self._with_params(str(needs))
+                self._require_params(str(needs))
                 continue
             if not span.calls:
                 raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
             if not is_absent(out):
                 return out
-            self._with_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
+            self._require_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
 
-    def _with_params(self, why: str) -> None:
-        """From now on code before the layers runs with its parameters.
+    def _require_params(self, why: str) -> None:
+        """Lets code before the layers run with parameters from now on.
 
         Raises:
-            ValueError: it does already, so the value needed is one computed by a layer of another rank.
+            ValueError: the code does already, so a layer of another rank computes the needed value.
         """
         if self.needs_params:
             raise ValueError(
@@ -191,7 +191,7 @@ class LayeredFunction:
             if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
-                    " several ranks; pass them on unchanged."
+                    " several ranks. Pass them on unchanged."
                 )
             stack = span.stack
         whole = span is None
@@ -213,10 +213,10 @@ class LayeredFunction:
 
 
 def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], LayerKinds]:
-    """Returns the parameters of a module, with those of its list of layers stacked, and the kinds of its layers.
+    """Returns a module's parameters, stacked for the list of layers, and the kinds of layers.
 
     Raises:
-        ValueError: there is no such list, or its layers share parameters. Every leaf is listed.
+        ValueError: there is no such list, or layers share parameters. Every leaf is listed.
     """
     try:
         layers = module.get_submodule(path)
@@ -229,7 +229,7 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
         f"{path}.{i}.{name} is {other}, too; untie them"
         for i, layer in enumerate(layers)
         for name, x in named_parameters(layer)
-        if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
+        if (other := _other_place(module, f"{path}.{i}", x)) is not None
     ]
     raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they share parameters:", problems)
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
@@ -237,7 +237,7 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     return {**others, path: kinds.stacked(params)}, kinds
 
 
-def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
+def _other_place(module: nn.Module, layer: str, x: Tensor) -> str | None:
     """Returns the other place of a layer's parameter in the module."""
     names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

@@ -1,7 +1,7 @@
 """Watches a module that runs with parameters from outside: sees each function of torch before it runs.
 
-A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. Other functions
-are refused by name, in eager steps and in captures alike; dropout is drawn by the key. The rest runs unchanged.
+A forward must be a function of parameters, inputs and key, with the same meaning on every number of ranks. Other
+functions are refused by name, in eager steps and in captures. Dropout is drawn by the key. The rest runs unchanged.
 """
 
 import weakref
@@ -26,13 +26,13 @@ from ._module_statistics import global_batch_norm
 
 
 class ModuleMode(TorchFunctionMode):
-    """Sees each function of torch that a module's forward calls.
+    """Sees each call of a torch function in a module's forward.
 
     Args:
-        placed: the module.
-        draws: the source of random numbers.
-        state: the buffers that the forward may change.
-        axis: with `state`, the axes along which ranks hold other rows of the batch.
+        placed: module with the given tensors.
+        draws: source of random numbers.
+        state: buffers that the forward may change.
+        axis: axes along which ranks hold other rows of the batch, with `state`.
     """
 
     def __init__(
@@ -42,32 +42,32 @@ class ModuleMode(TorchFunctionMode):
         self._own, self._buffers, self._draws = placed.own, Buffers(placed, state or frozenset()), draws
         self._batch_norm = None if state is None else global_batch_norm(axis)
         self._given = placed.given.params
-        # Tensors made of parameters alone, by identity: themselves, and their views. None is kept alive by it.
+        # Tensors made only of parameters, by identity: parameters and views. None is kept alive.
         self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, unless a forward must not."""
+        """Runs a function, or refuses a function that a forward must not call."""
         del types
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__":
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):  # x.T, x.data
-                self._see("a view", args)
+                self._check_params("a view", args)
                 self._buffers.shown(args[0], out)
             return out
         if name == "__set__":
-            return self._set(func, *args)
+            return self._set_attribute(func, *args)
         overwrites = bool(args) and self._buffers.overwrites(name, args[0])
-        self._see(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
+        self._check_params(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
-            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes it by name
+            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes the tensor by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
-        # A lazy leaf that is converted to its own dtype and device need not be gathered.
-        if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
+        # A lazy leaf need not be gathered for a conversion to the same dtype and device.
+        if name == "to" and type(args[0]) is LazyLeaf and _is_unchanged(*args, **kwargs):
             return args[0]
-        handler = None if func is F.batch_norm and self._is_of_params(args) else self._handler(func)
+        handler = None if func is F.batch_norm and self._is_of_params(args) else self._find_handler(func)
         handler = handler or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
@@ -77,41 +77,41 @@ class ModuleMode(TorchFunctionMode):
                 self._of_params[id(out)] = weakref.ref(out)
         return out
 
-    def _handler(self, func: Any) -> Any:
+    def _find_handler(self, func: Any) -> Any:
         return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether the first argument is a parameter or a view of one, such as a weight that is standardised."""
+        """Returns whether the first argument is a parameter or a view of a parameter."""
         known = self._of_params.get(id(args[0])) if args else None
         return known is not None and known() is args[0]
 
     def check(self) -> None:
-        """Refuses state that the forward has left in buffers; call it at its end.
+        """Refuses state that the forward has left in buffers, at the end of the forward.
 
         Raises:
             ValueError: names the buffer, and the remedy.
         """
         self._buffers.check()
 
-    def _set(self, func: Any, x: Any, *value: Any) -> Any:
+    def _set_attribute(self, func: Any, x: Any, *value: Any) -> Any:
         if func == _SET_DATA:
-            if _same_memory(x, *value):
+            if _is_same_memory(x, *value):
                 return None
             self._buffers.check_data(x)
             if path := next((path for path, p in self._given.items() if p is x), None):
                 raise ValueError(
                     f"the forward of the module gives its parameter {path!r} other memory (.data = ...), which the step"
-                    " would not keep; compute a new tensor, or convert the module before from_module."
+                    " would not keep. Compute a new tensor, or convert the module before from_module."
                 )
         return func(x, *value)
 
-    def _see(self, name: str, given: Any) -> None:
+    def _check_params(self, name: str, given: Any) -> None:
         for x in tensors_of(given):
             if id(x) in self._own:
                 raise ValueError(
                     f"the forward of the module gives {name} its own parameter {self._own[id(x)]!r} in place of the one"
-                    " that the step trains, so it has that by another way than its name (a list, a function, a hook);"
-                    " take it by its name."
+                    " that the step trains, so it has that by another way than its name (a list, a function, a hook)."
+                    " Take it by its name."
                 )
             self._buffers.see(name, x)
 
@@ -120,7 +120,7 @@ _VIEWS = frozenset({"reshape", "view", "flatten", "unsqueeze", "to", "float", "d
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _same_memory(x: Any, new: Any) -> bool:
+def _is_same_memory(x: Any, new: Any) -> bool:
     """Returns whether `x.data = new` changes nothing."""
     if x is new:
         return True
@@ -128,7 +128,7 @@ def _same_memory(x: Any, new: Any) -> bool:
     return plain and new.dtype == x.dtype and new.is_set_to(x)
 
 
-def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _is_unchanged(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Returns whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
@@ -136,7 +136,7 @@ def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
 
 
-def _embedding(
+def _embed_dense(
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -195,7 +195,7 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     used = kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)
     if running is not None and used:
         raise ValueError(
-            "instance_norm in training changes its running statistics, by this rank's rows; build the layer with"
+            "instance_norm in training changes its running statistics, by this rank's rows. Build the layer with"
             " track_running_stats=False, or make the statistics constants: eval() of that layer."
         )
     return func(*args, **kwargs)
@@ -204,20 +204,20 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _plain_embedding(
     func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
 ) -> Tensor:
-    """`torch.embedding`, whose arguments differ from those of torch.nn.functional's."""
+    """Runs `torch.embedding`, with other arguments than torch.nn.functional's."""
     del sparse
     _check_embedding("embedding", None, scale_grad_by_freq)
     return func(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
 def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.embedding_bag`, whose arguments differ as well."""
+    """Runs `torch.embedding_bag`, with other arguments than torch.nn.functional's."""
     _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
     return func(*args, **kwargs)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.embedding: _embedding,
+    F.embedding: _embed_dense,
     F.embedding_bag: _embedding_bag,
     F.batch_norm: _batch_norm,
     torch.batch_norm: _batch_norm,

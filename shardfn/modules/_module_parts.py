@@ -1,4 +1,4 @@
-"""The places of a module's tensors, and other tensors in them for a while."""
+"""Places of a module's tensors, which hold other tensors for a while."""
 
 import contextlib
 import operator
@@ -12,15 +12,15 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import did_you_mean, named_modules, named_parameters, raise_all
 
 _LOCK = threading.Lock()
-_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: its thread, and the number of calls under way
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: the thread, and the number of calls under way
 
 
 class TensorSlot(NamedTuple):
-    """One place of a tensor.
+    """Place of a tensor.
 
     Attributes:
         owner: the submodule.
-        name: name there.
+        name: name in the owner.
     """
 
     owner: nn.Module
@@ -28,13 +28,13 @@ class TensorSlot(NamedTuple):
 
 
 class ModuleParts(NamedTuple):
-    """The submodules and the tensors of a module by full name; shared ones have several names.
+    """Submodules and tensors of a module by full name. Shared tensors have several names.
 
     Attributes:
         modules: the submodules.
         params: places of parameters.
         buffers: places of buffers.
-        unique: each submodule once, with the prefix of its tensors' names.
+        unique: submodules, each once, with the prefix of the tensors' names.
     """
 
     modules: dict[str, nn.Module]
@@ -58,17 +58,17 @@ class ModuleParts(NamedTuple):
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter -> the first name of that parameter."""
+    """Returns a mapping from every name of a parameter to the first name."""
     first = {id(p): name for name, p in named_parameters(module)}
     return {name: first[id(p)] for name, p in named_parameters(module, remove_duplicate=False)}
 
 
 class GivenTensors(NamedTuple):
-    """The tensors that take the place of a module's own.
+    """Tensors that take the place of a module's tensors.
 
     Attributes:
-        params: by full name; all names of a shared parameter.
-        buffers: by full name.
+        params: parameters by full name, under all names of a shared parameter.
+        buffers: buffers by full name.
     """
 
     params: dict[str, Tensor]
@@ -76,11 +76,11 @@ class GivenTensors(NamedTuple):
 
 
 def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> GivenTensors:
-    """Finds the places of the tensors of `given`. A parameter that is not given stays the module's own.
+    """Finds the places of the tensors of `given`. Other parameters stay the module's.
 
     Raises:
         TypeError: there are no names, or a value is a leaf of a state.
-        ValueError: a name is not one of the module's, or a shared parameter is given twice with different values.
+        ValueError: a name is not in the module, or a shared parameter is given twice with different values.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -114,7 +114,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
 
 
 class _Before(NamedTuple):
-    """The attributes and tensors of a submodule before its tensors were replaced."""
+    """Attributes and tensors of a submodule before the replacement."""
 
     path: str
     sub: nn.Module
@@ -124,7 +124,7 @@ class _Before(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """The values that a forward has assigned to the attributes and buffers of a submodule."""
+    """Values that a forward has assigned to the attributes and buffers of a submodule."""
 
     sub: nn.Module
     attributes: dict[str, Any]
@@ -132,17 +132,17 @@ class Overrides(NamedTuple):
 
 
 class Placed:
-    """A module whose tensors are replaced by others.
+    """Module with replaced tensors.
 
     Invariant: between `__enter__` and `__exit__` each place of `given` holds the given tensor, and every other place
-    its previous value, except for the forward's assignments. `__exit__` puts back the module's own tensors in any case.
-    A submodule whose forward has assigned a tensor gets all its attributes back, since other attributes (such as the
-    length up to which the tensor was computed) must agree with it.
+    the previous value, except for the forward's assignments. `__exit__` puts back the module's tensors in any case.
+    After a forward that has assigned a tensor, the submodule gets all attributes back, since other attributes (such as
+    the length up to which the tensor was computed) must agree with the tensor.
 
     Each part that runs again in the backward enters once, with the whole module: a few dict copies a submodule.
 
     Attributes:
-        own: the module's own parameters that are replaced, by identity; from `__enter__` on.
+        own: replaced parameters of the module, by identity, from `__enter__` on.
     """
 
     def __init__(self, parts: ModuleParts, given: GivenTensors) -> None:
@@ -152,8 +152,8 @@ class Placed:
         self._given: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> "Placed":
-        """Puts the given tensors in their places."""
-        # The dicts themselves stay, since others may hold them. Their contents are copied.
+        """Puts the given tensors in place."""
+        # The dicts themselves stay, since other code may hold them. The contents are copied.
         self._before = [
             _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
             for path, sub in self.parts.unique
@@ -174,12 +174,12 @@ class Placed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Puts the module's own tensors back."""
+        """Puts the module's tensors back."""
         for b, (params, buffers) in zip(self._before, self._given, strict=True):
             sub = b.sub
             if not (params or buffers or sub._parameters or sub._buffers):
                 continue
-            if not (_same(sub._buffers, buffers) and _same(sub._parameters, params)):
+            if not (_is_same(sub._buffers, buffers) and _is_same(sub._parameters, params)):
                 _put_back(sub.__dict__, b.attributes)
             _put_back(sub._parameters, b.params)
             _put_back(sub._buffers, b.buffers)
@@ -187,11 +187,11 @@ class Placed:
     def overrides(self) -> list[Overrides]:
         """Returns the submodules whose buffers the forward has assigned up to here."""
         pairs = zip(self._before, self._given, strict=True)
-        subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _same(b.sub._buffers, given)]
+        subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _is_same(b.sub._buffers, given)]
         return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
 
     def override(self, overrides: Sequence[Overrides]) -> None:
-        """Restores the assignments that a forward had made before a part of it that now runs again."""
+        """Restores the assignments from before a part of the forward that now runs again."""
         for x in overrides:
             _put_back(x.sub.__dict__, x.attributes)
             _put_back(x.sub._buffers, x.buffers)
@@ -201,17 +201,17 @@ class Placed:
         found = []
         for b, (given, _) in zip(self._before, self._given, strict=True):
             now = b.sub._parameters
-            if (now or given) and not _same(now, given):
+            if (now or given) and not _is_same(now, given):
                 found += [b.path + n for n in now.keys() | given.keys() if now.get(n) is not given.get(n)]
         return sorted(found)
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
-    if (now or before) and not _same(now, before):
+    if (now or before) and not _is_same(now, before):
         # In one update, so that the order of names is restored, too.
         now.clear()
         now.update(before)
@@ -237,7 +237,7 @@ def shadowed(forwards: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
 def in_eval_mode(parts: ModuleParts) -> Iterator[None]:
     """Sets all submodules to eval mode for a while.
 
-    Their method `train` is not called, since a module may override it, for example to merge weights.
+    The method `train` is not called, since a module may override `train`, for example to merge weights.
     """
     before = [sub for _, sub in parts.unique if sub.training]
     for sub in before:
@@ -251,15 +251,14 @@ def in_eval_mode(parts: ModuleParts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
-    """Refuses to run a module in a thread while another one runs it: it has one place for each tensor.
+    """Refuses to run a module in two threads at a time: a module has a single place for each tensor.
 
     Args:
         module: the module.
-        caller: the thread that has called it; autograd may run a part again in a thread of its own, while the caller
-            waits.
+        caller: thread of the call. Autograd may run a part again in another thread, while the caller waits.
 
     Raises:
-        RuntimeError: another thread runs it; gives the remedy.
+        RuntimeError: another thread runs the module. The message has the remedy.
     """
     me = threading.get_ident()
     with _LOCK:

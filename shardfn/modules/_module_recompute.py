@@ -1,8 +1,8 @@
 """Parts of a module's forward that run again in the backward, with the parameters and the draws of the forward.
 
-`torch.utils.checkpoint` calls its function a second time after the module's call has ended and its own weights are
-back. The function then runs as a part of that call again. Other code that would use the weights after the call is
-refused.
+Activation checkpointing by `torch.utils.checkpoint` calls a function a second time after the module's call has ended
+and the module's weights are back. The function then runs as a part of the call again. Other code with a use of the
+weights after the call is refused.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
 
 @runtime_checkable
 class Running(Protocol):
-    """A call of a module that is under way."""
+    """Call of a module in progress."""
 
     def again(self) -> Again:
         """Returns a context to resume the call later, as from here."""
@@ -32,44 +32,44 @@ class Running(Protocol):
         ...
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Returns the path of `sub` in the module, or None if it is not a part of it."""
+        """Returns the path of `sub` in the module, or None if `sub` is not a part of the module."""
         ...
 
 
 @contextlib.contextmanager
 def running_module(run: Running) -> Iterator[None]:
     """Lets checkpointed functions run later as parts of `run`. Calls nest: the innermost is entered last."""
-    # Names of torch are replaced for all threads; each looks for calls of its own, `_CALLS`.
+    # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
     with _CALLS.bound(run), checkpoints_as_now(), _REFUSALS:
         yield
 
 
 @bound_again
-def _same_calls() -> list[Again]:
+def _enter_same_calls() -> list[Again]:
     return [run.again() for run in _CALLS.all]
 
 
 @functools.cache
-def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.Module.to` and its kin: inside a forward they may only ask for the present dtype and device."""
+def _wrap_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `nn.Module.to` and similar: a forward may only ask for the present dtype and device."""
 
     @functools.wraps(original)
-    def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    def _apply_conversion(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         if any(run.converted(self, fn) for run in reversed(_CALLS.all)):
             return self
         return original(self, fn, recurse)
 
-    return _apply
+    return _apply_conversion
 
 
 @functools.cache
-def _application(original: Any) -> Any:
-    """`autograd.Function.apply` that refuses parts of the module: its backward would run them with their own weights.
+def _wrap_application(original: Any) -> Any:
+    """Wraps `autograd.Function.apply` to refuse parts of the module among the arguments.
 
-    The backward cannot find its call of the module, so the given weights could not be put in place.
+    The backward cannot find the call of the module, and would run the parts with the module's weights.
     """
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for sub in _modules_in((args, kwargs)):
             path = next((path for run in reversed(_CALLS.all) if (path := run.path_of(sub)) is not None), None)
             if path is not None and any(True for _ in sub.parameters()):
@@ -81,14 +81,16 @@ def _application(original: Any) -> Any:
                 )
         return unbound(original)(cls, *args, **kwargs)
 
-    return classmethod(apply)
+    return classmethod(apply_function)
 
 
-_REFUSALS = Replaced(lambda: [(nn.Module, "_apply", _conversion), (torch.autograd.Function, "apply", _application)])
+_REFUSALS = Replaced(
+    lambda: [(nn.Module, "_apply", _wrap_conversion), (torch.autograd.Function, "apply", _wrap_application)]
+)
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Yields the modules in arguments: themselves, in containers, and behind methods and partial functions."""
+    """Yields the modules in arguments: directly, in containers, and behind methods and partial functions."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple):

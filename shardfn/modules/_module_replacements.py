@@ -19,11 +19,11 @@ from ._module_replay import Replay
 
 @dataclass(frozen=True)
 class Replacements:
-    """The replacements of one module. None is the module's own code.
+    """Replacements for one module. None is the module's code.
 
     Attributes:
-        attention: by a body of `nn.attention`.
-        experts: by an exchange of `nn.moe`.
+        attention: route to a body of `nn.attention`.
+        experts: route to an exchange of `nn.moe`.
         exact: whether rows have the bits of an exact decoder.
         replay: the experts that routers take.
     """
@@ -39,7 +39,7 @@ class Replacements:
 
     @contextlib.contextmanager
     def running(self, routed: RoutedCall | None) -> Iterator[None]:
-        """While it is open, the replacements run, but for those of `exactly`."""
+        """Runs all replacements while open, except `exactly`."""
         with contextlib.ExitStack() as stack:
             for part in (routed, self.experts):
                 if part is not None:
@@ -49,14 +49,14 @@ class Replacements:
             yield
 
     def exactly(self, params: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-        """Open inside of all other modes, it computes rows exactly."""
+        """Returns a mode that computes rows exactly, to open inside of all other modes."""
         return ExactForward(params) if self.exact else contextlib.nullcontext()
 
 
 def replacements_of(
     module: nn.Module, attention: Body | None, experts: moe.Exchange | None, exact: bool
 ) -> Replacements:
-    """Returns the replacements that `from_module` is asked for.
+    """Returns the replacements for the arguments of `from_module`.
 
     Raises:
         ValueError: attention or experts cannot be routed, or are not exact.

@@ -1,8 +1,8 @@
-"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of its best.
+"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of the best.
 
-A router chooses by `topk` of the scores [S, E] of its tokens. While a layer with experts runs, that call returns the
-given experts and their scores. The model's own code makes weights of these: a replay has the weights and gradients of
-the router's present parameters.
+A router chooses by `topk` of the scores [S, E] of the tokens. While a layer with experts runs, `topk` returns the given
+experts and the scores of these experts. The model's code makes weights of the scores: a replay has the weights and
+gradients of the router's present parameters.
 
 S tokens of this rank, m layers with experts, k choices in each, E experts.
 """
@@ -25,14 +25,14 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Replay:
-    """The choices of all tokens of a call.
+    """Choices of all tokens of a call.
 
     Args:
-        module: with models of transformers in it.
-        chosen: of each token in each layer, in the order of the layers; -1 leaves a token to the router.
+        module: module with models of transformers inside.
+        chosen: experts of each token in each layer, in the order of the layers. -1 leaves a token to the router.
 
     Raises:
-        TypeError: they are not integers.
+        TypeError: `chosen` has no integers.
         ValueError: no layer of the module has experts of transformers' table, or `chosen` has another number of layers.
     """
 
@@ -58,23 +58,23 @@ class Replay:
         ]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Returns the forwards by which layers with a router and experts take the given experts."""
-        return [(layer, _replayed(layer.forward, own)) for layer, own in self._layers]
+        """Returns forwards of the layers with experts, which take the given experts."""
+        return [(layer, _replay_choices(layer.forward, own)) for layer, own in self._layers]
 
 
-def _replayed(forward: Callable[..., Any], own: "_Chosen") -> Callable[..., Any]:
+def _replay_choices(forward: Callable[..., Any], own: "_Chosen") -> Callable[..., Any]:
     @functools.wraps(forward)
-    def replayed(*args: Any, **kwargs: Any) -> Any:
+    def replay_forward(*args: Any, **kwargs: Any) -> Any:
         with _Router(own) as router:
             out = forward(*args, **kwargs)
         router.check()
         return out
 
-    return replayed
+    return replay_forward
 
 
 class _Chosen:
-    """The choices [S, k] of one layer's tokens, among E experts."""
+    """Choices [S, k] of one layer's tokens, among E experts."""
 
     def __init__(self, path: str, num_experts: int, experts_Sk: Tensor) -> None:
         self.path, self.num_experts, self.experts_Sk = path, num_experts, experts_Sk
@@ -83,7 +83,7 @@ class _Chosen:
 
 
 class _Router(TorchFunctionMode):
-    """One run of a layer: sees its router's choice."""
+    """Run of a layer, which sees the router's choice."""
 
     def __init__(self, own: _Chosen) -> None:
         super().__init__()
@@ -110,20 +110,20 @@ class _Router(TorchFunctionMode):
             num, wanted = own.experts_Sk.shape
             raise ValueError(
                 f"replaying: {own.path} has {len(input)} tokens with {k} choices each, and chosen has {num} tokens with"
-                f" {wanted}; pass the routes of these tokens, cut over ranks and microbatches as they are."
+                f" {wanted}. Pass the routes of these tokens, cut over ranks and microbatches as they are."
             )
         return True
 
     def check(self) -> None:
-        """Refuses a layer whose router has not chosen once.
+        """Refuses a layer whose router has not chosen exactly once.
 
         Raises:
-            ValueError: it has not.
+            ValueError: the router has chosen never, or more than once.
         """
         if self._num != 1:
             own = self._own
             raise ValueError(
                 f"replaying: beside {own.path} {self._num} calls of topk choose among {own.num_experts} experts, and 1"
-                " is expected, so that its router cannot be replayed; take the forward without replaying, whose"
+                " is expected, so that its router cannot be replayed. Take the forward without replaying, whose"
                 " metrics show the tokens with other probabilities."
             )

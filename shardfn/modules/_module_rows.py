@@ -1,11 +1,11 @@
-"""Function modes that let a module compute each row with the bits that the row has alone.
+"""Function modes that make a module batch-invariant: each row has the bits of a batch with only that row.
 
 Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
-computed by fixed expressions. Other functions run unchanged; whether these are exact is for a probe to find.
+computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are exact.
 
-Several ranks cut a weight by its outputs alone. So each element is computed by one rank, from a whole row of inputs,
-and ranks exchange elements without adding them: results have the same bits on any number of ranks.
+Several ranks cut a weight only by outputs. So each element is computed by one rank, from a whole row of inputs, and
+ranks exchange elements without sums: results have the same bits on any number of ranks.
 """
 
 import enum
@@ -33,22 +33,23 @@ Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Edge(enum.Enum):
-    """The values that ranks hold before and behind a layer whose outputs are cut."""
+    """Values that ranks hold before and behind a layer with cut outputs."""
 
     WHOLE = "whole"  # all features on both sides
-    ENTER = "enter"  # all features before it, a rank's own behind it
-    LEAVE = "leave"  # a rank's own features before it, all behind it
+    ENTER = "enter"  # all features before the layer, a rank's features behind
+    LEAVE = "leave"  # a rank's features before the layer, all behind
 
 
 class PackedWeight(NamedTuple):
-    """A linear layer whose weight is as `kernels.row_linear` reads it.
+    """Linear layer with a weight in the form for `kernels.row_linear`.
 
     Attributes:
-        panels: panels from `kernels.pack_rows`, of this rank's outputs.
-        num: outputs of all ranks.
-        axis: the mesh axes that cut the outputs. None is one device.
+        panels: panels of this rank's outputs, from `kernels.pack_rows`.
+        num: number of outputs of all ranks.
+        axis: mesh axes that cut the outputs. None is one device.
         edge: the values on both sides.
-        inputs: inputs of the layer. None is the number of rows in panels of floats, which panels of codes do not have.
+        inputs: number of inputs of the layer. None is the number of rows in panels of floats. Panels of codes need the
+            number.
 
     Example:
         >>> import torch
@@ -64,7 +65,7 @@ class PackedWeight(NamedTuple):
     inputs: int | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the affine map, computed in float32. `bias` is that of all outputs."""
+        """Returns the affine map, computed in float32. `bias` has all outputs."""
         if self.edge is Edge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
@@ -73,7 +74,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def own_num(self) -> int:
-        """Outputs of this rank."""
+        """Returns the number of outputs of this rank."""
         start, stop = own_range(self.num, self.axis)
         return stop - start
 
@@ -87,7 +88,7 @@ class PackedWeight(NamedTuple):
 
 
 class RowByRow(TorchFunctionMode):
-    """A mode whose functions, also those that it leaves to torch, have the bits of the eager call in every graph."""
+    """Mode in which every function, also of torch, has the bits of the eager call in every graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class ExactRows(RowByRow):
     """Computes linear layers and some other functions row by row, in float32 inside.
 
     Args:
-        linear: layers, by the identity of the tensor that the module has as their weight.
+        linear: layers, by the identity of the weight tensor in the module.
     """
 
     def __init__(self, linear: Mapping[int, Linear]) -> None:
@@ -115,7 +116,7 @@ class ExactRows(RowByRow):
         self._linear = linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or its exact form."""
+        """Runs a function, or the exact form."""
         del types
         kwargs = kwargs or {}
         if (read := _WEIGHT.get(func)) is not None:
@@ -130,12 +131,12 @@ class WeightUses(TorchFunctionMode):
     """Records the functions in which a module's parameters take part.
 
     Args:
-        params: by name, as the module has them.
+        params: parameters by name, as in the module.
 
     Attributes:
-        linear: names of the weights of linear layers, and whether they are [inputs, outputs].
-        others: names of parameters that take part in other functions, too.
-        products: names of functions that multiply matrices and are not linear layers of a parameter.
+        linear: names of the weights of linear layers, and whether the weight is [inputs, outputs].
+        others: names of parameters with uses in other functions, too.
+        products: names of functions that multiply matrices and are no linear layers of a parameter.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -171,17 +172,17 @@ def linear_operands(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor |
     return None if read is None else read(*args, **kwargs)
 
 
-def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 
-def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of GPT-2's layers, whose weights are [inputs, outputs]; factors leave it another product."""
+def _addmm_args(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the operands of GPT-2's layers, with weights [inputs, outputs], if there are no factors."""
     return mat1, None if more else mat2, input
 
 
 def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """`kernels.grouped_product` without derivatives, as a function that modes see."""
+    """Computes `kernels.grouped_product` without derivatives, as a function visible to modes."""
     if has_torch_function((x, w)):
         return handle_torch_function(grouped_rows, (x, w), x, w, counts, transposed)
     return grouped_product(x, w, counts, transposed=transposed)
@@ -192,7 +193,7 @@ def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: b
     return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
 
 
-def _softmax(
+def _softmax_rows(
     func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
     if dim not in (-1, input.ndim - 1):
@@ -200,7 +201,7 @@ def _softmax(
     return exact_softmax(input.float()).to(dtype or input.dtype)
 
 
-def _sigmoid(func: Any, input: Tensor) -> Tensor:
+def _sigmoid_rows(func: Any, input: Tensor) -> Tensor:
     del func
     return (1 / (1 + torch.exp(-input.float()))).to(input.dtype)
 
@@ -210,27 +211,27 @@ def handlers_of(
     gelu: Callable[[Tensor], Tensor],
     norm: Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor],
 ) -> dict[Any, Callable[..., Tensor]]:
-    """Handlers of torch's functions, which get the function and its arguments, by the exact forms of some.
+    """Returns handlers of torch's functions, called with the function and the arguments.
 
     Args:
-        silu: silu of one tensor.
-        gelu: the form with tanh.
-        norm: of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
+        silu: exact silu of one tensor.
+        gelu: exact gelu with tanh.
+        norm: exact norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
 
-    def of_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+    def handle_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
         del func
         y = silu(input)
         return input.copy_(y) if inplace else y
 
-    def of_gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
+    def handle_gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
         del func
         if approximate == "tanh":
             return gelu(input)
         x = input.float()
         return (x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))).to(input.dtype)
 
-    def of_layer_norm(
+    def handle_layer_norm(
         func: Any,
         input: Tensor,
         normalized_shape: Any,
@@ -240,52 +241,52 @@ def handlers_of(
     ) -> Tensor:
         if len(normalized_shape) != 1:
             return func(input, normalized_shape, weight, bias, eps)
-        return norm(input, _scale(input, weight), bias, eps, True)
+        return norm(input, _norm_scale(input, weight), bias, eps, True)
 
-    def of_rms_norm(
+    def handle_rms_norm(
         func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         if len(normalized_shape) != 1:
             return func(input, normalized_shape, weight, eps)
         eps = torch.finfo(input.dtype).eps if eps is None else eps
-        return norm(input, _scale(input, weight), None, eps, False)
+        return norm(input, _norm_scale(input, weight), None, eps, False)
 
-    exact = {F.silu: of_silu, F.gelu: of_gelu, F.layer_norm: of_layer_norm, F.rms_norm: of_rms_norm}
+    exact = {F.silu: handle_silu, F.gelu: handle_gelu, F.layer_norm: handle_layer_norm, F.rms_norm: handle_rms_norm}
     return _ALIKE | exact
 
 
-def _scale(x: Tensor, weight: Tensor | None) -> Tensor:
+def _norm_scale(x: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_ones(x.shape[-1]) if weight is None else weight
 
 
-def _silu(x: Tensor) -> Tensor:
+def _silu_rows(x: Tensor) -> Tensor:
     wide = x.float()
     return gated_silu(wide, torch.ones_like(wide)).to(x.dtype)
 
 
-def _gelu(x: Tensor) -> Tensor:
+def _gelu_rows(x: Tensor) -> Tensor:
     return gelu(x.float()).to(x.dtype)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     bias = None if bias is None else bias.float()
     return row_norm(x.float(), weight.float(), bias, eps=eps, centered=centered).to(x.dtype)
 
 
 _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
-    F.linear: _of_linear,
-    torch.addmm: _of_addmm,
+    F.linear: _linear_args,
+    torch.addmm: _addmm_args,
 }
 # Functions whose exact form has derivatives, too.
 _ALIKE: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
-    F.softmax: _softmax,
-    F.sigmoid: _sigmoid,
-    torch.sigmoid: _sigmoid,
-    torch.Tensor.sigmoid: _sigmoid,
+    F.softmax: _softmax_rows,
+    F.sigmoid: _sigmoid_rows,
+    torch.sigmoid: _sigmoid_rows,
+    torch.Tensor.sigmoid: _sigmoid_rows,
 }
-_HANDLERS = handlers_of(_silu, _gelu, _norm)
-# A packed weight answers these as the weight would.
+_HANDLERS = handlers_of(_silu_rows, _gelu_rows, _norm_rows)
+# A packed weight answers like the weight.
 _DESCRIPTIONS = frozenset(
     {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 )

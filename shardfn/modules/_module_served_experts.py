@@ -1,7 +1,7 @@
-"""Experts of a model of transformers while it is served: each row by the weights of its expert, without derivatives.
+"""Experts of a served model of transformers: each row by the weights of the row's expert, without derivatives.
 
-Rows are put in the order of their experts, in shapes that do not depend on the choices, and each token's results are
-added in the order of its choices.
+Rows are put in the order of experts, in shapes independent of the choices, and each token's results are added in the
+order of the token's choices.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ from ._module_rows import grouped_rows
 
 @dataclass(frozen=True)
 class ServedExperts:
-    """Where the tokens of a call meet their experts, and their choices.
+    """Exchange of a call's tokens with experts, and the choices.
 
     Attributes:
         exchange: exchange of `nn.moe`.
-        choices: [T, k] of each module of experts that has run, by its identity.
+        choices: choices [T, k] of each module of experts that has run, by identity.
     """
 
     exchange: moe.Exchange
@@ -33,7 +33,7 @@ CALL = Ambient[ServedExperts]("experts of a decoder's call", by_thread=True)
 
 
 def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Returns the function that transformers calls, [S, D], [S, k], [S, k] -> [S, D].
+    """Computes experts for transformers, [S, D], [S, k], [S, k] -> [S, D].
 
     Raises:
         RuntimeError: no function of `decoding` runs.

@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks, as one device has it."""
+"""Batch normalisation over the rows of all ranks, as on one device."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from shardfn.core import Axes
 
 
 def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
-    """Returns the replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
+    """Returns the replacement of `batch_norm` where ranks along `axis` hold parts of the batch.
 
-    Mean and variance are those of all their rows, for any number of rows per rank. Their gradients are summed over
-    ranks, since every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their
-    dtype.
+    Mean and variance are over all rows, for any number of rows per rank, for example 3, 2 and 2. Gradients of mean and
+    variance are summed over ranks, since every rank's output depends on both. Sums are taken in float32 at least.
+    Running statistics keep their dtype.
     """
     return functools.partial(_batch_norm, axis)
 
@@ -44,14 +44,16 @@ def _batch_norm(
     mean = psum(x.sum(over), axis) / num
     centred = x - pvary(mean, axis).view(shape)
     var = psum(centred.square().sum(over), axis) / num
-    _update(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
+    _update_running(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
     out = centred * torch.rsqrt(pvary(var, axis) + eps).view(shape)
     for scale, op in ((weight, torch.mul), (bias, torch.add)):
         out = out if scale is None else op(out, scale.to(x.dtype).view(shape))
     return out.to(input.dtype)
 
 
-def _update(mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float) -> None:
+def _update_running(
+    mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float
+) -> None:
     """Updates the running statistics, which are buffers of this call."""
     for old, new in ((mean, new_mean), (var, new_var)):
         if old is not None:

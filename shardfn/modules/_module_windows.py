@@ -1,4 +1,4 @@
-"""Windows of layers whose models of transformers have them in masks alone, as Phi-3.5-MoE and Qwen2-MoE do."""
+"""Windows of layers in models of transformers with windows only in masks, such as Phi-3.5-MoE and Qwen2-MoE."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from shardfn.core import Ambient
 
 
 class Windows:
-    """The windows of the masks that a call of a model has made. None is a mask without one.
+    """Windows of the masks that a call of a model has made. None is a mask without a window.
 
     Example:
         >>> windows = Windows()
@@ -19,11 +19,11 @@ class Windows:
         self.made: set[int | None] = set()
 
     def of(self, module: Any, given: int | None) -> int | None:
-        """Returns the window of a layer: the given one, or that of its mask.
+        """Returns the window of a layer: the given window, or the window of the mask.
 
         Args:
             module: the attention of the layer.
-            given: argument.
+            given: window in the arguments, or None.
 
         Raises:
             ValueError: masks have several windows.

@@ -1,6 +1,6 @@
-"""Linear layers of one input, such as those of queries, keys and values, computed in one call.
+"""Linear layers of one input, such as the projections to queries, keys and values, computed in one call.
 
-A module calls them one after another. The first call computes them all. The others find their results.
+A module calls such layers one after another. The first call computes all layers. Later calls find the results.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class SameInput:
     """Layers that a module calls with one input.
 
     Args:
-        layers: by name, in any order. A rank has all of their inputs: they are not `Edge.LEAVE`.
+        layers: layers by name, in any order. A rank must have all inputs: no layer is `Edge.LEAVE`.
 
     Example:
         >>> import torch
@@ -49,10 +49,10 @@ class SameInput:
 
 
 class InputUses(TorchFunctionMode):
-    """Records which weights of linear layers a module multiplies the same input by.
+    """Records the weights of linear layers that multiply the same input.
 
     Args:
-        params: by name, as the module has them.
+        params: parameters by name, as in the module.
 
     Attributes:
         groups: names of weights that are called one after another with one tensor.

@@ -1,4 +1,4 @@
-"""`assert_bucket_invariant`: the contract of a bucketed function, checked by other values of the padding."""
+"""`assert_bucket_invariant`: checks the contract of a bucketed function by other values of the padding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +18,19 @@ def assert_bucket_invariant(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Asserts that the result does not depend on the rows with which `f` pads its arguments, nor on their number.
+    """Asserts that the result depends neither on the rows of padding nor on the number of such rows.
 
-    In one bucket the bits are equal for padding by its fill, by copies of the first and of the last row, and for
+    In one bucket the bits are equal for padding by the fill, by copies of the first and of the last row, and for
     floating-point arguments by large numbers. In the next bucket the result is close, as sums of other shapes may round
     otherwise.
 
     Args:
-        f: from `bucketed`.
-        *args: as for a call, with at least one row; donated leaves are copied.
-        select: the part of the result that is compared, where padding may write to another, as to a block of a cache
-            that is never read.
-        rtol: for the next bucket; default torch's for the dtype.
-        atol: the same.
+        f: function from `bucketed`.
+        *args: arguments as for a call, with at least one row. Donated leaves are copied.
+        select: function to the compared part of the result, where padding may write to another part, such as a block of
+            a KV cache that is never read.
+        rtol: relative tolerance for the next bucket. Default: torch's for the dtype.
+        atol: absolute tolerance for the next bucket. Default: torch's for the dtype.
 
     Raises:
         AssertionError: names the leaf and the padding.
@@ -51,43 +51,43 @@ def assert_bucket_invariant(
     size = size if size > length else padding.bucket(length + 1)
     larger = padding.bucket(size + 1) if padding.sizes is None or size < padding.sizes[-1] else None
 
-    def run(rows: Any, size: int) -> PyTree:
-        given = padding.padded(tree_map(_fresh, args), length, size, rows)
+    def run_bucket(rows: Any, size: int) -> PyTree:
+        given = padding.padded(tree_map(_copy_fresh, args), length, size, rows)
         return select(padding.cut(f.inner(*given), length, size))
 
-    want = run(None, size)
+    want = run_bucket(None, size)
     for how, rows in _ROWS.items():
         for (path, x), (_, y) in zip(
-            named_leaves(want, "result"), named_leaves(run(rows, size), "result"), strict=True
+            named_leaves(want, "result"), named_leaves(run_bucket(rows, size), "result"), strict=True
         ):
             why = f"{path} differs in the bucket of {size} if the {size - length} rows of padding are {how}"
             _assert_close(x, y, why, rtol=0.0, atol=0.0)
     if larger is not None:
         for (path, x), (_, y) in zip(
-            named_leaves(want, "result"), named_leaves(run(None, larger), "result"), strict=True
+            named_leaves(want, "result"), named_leaves(run_bucket(None, larger), "result"), strict=True
         ):
             _assert_close(x, y, f"{path} differs between the buckets of {size} and {larger}", rtol=rtol, atol=atol)
 
 
-def _copies(x: Tensor, dim: int, rows: int, fill: Any, at: int) -> Tensor:
+def _fill_copies(x: Tensor, dim: int, rows: int, fill: Any, at: int) -> Tensor:
     del fill
     return x.narrow(dim, at % x.shape[dim], 1).expand([rows if k == dim % x.ndim else n for k, n in enumerate(x.shape)])
 
 
-def _large(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
-    """Large numbers for floats; integers may be indices, so these are copies."""
-    first = _copies(x, dim, rows, fill, 0)
+def _fill_large(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
+    """Returns large numbers for floats, and copies for integers, which may be indices."""
+    first = _fill_copies(x, dim, rows, fill, 0)
     return first.sign() * 1e4 + 1e4 / 3 if x.is_floating_point() else first
 
 
 _ROWS: dict[str, Callable[..., Tensor]] = {
-    "copies of the first row": lambda *given: _copies(*given, at=0),
-    "copies of the last row": lambda *given: _copies(*given, at=-1),
-    "large numbers": _large,
+    "copies of the first row": lambda *given: _fill_copies(*given, at=0),
+    "copies of the last row": lambda *given: _fill_copies(*given, at=-1),
+    "large numbers": _fill_large,
 }
 
 
-def _fresh(x: Any) -> Any:
+def _copy_fresh(x: Any) -> Any:
     return x.with_block(x.local.clone()) if isinstance(x, GlobalTensor) and is_device(x.memory_kind) else x
 
 

@@ -1,4 +1,4 @@
-"""The parity harness of `step.loss`: its derivatives equal those of one device."""
+"""The parity harness of `step.loss`: derivatives equal the derivatives on one device."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,21 +31,21 @@ def assert_derivative_parity(
     derivatives: Sequence[str] = DERIVATIVES,
     **options: Any,
 ) -> None:
-    """Asserts that `step.loss` and its derivatives equal those of the one-device loss.
+    """Asserts that `step.loss` and its derivatives equal the loss and derivatives on one device.
 
-    They are the value; `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product of
-    the Hessian with a vector. For your own models: call it inside `testing.distributed`.
+    Compared are the value, `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product
+    of the Hessian with a vector. For your models: call the function inside `testing.distributed`.
 
     Args:
-        loss: the loss that is sharded; may be transformed.
+        loss: sharded loss, which may be transformed.
         params: tree of whole floating-point tensors, the same on all ranks.
-        batch: the global batch.
-        mesh: the mesh.
-        reference: the plain loss of one device. Default: `loss`.
+        batch: global batch.
+        mesh: mesh of the ranks.
+        reference: plain loss of one device. Default: `loss`.
         specs: compute specs of params.
-        batch_spec: the batch's specs. Default: that of `sharded_step`.
-        own: this rank's part of the batch; default its rows by `batch_spec`.
-        derivatives: a selection of these. `torch.func` takes no saved-tensor hooks of torch, for example.
+        batch_spec: specs of the batch. Default: as in `sharded_step`.
+        own: this rank's part of the batch. Default: the rows by `batch_spec`.
+        derivatives: names of derivatives to compare. For example, `torch.func` takes no saved-tensor hooks of torch.
         **options: further options of `sharded_step`.
 
     Raises:
@@ -57,7 +57,7 @@ def assert_derivative_parity(
     """
     cut = default_batch(specs, as_mesh(mesh)) if batch_spec is None else batch_spec
     vector = tree_map(lambda x: x.cos() / 2, params)
-    want = _one_device(reference or loss, params, batch, vector, derivatives)
+    want = _run_one_device(reference or loss, params, batch, vector, derivatives)
     step = sharded_step(loss, sgd(0.1), mesh=mesh, specs=specs, batch=cut, **options)
     mine = own_rows(batch, cut, as_mesh(mesh)) if own is None else own
     kept = step.init(tree_map(torch.clone, params)).params
@@ -71,13 +71,13 @@ def assert_derivative_parity(
 
 
 def _load_forward_mode() -> None:
-    """Forward-mode AD loads these on its first use, and torch warns of its own code."""
+    """Loads modules that forward-mode AD would load on first use, as torch then warns of torch's code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         derivatives_of_decompositions()
 
 
-def _one_device(
+def _run_one_device(
     loss: Callable[..., Any], params: PyTree, batch: PyTree, vector: PyTree, derivatives: Sequence[str]
 ) -> dict[str, PyTree]:
     leaves, treedef = tree_flatten(params)
@@ -85,17 +85,17 @@ def _one_device(
     value: Any = loss(tree_unflatten(treedef, handles), batch)
     value = value.total / value.weight if isinstance(value, WeightedMean) else value
 
-    def differentiated(x: Tensor) -> list[Tensor]:
+    def differentiate_at(x: Tensor) -> list[Tensor]:
         if not x.requires_grad:  # the slope of a linear loss
             return [torch.zeros_like(h) for h in handles]
         return list(torch.autograd.grad(x, handles, create_graph=True, materialize_grads=True))
 
-    grads = differentiated(value)
+    grads = differentiate_at(value)
     slope = torch.stack([(g * v).sum() for g, v in zip(grads, tree_leaves(vector), strict=True)]).sum()
     total, tree = value.detach(), tree_unflatten(treedef, [g.detach() for g in grads])
     out = {"loss": total, "value_and_grad": (total, tree), "grad": tree, "jvp": (total, slope.detach())}
     if "hvp" in derivatives:
-        out["hvp"] = tree_unflatten(treedef, [x.detach() for x in differentiated(slope)])
+        out["hvp"] = tree_unflatten(treedef, [x.detach() for x in differentiate_at(slope)])
     return out
 
 

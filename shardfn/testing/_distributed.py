@@ -1,7 +1,7 @@
 """`distributed`: a test function on N ranks.
 
-Ranks are processes on this machine with gloo between them, one thread each. They come from a pool that lives as long as
-the test session, since importing torch takes seconds; a call costs milliseconds.
+Ranks are processes on this machine with gloo between them, one thread each. Ranks come from a pool that lives as long
+as the test session, since importing torch takes seconds. A call costs milliseconds.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Param(Protocol):
 
 
 def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> Callable[[Callable[..., Any]], Any]:
-    """Runs a module-level function on every rank of a world of its own.
+    """Runs a module-level function on every rank of a new world.
 
     The call `f(*args)` becomes `[f(*args) on rank 0, ..., f(*args) on rank N-1]`, each in a process that has a fresh
     default process group (none when N is 1) and the seed 0. Arguments, fixtures among them, and return values travel by
@@ -32,15 +32,15 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
 
     Args:
         world: the number of ranks N, or several numbers, for which pytest runs the test one by one (a direct call then
-            names one with `world=`). A parameter called `world` receives it. A number with marks is a `pytest.param(4,
-            marks=pytest.mark.slow)`.
-        timeout: seconds that the ranks may take together.
+            names a number with `world=`). A parameter called `world` receives the number. A number with marks is a
+            `pytest.param(4, marks=pytest.mark.slow)`.
+        timeout: limit in seconds for all ranks together.
 
     Returns:
         A decorator. The decorated function returns the list of the ranks' values, or None when every rank returned
-        None. It raises the error of the rank that failed first, of the same type where that can be pickled, with the
-        rank's number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`. Ranks
-        that do not end in time are a `TimeoutError` with the stack of each.
+        None. It raises the error of the rank that failed first, of the same type if the error can be pickled, with the
+        rank's number and traceback as a note; `pytest.skip` in any rank skips. A dead rank is a `RankError`. Ranks that
+        do not end in time, as in a deadlock, are a `TimeoutError` with the stack of each.
 
     Raises:
         ValueError: the function is not at module level, or a world is less than 1.
@@ -57,29 +57,29 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
     if not worlds or min(worlds) < 1:
         raise ValueError(f"distributed(world={world!r}): a world has 1 rank or more.")
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate_test(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function)
         takes_world = "world" in signature.parameters
-        task = _task(function)
+        task = _find_task(function)
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> list[Any] | None:
+        def run_ranks(*args: Any, **kwargs: Any) -> list[Any] | None:
             n = worlds[0] if isinstance(world, int) else kwargs.pop("world", None)
             if n is None:
                 raise TypeError(f"{task['qualname']} runs on one of {worlds} ranks; name it with world=.")
             kwargs |= {"world": n} if takes_world else {}
-            data = _pickle(task["qualname"], signature.bind(*args, **kwargs))
+            data = _check_pickles(task["qualname"], signature.bind(*args, **kwargs))
             values = call(n, timeout, task["qualname"], {**task, "arguments": data})
             return None if all(v is None for v in values) else values
 
-        vars(run)["__distributed__"] = function
-        vars(run)["__signature__"] = _seen_by_pytest(signature, several=not isinstance(world, int))
-        return run if isinstance(world, int) else _parametrize(run, params)
+        vars(run_ranks)["__distributed__"] = function
+        vars(run_ranks)["__signature__"] = _pytest_signature(signature, several=not isinstance(world, int))
+        return run_ranks if isinstance(world, int) else _parametrize_world(run_ranks, params)
 
-    return decorate
+    return decorate_test
 
 
-def _task(function: Callable[..., Any]) -> dict[str, Any]:
+def _find_task(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the file and name by which a worker finds the function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
@@ -96,7 +96,7 @@ def _task(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _pickle(what: str, bound: inspect.BoundArguments) -> bytes:
+def _check_pickles(what: str, bound: inspect.BoundArguments) -> bytes:
     problems = []
     for name, value in bound.arguments.items():
         try:
@@ -109,7 +109,7 @@ def _pickle(what: str, bound: inspect.BoundArguments) -> bytes:
     return pickle.dumps((bound.args, bound.kwargs))
 
 
-def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Signature:
+def _pytest_signature(signature: inspect.Signature, several: bool) -> inspect.Signature:
     """Returns the signature without `world`, or with it where pytest is to fill it in."""
     kept = [p for p in signature.parameters.values() if p.name != "world"]
     if several:
@@ -118,7 +118,7 @@ def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Sign
     return signature.replace(parameters=kept)
 
 
-def _parametrize(run: Callable[..., Any], worlds: Sequence[int | Param]) -> Any:
+def _parametrize_world(run: Callable[..., Any], worlds: Sequence[int | Param]) -> Any:
     try:
         import pytest
     except ModuleNotFoundError:  # a plain script on a machine without pytest

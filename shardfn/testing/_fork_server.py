@@ -1,7 +1,7 @@
-"""The process from which the pool's workers are forked, started as a script: it imports their modules once.
+"""The process from which the pool's workers are forked, started as a script: imports the workers' modules once.
 
-Only the thread that forks survives in the child, so this process has one thread, and imported modules must not start
-any. It serves one pipe in one loop, and ends when the parent closes its end.
+Only the forking thread survives in the child, so this process has a single thread, and imported modules must not start
+threads. The process serves one pipe in one loop, and ends when the parent closes the other end.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from multiprocessing.reduction import recv_handle
 from types import ModuleType
 from typing import Any, NoReturn
 
-HANDLES = 5  # sent with a request: the worker's pipe, its three files, and the pipe for its exit code
+HANDLES = 5  # sent with a request: the worker's pipe, three files, and the pipe for the exit code
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Forks a worker for each request, and writes the exit code of each that ends to the pipe that came with it.
+    """Forks a worker for each request, and writes a worker's exit code to the pipe of the request.
 
-    Between two turns of the loop `statuses` has the pipe of each child that has not been waited for, and no other
-    descriptor of a child is open here: a pipe of a child ends when the child does.
+    Between two turns of the loop `statuses` has the pipe of each running child, and no other descriptor of a child is
+    open here: a pipe of a child ends with the child.
     """
 
     parent: Connection
@@ -36,31 +36,31 @@ class Server:
     statuses: dict[int, int]
 
     def run(self) -> None:
-        """Until the parent closes its end."""
+        """Serves requests until the parent closes the pipe."""
         while True:
             ready, _, _ = select.select([self.parent, self.wake], [], [])
-            self._reap()
+            self._reap_children()
             if self.parent in ready:
                 try:
                     request = self.parent.recv()
                 except EOFError:
                     return
-                self._fork(request)
+                self._fork_child(request)
 
-    def _fork(self, request: dict[str, Any]) -> None:
+    def _fork_child(self, request: dict[str, Any]) -> None:
         conn, out, err, stack, status = (recv_handle(self.parent) for _ in range(HANDLES))
         pid = os.fork()
         if pid == 0:
             for fd in (status, *self.statuses.values()):
                 os.close(fd)
             self.parent.close()
-            _work(self.worker, request, conn, out, err, stack)
+            _run_child(self.worker, request, conn, out, err, stack)
         for fd in (conn, out, err, stack):
             os.close(fd)
         self.statuses[pid] = status
         self.parent.send(pid)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 1024)
         for child, status in list(self.statuses.items()):
@@ -71,8 +71,8 @@ class Server:
                 os.close(self.statuses.pop(child))
 
 
-def _work(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err: int, stack: int) -> NoReturn:
-    """Returns the rest of a child's life. It never returns into the server's loop."""
+def _run_child(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err: int, stack: int) -> NoReturn:
+    """Runs the rest of a child's life. Never returns into the server's loop."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -92,11 +92,11 @@ def _work(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err:
 
 
 def main() -> None:
-    """Imports the modules that the parent names, reports to it, and serves."""
+    """Imports the modules named by the parent, reports to the parent, and serves."""
     parent = Connection(int(sys.argv[1]))
     setup = parent.recv()
     sys.path[:] = setup["path"]
-    worker = _import("_worker")
+    worker = _import_sibling("_worker")
     for i, file in enumerate(setup["files"]):
         worker.load(f"_worker_setup_{i}", file, rewrite=False)
     wake, wakes = os.pipe()
@@ -105,13 +105,13 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     gc.collect()
-    gc.freeze()  # or the first collection of a child would copy all pages that objects are in
+    gc.freeze()  # or the first collection of a child would copy all pages with objects
     parent.send("ready")
     Server(parent, worker, wake, {}).run()
 
 
-def _import(name: str) -> ModuleType:
-    """Returns a module beside this one, without its package.
+def _import_sibling(name: str) -> ModuleType:
+    """Returns a module next to this file, without the package.
 
     A setup file may have to come before the first of shardfn.
     """

@@ -1,6 +1,6 @@
-"""The parent's side of the fork server: one process that has imported torch, and the workers forked from it.
+"""The parent's side of the fork server: a process that has imported torch, and workers forked from there.
 
-A worker thus starts in some ten milliseconds, where its imports take seconds, and shares the memory of the modules.
+A worker thus starts in some ten milliseconds, where imports take seconds, and shares the memory of the modules.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 
 
 class Forked:
-    """A worker, which is a child of the server, with methods as of `subprocess.Popen`.
+    """Worker, a child of the server, with methods as of `subprocess.Popen`.
 
-    The server writes its exit code into a pipe, which it then closes. A pipe closed without one means that the server
-    has ended too.
+    The server writes the exit code into a pipe, and closes the pipe. A pipe closed without an exit code means that the
+    server has ended, too.
     """
 
     def __init__(self, pid: int, status: Connection) -> None:
@@ -37,7 +37,7 @@ class Forked:
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> int | None:
-        """As `poll`, after at most `timeout` seconds."""
+        """Returns the result of `poll`, after at most `timeout` seconds."""
         if self._code is None and self._status.poll(timeout):
             text = os.read(self._status.fileno(), 64)
             self._code = int(text) if text else -signal.SIGKILL
@@ -45,22 +45,24 @@ class Forked:
         return self._code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to a worker that runs."""
+        """Sends a signal to a running worker."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the worker, and waits for its end."""
+        """Ends the worker, and waits for the end."""
         self.send_signal(signal.SIGKILL)
         self.wait(60.0)
 
 
 class ForkServer:
-    """A running server. It and its workers end with this process, which holds the other end of their standard input.
+    """Running server.
+
+    The server and the workers end with this process, which holds the other end of their standard input.
 
     Args:
-        files: Python files that it runs before the first fork.
+        files: Python files to run before the first fork.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -71,14 +73,14 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=self._err,
             stderr=self._err,
-            env=_environment(),
+            env=_make_environment(),
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # an interrupt from the keyboard is the parent's to handle
         )
         theirs.close()
         self._conn.send({"path": sys.path, "files": list(files)})
         try:
-            self._receive()
+            self._receive_message()
         except BaseException:
             self.close()
             raise
@@ -88,40 +90,40 @@ class ForkServer:
 
         Args:
             conn: end of the pipe to the pool, which is closed here.
-            files: standard output, its standard error, and the file for its stack.
+            files: files for standard output, standard error, and the stack of the worker.
             request: further entries of the message to the server.
 
         Raises:
-            RankError: the server has ended; has its stderr.
+            RankError: the server has ended. The message has the server's stderr.
         """
         status, theirs = Pipe(duplex=False)
         try:
-            self._conn.send({**request, "path": sys.path, "env": _environment()})
+            self._conn.send({**request, "path": sys.path, "env": _make_environment()})
             for handle in (conn, *files, theirs):
                 send_handle(self._conn, handle.fileno(), self._process.pid)
         except BrokenPipeError:
-            self._raise("ended")
+            self._raise_ended("ended")
         finally:
             conn.close()
             theirs.close()
-        return Forked(self._receive(), status)
+        return Forked(self._receive_message(), status)
 
     def close(self) -> None:
-        """Ends the server. Its workers must have ended."""
+        """Ends the server. The workers must have ended."""
         self._process.kill()
         self._process.communicate()
         self._conn.close()
         self._err.close()
 
-    def _receive(self) -> Any:
+    def _receive_message(self) -> Any:
         if not wait([self._conn], START):
-            self._raise(f"did not start within {START:g} s")
+            self._raise_ended(f"did not start within {START:g} s")
         try:
             return self._conn.recv()
         except (EOFError, ConnectionResetError):
-            self._raise("ended")
+            self._raise_ended("ended")
 
-    def _raise(self, why: str) -> Any:
+    def _raise_ended(self, why: str) -> Any:
         if why == "ended":
             code = self._process.wait(5)
             why = f"ended at its start with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
@@ -129,10 +131,10 @@ class ForkServer:
         raise RankError(f"a worker {why}; its stderr:\n{self._err.read().decode(errors='replace')}")
 
 
-def _environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve its own host name
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve the local host name
     return env

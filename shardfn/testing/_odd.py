@@ -1,4 +1,4 @@
-"""The odd tree: a small model with every kind of leaf that sharding is known to break."""
+"""The odd tree: a small model with every kind of leaf known to break sharding, such as a leaf of 7 rows."""
 
 from typing import Any
 
@@ -22,27 +22,27 @@ ODD_TRAINABLE = {
 
 
 def odd_params() -> dict[str, Any]:
-    """Returns leaves of shapes [7], [1], [] and [0], leaves smaller than the world, tied, frozen and unused ones."""
+    """Returns leaves of shapes [7], [1], [] and [0], and small, tied, frozen and unused leaves."""
     g = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g)
 
     return {
-        "bias7": draw(7),
-        "blocks": [{"w": draw(7, 5) / 2}, {"w": draw(7, 7) / 2}],
+        "bias7": draw_tensor(7),
+        "blocks": [{"w": draw_tensor(7, 5) / 2}, {"w": draw_tensor(7, 7) / 2}],
         "empty": torch.zeros(0, 3),
-        "frozen": draw(3, 3),
-        "one": draw(1),
-        "scalar": draw(),
-        "tied": draw(5, 5) / 2,
-        "unused": draw(6, 2),
-        "wide": draw(3, 7),
+        "frozen": draw_tensor(3, 3),
+        "one": draw_tensor(1),
+        "scalar": draw_tensor(),
+        "tied": draw_tensor(5, 5) / 2,
+        "unused": draw_tensor(6, 2),
+        "wide": draw_tensor(3, 7),
     }
 
 
 def odd_loss(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
-    """Uses `tied` twice, `unused` never, `empty` in a sum over nothing."""
+    """Returns a loss with two uses of `tied`, no use of `unused`, and a sum over `empty`."""
     x = batch["x"] @ params["tied"].t()
     h = torch.tanh(x @ params["blocks"][0]["w"].t() + params["bias7"]) * params["scalar"]
     h = h + torch.tanh(h @ params["blocks"][1]["w"])
@@ -51,6 +51,6 @@ def odd_loss(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
 
 
 def odd_batch(n: int) -> dict[str, Any]:
-    """Global batch n: 12 rows."""
+    """Returns global batch n, of 12 rows."""
     g = torch.Generator().manual_seed(100 + n)
     return {"x": torch.randn(ROWS, 5, generator=g), "y": torch.randn(ROWS, 3, generator=g)}

@@ -1,7 +1,7 @@
 """The parity harness: a sharded run equals the run on one device.
 
 The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition.
-It shares no code with `sharded_step` but the optimizer's mathematics.
+The loop shares no code with `sharded_step` except the optimizer's mathematics.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ from shardfn.optim import GradientTransformation, LossScale, MasterState, Pair, 
 from shardfn.state import TrainState
 from shardfn.transforms import Mixed, ShardedStep, WeightedMean, default_batch, sharded_step
 
-# Relative to the largest element of a leaf. Written once; no test loosens it.
+# Relative to the largest element of a leaf. No test loosens the tolerance.
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 class Run(NamedTuple):
-    """The results of a few steps: whole tensors, and one dict of metrics a step."""
+    """Results of a few steps: whole tensors, and a dict of metrics for each step."""
 
     params: PyTree
     opt_state: PyTree
@@ -60,17 +60,17 @@ def one_device(
     key: Tensor | None = None,
     parts: int = 1,
 ) -> Run:
-    """Runs the plain loop on global batches; for a loss of `mixed_precision`, in its policy and with its loss scale.
+    """Runs the plain loop on global batches. A loss of `mixed_precision` runs in the policy, with the loss scale.
 
     Args:
         loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
         optimizer: the optimizer.
         params: tree of whole tensors, not changed.
-        batches: one global batch a step.
+        batches: global batches, one for each step.
         trainable: prefix tree of bools. Default: all leaves but frozen ones.
-        key: folded with the step's number.
-        parts: the number of pieces into which each batch is cut, whose gradients are added up. Use ranks times
-            microbatches to compare 16-bit results more closely than they are rounded.
+        key: key to fold with the step's number.
+        parts: number of pieces of each batch, with gradients added up. Use ranks times microbatches to compare 16-bit
+            results more closely than their rounding.
     """
     optimizer = as_transformation(optimizer)
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
@@ -81,7 +81,7 @@ def one_device(
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
     how = _PlainPrecision.of(loss, params)
     leaves = [x.to(d.master) for x, d in zip(leaves, how.dtypes, strict=True)]
-    opt_state, scaling = optimizer.init(_only(treedef, leaves, train)), how.scale and how.scale.init()
+    opt_state, scaling = optimizer.init(_keep_leaves(treedef, leaves, train)), how.scale and how.scale.init()
     metrics = []
     for n, batch in enumerate(batches):
         args = () if key is None else (fold_in(key, n),)
@@ -96,19 +96,19 @@ def one_device(
             if not finite:
                 continue
         with torch.no_grad():
-            old = _only(treedef, leaves, train)
-            updates, opt_state = optimizer.update(_only(treedef, own, train), opt_state, old)
+            old = _keep_leaves(treedef, leaves, train)
+            updates, opt_state = optimizer.update(_keep_leaves(treedef, own, train), opt_state, old)
             fresh = iter(tree_leaves(apply_updates(old, updates)))
             leaves = [next(fresh) if t else x for x, t in zip(leaves, train, strict=True)]
     if how.wide:
         wide = [t and d.master != d.param for t, d in zip(train, how.dtypes, strict=True)]
-        opt_state = MasterState(_only(treedef, leaves, wide), opt_state)
+        opt_state = MasterState(_keep_leaves(treedef, leaves, wide), opt_state)
     kept = [x.to(d.param) for x, d in zip(leaves, how.dtypes, strict=True)]
     return Run(tree_unflatten(treedef, kept), opt_state, metrics)
 
 
 class _PlainPrecision(NamedTuple):
-    """The plain loop's own reading of a policy. Without one, everything is in each leaf's dtype."""
+    """The plain loop's reading of a policy. Without one, everything is in each leaf's dtype."""
 
     loss: Callable[..., Any]
     dtypes: list[Dtypes]
@@ -138,14 +138,14 @@ class _PlainPrecision(NamedTuple):
         parts: int,
         scale: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the mean loss and its gradients, in the dtypes in which they are added up."""
+        """Returns the mean loss and the gradients, in the dtypes of their sums."""
         grads = [torch.zeros(x.shape, dtype=d.accum) for x, d in zip(kept, self.dtypes, strict=True)]
         totals: list[Tensor] = []
         weights: list[Any] = []
         for k in range(parts):
             compute = [x.to(d.compute) for x, d in zip(kept, self.dtypes, strict=True)]
             handles = [x.clone().requires_grad_() if t else x for x, t in zip(compute, train, strict=True)]
-            piece = tree_map(lambda x, k=k: self._seen(x.chunk(parts)[k] if x.ndim else x), batch)
+            piece = tree_map(lambda x, k=k: self._cast_compute(x.chunk(parts)[k] if x.ndim else x), batch)
             value = self.loss(tree_unflatten(treedef, handles), piece, *args)
             weighted = isinstance(value, WeightedMean)
             out = value.total if weighted else value
@@ -164,7 +164,7 @@ class _PlainPrecision(NamedTuple):
         mean = torch.stack(totals).sum() / (weight if weights else parts)
         return mean, [g / by if t else g for g, t in zip(grads, train, strict=True)]
 
-    def _seen(self, x: Tensor) -> Tensor:
+    def _cast_compute(self, x: Tensor) -> Tensor:
         return x if self.policy is None or not x.is_floating_point() else x.to(self.policy.compute)
 
 
@@ -180,23 +180,23 @@ def on_mesh(
     opened: bool = False,
     **options: Any,
 ) -> Run:
-    """Runs `sharded_step` on global batches. Each rank takes its own rows of them. Collective.
+    """Runs `sharded_step` on global batches. Each rank takes the rank's rows. Collective.
 
     Args:
         loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: one global batch a step.
-        mesh: the mesh.
-        batch: the batch's specs. Default: that of `sharded_step`.
-        model_state: with `has_state`, the first one.
-        opened: whether each step runs as its two halves, `step.gradients` and `step.update`.
+        batches: global batches, one for each step.
+        mesh: mesh of the ranks.
+        batch: specs of the batch. Default: as in `sharded_step`.
+        model_state: first model state, with `has_state`.
+        opened: whether each step runs as two halves, `step.gradients` and `step.update`.
         **options: options of `sharded_step`.
     """
     batch = default_batch(options.get("specs", P()), as_mesh(mesh)) if batch is None else batch
     step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
     state = step.init(tree_map(torch.clone, params), model_state=model_state)
-    take = _halves if opened else ShardedStep.__call__
+    take = _run_halves if opened else ShardedStep.__call__
     metrics = []
     for whole in batches:
         state, measured = take(step, state, own_rows(whole, batch, as_mesh(mesh)))
@@ -204,10 +204,10 @@ def on_mesh(
     return Run(unshard(state.params), unshard(state.opt_state), metrics, unshard(state.model_state))
 
 
-def _halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-    """Returns a step as its two halves."""
+def _run_halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+    """Runs a step as two halves, `step.gradients` and `step.update`."""
     found, metrics = step.gradients(state, batch)
-    # A tree of gradients may be a pair itself. One with a model state beside it is known by the state.
+    # A tree of gradients may be a pair itself. A pair of gradients and a model state is known by the state.
     grads, kept = (found, None) if state.model_state == () else found
     state, updated = step.update(state, grads, model_state=kept, finite=metrics["finite"])
     return state, metrics | {"skipped": updated["skipped"]}
@@ -223,19 +223,19 @@ def assert_opened(
     zero: Zero | None = None,
     **options: Any,
 ) -> Run:
-    """Asserts that a step is its two halves, bit for bit: `step(state, batch) == step.update . step.gradients`.
+    """Asserts that a step equals the two halves, bit for bit: `step(state, batch) == step.update . step.gradients`.
 
     Args:
         loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: one global batch a step.
-        mesh: the mesh.
-        zero: the ZeRO rule; with a directory on disk the halves have one of their own in it.
+        batches: global batches, one for each step.
+        mesh: mesh of the ranks.
+        zero: ZeRO rule. With a directory on disk, the halves have a separate directory inside.
         **options: further options of `on_mesh`.
 
     Returns:
-        The run of the halves.
+        Results of the halves.
 
     Raises:
         AssertionError: lists every leaf and metric that differs.
@@ -257,7 +257,7 @@ def assert_opened(
 
 
 def own_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """This rank's rows of a global batch.
+    """Returns this rank's rows of a global batch.
 
     Example:
         >>> own_rows({"x": torch.arange(2)}, P("dp"), as_mesh(None))
@@ -285,19 +285,19 @@ def assert_parity(
 ) -> Run:
     """Asserts that a sharded run equals the one-device run: params, optimizer state, loss and norm of every step.
 
-    For your own models: call it inside `testing.distributed`.
+    For your models: call the function inside `testing.distributed`.
 
     Args:
-        loss: the loss that is sharded; may be transformed (`accumulate`, `remat`).
+        loss: sharded loss, which may be transformed, for example by `accumulate` or `remat`.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: one global batch a step.
-        mesh: the mesh.
-        reference: the plain loss that the one-device loop runs, or `mixed_precision` of one. Default: `loss`.
-        parts: the number of pieces into which that loop cuts the batch. See `one_device`.
+        batches: global batches, one for each step.
+        mesh: mesh of the ranks.
+        reference: plain loss for the one-device loop, or `mixed_precision` of a plain loss. Default: `loss`.
+        parts: number of pieces of the batch in the one-device loop. See `one_device`.
         trainable: prefix tree of bools. Default: all leaves but frozen ones.
-        key: key for losses that take one.
-        zero: the ZeRO rule.
+        key: key for losses with a key.
+        zero: ZeRO rule.
         **options: further options of `sharded_step`.
 
     Returns:
@@ -305,7 +305,7 @@ def assert_parity(
 
     Raises:
         AssertionError: lists every leaf and metric that differs by more than `RTOL` of its largest element, with both
-            values of the element that differs most, the sharded one first.
+            values of the element that differs most, the sharded value first.
 
     Example:
         >>> from shardfn import optim
@@ -355,48 +355,48 @@ def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dty
     """Asserts that two runs agree; bit for bit with `exact`.
 
     Args:
-        got: a run.
-        want: the expected value.
+        got: run to check.
+        want: expected run.
         exact: whether bits are compared.
-        computed: the dtype of their arithmetic, if it is coarser than that of the kept values and its order differs.
+        computed: dtype of the arithmetic, if coarser than the dtype of the kept values, with a different order.
 
     Raises:
         AssertionError: lists every leaf and metric that differs.
     """
     least = 0.0 if computed is None else RTOL[computed]
-    problems = _differences("params", got.params, want.params, exact, least)
-    problems += _differences("opt_state", got.opt_state, want.opt_state, exact, least)
-    problems += _differences("model_state", got.model_state, want.model_state, exact, least)
+    problems = _find_differences("params", got.params, want.params, exact, least)
+    problems += _find_differences("opt_state", got.opt_state, want.opt_state, exact, least)
+    problems += _find_differences("model_state", got.model_state, want.model_state, exact, least)
     for n, (a, b) in enumerate(zip(got.metrics, want.metrics, strict=True)):
-        problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
+        problems += _find_differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
     raise_all(AssertionError, "the runs differ:", problems)
 
 
-def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float) -> list[str]:
+def _find_differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float) -> list[str]:
     out = []
     for path, a, b in zip(tree_paths(want, name), tree_leaves(got), tree_leaves(want), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             out.append(f"{path}: {tuple(a.shape)} {a.dtype} is not {tuple(b.shape)} {b.dtype}")
-        elif exact and not _equal(a, b):
+        elif exact and not _is_equal(a, b):
             out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
         elif a.numel() and not exact:
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
             if not error <= max(RTOL.get(a.dtype, 0.0), least) * size:
-                out.append(f"{path}{_farthest(a, b)}; the largest element is {size:.6g}")
+                out.append(f"{path}{_farthest_element(a, b)}; the largest element is {size:.6g}")
     return out
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Returns whether all elements are equal; those that are no number, too."""
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Returns whether all elements are equal, where NaN equals NaN."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _farthest(a: Tensor, b: Tensor) -> str:
-    """Returns the element in which two tensors of one shape differ most, or one that is NaN, with both values."""
+def _farthest_element(a: Tensor, b: Tensor) -> str:
+    """Returns the element in which two tensors of equal shape differ most, or a NaN, with both values."""
     k = int((a.double() - b.double()).abs().argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
     return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"
 
 
-def _only(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:
+def _keep_leaves(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:
     return tree_unflatten(treedef, [x if k else None for x, k in zip(leaves, keep, strict=True)])

@@ -1,7 +1,7 @@
 """The pool of long-lived workers on which `distributed` runs: start, call, watch, end.
 
-Rank r of a call is worker r of the pool for every world size, so a session holds the workers of its largest world. A
-call that leaves a worker dead or stuck ends the workers it used. The next call starts new ones.
+Rank r of a call is worker r of the pool for every world size, so a session holds the workers of the largest world. A
+call that leaves a worker dead or stuck ends all workers of the call. The next call starts new workers.
 """
 
 import atexit
@@ -38,7 +38,7 @@ _NUMBERS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Worker:
-    """A process: its pipe, and the temporary files that it writes to."""
+    """Process, with a pipe and temporary files for output."""
 
     process: Forked
     conn: Connection
@@ -50,11 +50,11 @@ class Worker:
 def worker_setup(file: str | os.PathLike[str]) -> None:
     """Runs a Python file before anything else in every worker, typically the test suite's own conftest.
 
-    So code that must precede the first `import shardfn`, such as jaxtyping's import hook, runs for the workers as well.
-    The file is run once, in the process that all workers are forked from, so it must leave no thread running.
+    So code before the first `import shardfn`, such as jaxtyping's import hook, runs for the workers as well. The file
+    is run once, in the process from which all workers are forked, and must leave no thread running.
 
     Args:
-        file: path of the file. Running workers are ended, because they have not run it.
+        file: path of the file. Running workers are ended, because the file has not run there.
 
     Example:
         >>> worker_setup(__file__)  # doctest: +SKIP
@@ -62,46 +62,46 @@ def worker_setup(file: str | os.PathLike[str]) -> None:
     path = str(pathlib.Path(file).resolve())
     if path not in _SETUP_FILES:
         _SETUP_FILES.append(path)
-        _end()
+        _end_pool()
 
 
 def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list[Any]:
-    """Runs one task on ranks 0..world-1 and returns their results in rank order.
+    """Runs one task on ranks 0..world-1 and returns the results in rank order.
 
     Raises:
         TimeoutError: a rank did not finish in time. The message has every rank's state and stack.
         RankError: a worker died, or an error could not be sent.
-        BaseException: the error of the first rank that failed, with a note that has its traceback.
+        BaseException: the error of the first rank that failed, with the traceback as a note.
     """
-    workers, reports = _attempt(world, timeout, task)
+    workers, reports = _try_call(world, timeout, task)
     if not any(r.started or not r.stuck for r in reports):
         # gloo's rendezvous hangs now and then on a busy machine. Nothing has run yet, so other workers may try.
         end_workers(workers)
-        workers, reports = _attempt(world, timeout, task)
-    errors = [_relay(rank, worker) for rank, worker in enumerate(workers)]
-    # A peer of a dead rank is not trusted again either: its transport may still wait for the dead one.
+        workers, reports = _try_call(world, timeout, task)
+    errors = [_print_output(rank, worker) for rank, worker in enumerate(workers)]
+    # A peer of a dead rank is not trusted again either: the transport may still wait for the dead rank.
     if not all(r.idle for r in reports):
         end_workers(workers)
     raise_first(what, timeout, reports, errors)
     return [pickle.loads(r.value) for r in reports if r.value is not None]
 
 
-def _attempt(world: int, timeout: float, task: Mapping[str, Any]) -> tuple[list[Worker], list[Report]]:
-    workers = _start(world)
+def _try_call(world: int, timeout: float, task: Mapping[str, Any]) -> tuple[list[Worker], list[Report]]:
+    workers = _start_workers(world)
     number = next(_NUMBERS)
     try:
         filters = pickle.dumps(list(warnings.filters))
         common = {**task, "number": number, "world": world, "timeout": timeout, "filters": filters}
         for rank, worker in enumerate(workers):
-            _send(worker, {**common, "rank": rank})
-        return workers, _watch(workers, timeout)
+            _send_message(worker, {**common, "rank": rank})
+        return workers, _watch_workers(workers, timeout)
     except BaseException:
         end_workers(workers)
         raise
 
 
 def end_workers(workers: list[Worker]) -> None:
-    """Ends these workers, each by its own pid, and forgets them."""
+    """Ends these workers, each by pid, and forgets them."""
     for worker in list(workers):
         worker.process.kill()
         for file in (worker.conn, worker.out, worker.err, worker.stack):
@@ -110,39 +110,39 @@ def end_workers(workers: list[Worker]) -> None:
             _WORKERS.remove(worker)
 
 
-def _end() -> None:
+def _end_pool() -> None:
     end_workers(_WORKERS)
     while _SERVER:
         _SERVER.pop().close()
 
 
-atexit.register(_end)
+atexit.register(_end_pool)
 
 
 # start
 
 
-def _start(world: int) -> list[Worker]:
+def _start_workers(world: int) -> list[Worker]:
     if not _STORE:
         _STORE.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     end_workers([worker for worker in _WORKERS if worker.process.poll() is not None])
-    fresh = [_fork() for _ in range(world - len(_WORKERS))]
+    fresh = [_fork_worker() for _ in range(world - len(_WORKERS))]
     _WORKERS.extend(fresh)
     for worker in fresh:
         _expect_ready(worker)
     return _WORKERS[:world]
 
 
-def _fork() -> Worker:
+def _fork_worker() -> Worker:
     if not _SERVER:
         _SERVER.append(ForkServer(_SETUP_FILES))
     ours, theirs = Pipe()
-    # Opened to append, so that reading them from the start does not move the place where the worker writes.
+    # Opened to append, so a read from the start does not move the place where the worker writes.
     out, err, stack = (tempfile.TemporaryFile("a+b") for _ in range(3))
     try:
         process = _SERVER[0].fork(theirs, (out, err, stack), {"port": _STORE[0].port})
     except RankError:
-        _end()
+        _end_pool()
         raise
     return Worker(process, ours, out, err, stack)
 
@@ -155,7 +155,7 @@ def _expect_ready(worker: Worker) -> None:
             return
         except (EOFError, ConnectionResetError):
             why = f"ended at its start with {_exit_code(worker)}"
-    text = _take(worker.err)
+    text = _take_contents(worker.err)
     end_workers(_WORKERS)
     raise RankError(f"a worker {why}; its stderr:\n{text}")
 
@@ -163,7 +163,7 @@ def _expect_ready(worker: Worker) -> None:
 # watch
 
 
-def _watch(workers: list[Worker], timeout: float) -> list[Report]:
+def _watch_workers(workers: list[Worker], timeout: float) -> list[Report]:
     """Follows every rank until it is idle again, dead, or out of time."""
     reports = [Report() for _ in workers]
     started, grace = False, None
@@ -173,20 +173,20 @@ def _watch(workers: list[Worker], timeout: float) -> list[Report]:
         if seconds <= 0:
             break
         for conn in left.keys() & set(wait(list(left), seconds)):
-            _hear(*left[conn])
+            _receive_report(*left[conn])
         if not started and any(r.started for r in reports):
             started, deadline = True, time.monotonic() + timeout
         if any(r.status in ("failed", "died") for r in reports):
             grace = grace or time.monotonic() + GRACE
             deadline = min(deadline, grace)
-        _release(workers, reports)
+        _release_ranks(workers, reports)
     for worker, report in zip(workers, reports, strict=True):
         if report.stuck:
-            report.stack = _stack(worker)
+            report.stack = _read_stack(worker)
     return reports
 
 
-def _hear(worker: Worker, report: Report) -> None:
+def _receive_report(worker: Worker, report: Report) -> None:
     try:
         kind, *rest = worker.conn.recv()
     except (EOFError, ConnectionResetError):
@@ -202,7 +202,7 @@ def _hear(worker: Worker, report: Report) -> None:
         report.status, (report.time, report.value, report.line, report.text) = kind, rest
 
 
-def _release(workers: list[Worker], reports: list[Report]) -> None:
+def _release_ranks(workers: list[Worker], reports: list[Report]) -> None:
     """Lets ranks leave the process group: all together, or at once when one failed, which unblocks its peers."""
     states = {r.status for r in reports}
     if "running" in states and not states & {"failed", "died"}:
@@ -210,10 +210,10 @@ def _release(workers: list[Worker], reports: list[Report]) -> None:
     for worker, report in zip(workers, reports, strict=True):
         if report.status in ("finished", "failed") and not report.released:
             report.released = True
-            _send(worker, None)
+            _send_message(worker, None)
 
 
-def _send(worker: Worker, message: Any) -> None:
+def _send_message(worker: Worker, message: Any) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is noticed by its silence
         worker.conn.send(message)
 
@@ -225,8 +225,8 @@ def _exit_code(worker: Worker) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def _stack(worker: Worker) -> str:
-    """Returns the Python stack of a worker that still runs, written by its signal handler."""
+def _read_stack(worker: Worker) -> str:
+    """Returns the Python stack of a running worker, written by the signal handler."""
     worker.process.send_signal(signal.SIGUSR1)
     size, limit = 0, time.monotonic() + 2.0
     while time.monotonic() < limit:
@@ -235,7 +235,7 @@ def _stack(worker: Worker) -> str:
         if now and now == size:
             break
         size = now
-    threads = _take(worker.stack).split("\n\n")
+    threads = _take_contents(worker.stack).split("\n\n")
     lines = "\n".join(t for t in threads if "_exit_with_parent" not in t).splitlines()
     return "\n".join(f"    {line}" for line in lines if not any(s in line for s in _SCRIPTS))
 
@@ -243,17 +243,17 @@ def _stack(worker: Worker) -> str:
 # report
 
 
-def _take(file: IO[bytes]) -> str:
-    """Returns the contents of a worker's file, which is emptied."""
+def _take_contents(file: IO[bytes]) -> str:
+    """Returns the contents of a worker's file, and empties the file."""
     file.seek(0)
     text = file.read().decode(errors="replace")
     file.truncate(0)
     return text
 
 
-def _relay(rank: int, worker: Worker) -> str:
-    """Prints a worker's output with its rank, and returns its stderr."""
-    out, err = _take(worker.out), _take(worker.err)
+def _print_output(rank: int, worker: Worker) -> str:
+    """Prints a worker's output with the rank, and returns the stderr."""
+    out, err = _take_contents(worker.out), _take_contents(worker.err)
     for stream, text in ((sys.stdout, out), (sys.stderr, err)):
         for line in text.splitlines():
             print(f"[rank {rank}] {line}", file=stream)

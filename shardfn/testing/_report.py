@@ -1,16 +1,16 @@
-"""The known state of the ranks of one call, and the error that reports it."""
+"""The known state of the ranks of one call, and the error with a report."""
 
 import dataclasses
 import pickle
 
 from shardfn.core import RankError
 
-GRACE = 5.0  # seconds that the other ranks have to end once one has failed
+GRACE = 5.0  # seconds that the other ranks have to end once a rank has failed
 
 
 @dataclasses.dataclass
 class Report:
-    """The known state of one rank of a call."""
+    """Known state of one rank of a call."""
 
     status: str = "running"  # then finished | failed | died
     time: float = 0.0
@@ -20,21 +20,21 @@ class Report:
     released: bool = False
     idle: bool = False
     stack: str = ""
-    started: bool = False  # its process group is set up, the function runs
+    started: bool = False  # the process group is set up, the function runs
 
     @property
     def stuck(self) -> bool:
-        """Returns whether it still has something to do, other than to wait for its peers."""
+        """Returns whether the rank still has something to do, other than to wait for peers."""
         return self.status == "running" or (self.released and not self.idle)
 
 
 def raise_first(what: str, timeout: float, reports: list[Report], errors: list[str]) -> None:
-    """Raises the error of the call, if there is one: that of the first failed rank, a death, or a hang.
+    """Raises the error of the call, if any: of the first failed rank, a death, or a hang.
 
     Args:
         what: name of the function that ran.
-        timeout: seconds it had.
-        reports: one for each rank.
+        timeout: seconds that the function had.
+        reports: report of each rank.
         errors: stderr of each rank.
     """
     bad = [rank for rank, r in enumerate(reports) if r.status in ("failed", "died")]
@@ -42,16 +42,18 @@ def raise_first(what: str, timeout: float, reports: list[Report], errors: list[s
     if not bad and not stuck:
         return
     if not bad:
-        raise TimeoutError(f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_states(reports)}")
-    # A death is the cause of the errors that its peers report, whichever arrived first.
+        raise TimeoutError(
+            f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_list_states(reports)}"
+        )
+    # A death is the cause of the errors of peers, whichever arrived first.
     first = min(bad, key=lambda rank: (reports[rank].status != "died", reports[rank].time))
     report = reports[first]
-    error = _error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
-    error.add_note(_note(first, reports, errors[first], bad, stuck))
+    error = _load_error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
+    error.add_note(_make_note(first, reports, errors[first], bad, stuck))
     raise error
 
 
-def _error(text: str, report: Report) -> BaseException:
+def _load_error(text: str, report: Report) -> BaseException:
     try:
         if report.value is not None:
             return pickle.loads(report.value)
@@ -60,37 +62,37 @@ def _error(text: str, report: Report) -> BaseException:
     return RankError(text)
 
 
-def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
+def _make_note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
     report = reports[first]
-    parts = [f"On rank {first} of {len(reports)}" + (f":\n{_frames(report)}" if report.text else ", which died.")]
-    others = [f"  rank {rank}: {_told(reports[rank], report)}" for rank in bad if rank != first]
+    parts = [f"On rank {first} of {len(reports)}" + (f":\n{_rank_frames(report)}" if report.text else ", which died.")]
+    others = [f"  rank {rank}: {_describe_error(reports[rank], report)}" for rank in bad if rank != first]
     if others:
         parts.append("After that:\n" + "\n".join(others))
     if stuck:
-        parts.append(f"Other ranks did not end within {GRACE:g} s:\n{_states(reports)}")
+        parts.append(f"Other ranks did not end within {GRACE:g} s:\n{_list_states(reports)}")
     if stderr.strip():
         parts.append(f"stderr of rank {first}:\n{stderr.strip()[-4000:]}")
     return "\n\n".join(parts)
 
 
-def _frames(report: Report) -> str:
-    """Returns the traceback of a rank, without the message of an error that is raised here itself."""
+def _rank_frames(report: Report) -> str:
+    """Returns the traceback of a rank, without the message of an error raised here."""
     if report.value is None or not report.text.endswith(report.line):
         return report.text
     head, *rest = report.line.splitlines()
     return report.text.removesuffix(report.line) + head + (" ... (in full above)" if rest else "")
 
 
-def _told(report: Report, first: Report) -> str:
+def _describe_error(report: Report, first: Report) -> str:
     """Returns the error of a further rank in a line."""
     return "the same" if report.line and report.line == first.line else report.line.splitlines()[0]
 
 
-def _states(reports: list[Report]) -> str:
-    return "\n".join(f"  rank {rank}: {_state(r)}" for rank, r in enumerate(reports))
+def _list_states(reports: list[Report]) -> str:
+    return "\n".join(f"  rank {rank}: {_describe_state(r)}" for rank, r in enumerate(reports))
 
 
-def _state(report: Report) -> str:
+def _describe_state(report: Report) -> str:
     if report.status in ("failed", "died"):
         return f"{report.status}: {report.line.splitlines()[0]}"
     if not report.stuck:

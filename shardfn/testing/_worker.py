@@ -1,7 +1,7 @@
-"""One worker of the pool behind `distributed`: imports nothing of shardfn until a test or a setup file does.
+"""One worker of the pool behind `distributed`: imports nothing of shardfn before a test or a setup file.
 
-It takes one call at a time from a pipe, answers with an outcome, and waits for the message that every rank is done
-before it leaves the process group, so that no peer loses data that is still on its way.
+A worker takes one call at a time from a pipe, answers with an outcome, and waits for the message that every rank is
+done before leaving the process group, so no peer loses data on the way.
 """
 
 import ast
@@ -32,8 +32,8 @@ def main(conn: Connection, stack: int, port: int) -> None:
     """Serves calls until the parent closes the pipe.
 
     Args:
-        conn: the pipe to the pool.
-        stack: a file that a signal writes the stacks of all threads to.
+        conn: pipe to the pool.
+        stack: file to which a signal writes the stacks of all threads.
         port: port of the store by which ranks find one another.
     """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -42,31 +42,31 @@ def main(conn: Connection, stack: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     conn.send(("ready", os.getpid()))
-    while (call := _receive(conn)) is not None:
-        _serve(conn, call, store)
+    while (call := _receive_call(conn)) is not None:
+        _serve_call(conn, call, store)
         conn.send(("idle",))
 
 
-def _receive(conn: Connection) -> dict[str, Any] | None:
+def _receive_call(conn: Connection) -> dict[str, Any] | None:
     try:
         return conn.recv()
     except EOFError:
         return None
 
 
-def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
+def _serve_call(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
     failed = True
     try:
         with warnings.catch_warnings():
             warnings.resetwarnings()
             filters: Any = warnings.filters  # a list that the type stubs declare as a read-only sequence
             filters.extend(pickle.loads(call["filters"]))
-            value = pickle.dumps(_run(call, store, lambda: conn.send(("started",))))
+            value = pickle.dumps(_run_task(call, store, lambda: conn.send(("started",))))
         conn.send(("finished", time.monotonic(), value))
         failed = False
     except BaseException as error:
-        conn.send(("failed", time.monotonic(), *_describe(error)))
-    _receive(conn)
+        conn.send(("failed", time.monotonic(), *_describe_error(error)))
+    _receive_call(conn)
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -75,7 +75,7 @@ def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
             raise
 
 
-def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any]) -> Any:
+def _run_task(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     if call["world"] > 1:
         dist.init_process_group(
@@ -83,25 +83,25 @@ def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any
             store=dist.PrefixStore(str(call["number"]), store),
             rank=call["rank"],
             world_size=call["world"],
-            # Later than the parent's own limit, whose report is the better one.
+            # Later than the parent's limit, as the parent reports better.
             timeout=datetime.timedelta(seconds=2 * call["timeout"] + 60),
         )
     tell_started()
-    function: Any = _module(call["module"], call["file"], call["rewrite"])
+    function: Any = _load_module(call["module"], call["file"], call["rewrite"])
     for name in call["qualname"].split("."):
         function = getattr(function, name)
     args, kwargs = pickle.loads(call["arguments"])
     return function.__distributed__(*args, **kwargs)
 
 
-def _module(name: str, file: str, rewrite: bool) -> types.ModuleType:
-    """Returns the module of a test, imported from its file once for each modification time."""
+def _load_module(name: str, file: str, rewrite: bool) -> types.ModuleType:
+    """Returns the module of a test, imported from the file once for each modification time."""
     here = sys.modules.get(name)
     if file not in _MODULES and name != "__main__" and getattr(here, "__file__", None) == file:
         return sys.modules[name]
     mtime = os.stat(file).st_mtime_ns
     if file not in _MODULES or _MODULES[file][0] != mtime:
-        # A script must not run its own `if __name__ == "__main__"` here; multiprocessing knows this alias too.
+        # A script must not run `if __name__ == "__main__"` here. multiprocessing knows this alias, too.
         module = load("__mp_main__" if name == "__main__" else name, file, rewrite)
         _MODULES[file] = mtime, module
     sys.modules[name] = _MODULES[file][1]
@@ -139,8 +139,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-def _describe(error: BaseException) -> tuple[bytes | None, str, str]:
-    """Returns the pickled error (None where it does not survive pickling), its one-line text, and its traceback."""
+def _describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
+    """Returns the pickled error (None where pickling fails), the one-line text, and the traceback."""
     last = error.__traceback__
     while last is not None and last.tb_frame.f_code.co_filename == __file__:
         last = last.tb_next
@@ -166,6 +166,6 @@ def _pickle_error(error: BaseException) -> bytes | None:
 
 
 def _exit_with_parent() -> None:
-    """Exits when the parent does: standard input is a pipe that the parent never writes to and that ends with it."""
+    """Exits when the parent does: standard input is a pipe that ends with the parent."""
     os.read(0, 1)
     os._exit(1)

@@ -11,28 +11,28 @@ def accumulate(
 ) -> Accumulated:
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
-    For a loss that is a mean over rows this equals `loss(params, batch)`, and its gradient too. It saves activation
-    memory, which is one microbatch's, and takes more time. Every tensor of the batch is cut along dim 0; 0-d tensors go
-    to each microbatch whole. Every microbatch gets the same key; draws differ by sample.
+    This is gradient accumulation. For a mean over rows the value and the gradient equal those of `loss(params, batch)`.
+    Activations of one microbatch at a time are in memory, and a step takes more time. Every tensor of the batch is cut
+    along dim 0; 0-d tensors go to each microbatch whole. Every microbatch gets the same key. Draws differ by sample.
 
-    A `WeightedMean` is averaged by its weights, exactly, also where microbatches are of different sizes: if the number
-    does not divide the rows, some have one row more, and some may be empty.
+    A `WeightedMean` is averaged by its weights, exactly, also where microbatches differ in size: for example 7 rows in
+    3 microbatches are 3, 2 and 2 rows, and with fewer rows than microbatches some are empty.
 
     Args:
         loss: `loss(params, batch, ...)`.
-        num_microbatches: the number of pieces. It must divide the rows, unless `loss` returns a `WeightedMean`.
-        has_state: for calls outside of a step: the loss is `loss(params, model_state, batch, ...)` and returns the
-            model state last, which each microbatch passes on to the next one as a constant, as in a step. A step with
-            `has_state` carries it in any case.
-        split: `split(batch, num_microbatches)` returns the microbatches, for batches whose leaves are not all cut along
-            dim 0 in the same way, such as the patches of images. They have all leaves of the batch. A step calls it
-            before it runs, so that it may read values under `jit` too.
+        num_microbatches: the number of pieces. The number must divide the rows, unless `loss` returns a `WeightedMean`.
+        has_state: for calls outside of a step: whether the loss is `loss(params, model_state, batch, ...)` and returns
+            the model state last. Each microbatch passes the model state on to the next as a constant, as in a step. A
+            step with `has_state` carries the model state in any case.
+        split: `split(batch, num_microbatches)` returns the microbatches, for batches with leaves that are not all cut
+            along dim 0 in the same way, such as the patches of images. Each microbatch has all leaves of the batch. A
+            step calls `split` before the graph runs, so `split` may read values under `jit` too.
 
     Raises:
         TypeError: `split` is not a function.
         ValueError: `num_microbatches` is not positive. `loss` is sharded already, or contains a transform with another
-            `has_state`, or (when called) leaves have different numbers of rows. The number does not divide them, and
-            `loss` does not return a `WeightedMean`, or the result of `loss` cannot be averaged.
+            `has_state`, or (when called) leaves have different numbers of rows. The number does not divide the rows,
+            and `loss` does not return a `WeightedMean`, or the result of `loss` cannot be averaged.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
 """`bucketed`: a captured function of tensors of any length, by one graph for each of a few lengths.
 
-The contract of the function is that rows beyond the length do not matter: `testing.assert_bucket_invariant` checks it.
+Rows beyond the length must not change the result: `testing.assert_bucket_invariant` checks the contract.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ class BucketCounts(NamedTuple):
     """The calls of one bucket.
 
     Attributes:
-        calls: number.
-        rows: the sum of their lengths.
-        padding: the rows that were added to these.
+        calls: number of calls.
+        rows: sum of the lengths.
+        padding: number of rows added as padding.
     """
 
     calls: int = 0
@@ -30,8 +30,8 @@ class BucketInfo(NamedTuple):
     """The counts of a bucketed function.
 
     Attributes:
-        graphs: graphs of the captured function inside, or None if it is not captured.
-        buckets: the calls by size.
+        graphs: counts of the captured function inside, or None without a capture.
+        buckets: counts of calls by size.
     """
 
     graphs: CacheInfo | None
@@ -53,31 +53,33 @@ def bucketed(
     fill: PyTree = 0,
     with_length: bool = True,
 ) -> "Bucketed":
-    """Pads dims whose length changes up to the next of a few sizes: one graph a size, in place of one a length.
+    """Pads dims of varying length up to the next of a few sizes: a graph for each size, not for each length.
 
         bucketed(f, ...)(*args) == f(*padded(args), length), cut back to the length
 
-    Put it around `jit(f)` or `sharded(jit(f))`. It is wrong for a function whose result depends on the rows beyond the
-    length, such as a mean over all rows: work row by row, or mask them by `torch.arange(n) < length`.
-    `testing.assert_bucket_invariant` checks that. The padding is computed, too: see `cache_info().padding`. Nest it for
-    a second length. Ranks must pass lengths of one bucket if the graphs communicate.
+    For example lengths 5, 6 and 7 all run in the bucket of 8 rows. Apply `bucketed` to `jit(f)` or `sharded(jit(f))`.
+    The result of `f` must not depend on the rows beyond the length, as a mean over all rows does: work row by row, or
+    mask rows by `torch.arange(n) < length`. `testing.assert_bucket_invariant` checks the contract. The padding is
+    computed, too: see `cache_info().padding`. Nest `bucketed` for a second length. Ranks must pass lengths of one
+    bucket if the graphs communicate.
 
     Args:
         f: `f(*args, length)`. `length` is a 0-d int64 tensor on the device of the padded arguments. Where bucketed
-            functions are nested, that of the outer one comes first.
-        in_dims: a prefix tree of the dims that have the length for each argument; None, or no entry: not padded.
-        out_dims: a prefix tree of the dims of the result that are cut back; None: returned unchanged.
-        sizes: the sizes, ascending; default powers of two, without an end.
+            functions are nested, the length of the outer function comes first.
+        in_dims: prefix tree of the dims with the length, for each argument. None, or no entry, means that an argument
+            is not padded.
+        out_dims: prefix tree of the dims of the result to cut back. None returns the result unchanged.
+        sizes: ascending sizes. Default: powers of two, without an end.
         fill: the value of the padding, or a tuple with a prefix tree of values for each argument.
-        with_length: False for an `f` that takes no length, such as one whose arguments have a mask of their own.
+        with_length: whether `f` takes the length. False for an `f` with a mask among the arguments, for example.
 
     Returns:
-        The function of the arguments without the length. `cache_info()` counts calls, rows and padding by bucket;
+        The function of the arguments without the length. `cache_info()` counts calls, rows and padding by bucket.
         `bind` binds all sizes.
 
     Raises:
-        TypeError: a dim, or a size, is not an int; (when called) a padded leaf is not a plain tensor.
-        ValueError: no dim is padded, sizes do not ascend, or `jit` keeps fewer graphs than there are sizes; (when
+        TypeError: a dim, or a size, is not an int, or (when called) a padded leaf is not a plain tensor.
+        ValueError: no dim is padded, sizes do not ascend, or `jit` keeps fewer graphs than there are sizes, or (when
             called) lengths differ or are above all sizes, or a result has the bucket's size along a dim that `out_dims`
             does not name.
 
@@ -108,14 +110,15 @@ def bucketed(
 
 
 class Bucketed(Transform):
-    """A function that pads its arguments; made by `bucketed`, which documents it."""
+    """Function with padded arguments. See `bucketed`."""
 
     transform: ClassVar[str] = "bucketed"
 
     def __init__(self, inner: Callable[..., Any], padding: Padding) -> None:
         self.inner, self.padding = inner, padding
         self._counts: dict[int, BucketCounts] = {}
-        # Of the first call of each bucket: the other sizes of its arguments, and the shapes of results not cut.
+        # Of the first call of each bucket: the other sizes of the arguments, and the shapes of results that are not
+        # cut.
         self._first: dict[int, tuple[Any, dict[str, tuple[int, ...]]]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -123,20 +126,20 @@ class Bucketed(Transform):
         return self.run(args, lambda size: self.inner)
 
     def run(self, args: tuple[Any, ...], call_of: Callable[[int], Callable[..., Any]]) -> Any:
-        """Returns the value, by the function that `call_of` has for a bucket."""
+        """Returns the value, by the function of the bucket, `call_of(size)`."""
         length = self.padding.length(args)
         size = self.padding.bucket(length)
         rest = None if size in self._first else self.padding.rest(args)
         out = call_of(size)(*self.padding.padded(args, length, size))
         result = self.padding.cut(out, length, size)
         if rest is not None:
-            self._compare(size, rest, out)
+            self._check_shapes(size, rest, out)
         before = self._counts.get(size, BucketCounts())
         self._counts[size] = BucketCounts(before.calls + 1, before.rows + length, before.padding + size - length)
         return result
 
-    def _compare(self, size: int, rest: Any, out: PyTree) -> None:
-        """Refuses results whose shape depends on the bucket where `out_dims` does not name the dim."""
+    def _check_shapes(self, size: int, rest: Any, out: PyTree) -> None:
+        """Refuses a shape that depends on the bucket where `out_dims` does not name the dim."""
         shapes = self.padding.undeclared(out)
         for other, (sizes, before) in self._first.items():
             changed = [n for n, s in shapes.items() if sizes == rest and before.get(n, s) != s]
@@ -144,18 +147,18 @@ class Bucketed(Transform):
                 n = changed[0]
                 raise ValueError(
                     f"bucketed: {n} has shape {shapes[n]} in the bucket of {size}, and {before[n]} in that of {other},"
-                    " so it has rows of the padding; name its dim in out_dims."
+                    " so it has rows of the padding. Name its dim in out_dims."
                 )
         self._first[size] = rest, shapes
 
     def bind(self, *args: Any, check_every: int = 100) -> "BoundBuckets":
         """Returns the function bound to arguments of this layout in each of the sizes: see `Sharded.bind`. Collective.
 
-        All graphs are captured here, so that no call waits for one.
+        All graphs are captured here, so no later call waits for a capture.
 
         Args:
             *args: arguments as for a call, of any length.
-            check_every: see `Sharded.bind`; calls are counted by bucket.
+            check_every: number of calls between two checks, see `Sharded.bind`. Calls are counted by bucket.
 
         Raises:
             ValueError: `sizes` was left out, or the function is not sharded, or as `Sharded.bind` does.
@@ -180,7 +183,7 @@ class Bucketed(Transform):
         return BoundBuckets(self, each)
 
     def cache_info(self) -> BucketInfo:
-        """Returns the counts of the graphs, and of calls, rows and padding by bucket, those of bound calls included."""
+        """Returns the counts of the graphs, and of calls, rows and padding by bucket. Bound calls are included."""
         counted = isinstance(self.inner, Jitted) or (isinstance(self.inner, Sharded) and self.inner.jitted is not None)
         inner: Any = self.inner
         graphs = inner.cache_info() if counted else inner.cache_info().graphs if isinstance(inner, Bucketed) else None
@@ -188,15 +191,15 @@ class Bucketed(Transform):
 
 
 class BoundBuckets:
-    """A bucketed function, bound in each of its sizes; made by `Bucketed.bind`.
+    """Bucketed function, bound in each size. See `Bucketed.bind`.
 
     Attributes:
-        bound: the bound function by size.
+        bound: bound functions by size.
     """
 
     def __init__(self, of: Bucketed, bound: Mapping[int, Callable[..., Any]]) -> None:
         self._of, self.bound = of, bound
 
     def __call__(self, *args: Any) -> Any:
-        """Returns the function's value; as `BoundCall`, without agreement of the ranks."""
+        """Returns the function's value, without agreement of the ranks, as `BoundCall` does."""
         return self._of.run(args, self.bound.__getitem__)

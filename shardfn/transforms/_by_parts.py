@@ -1,4 +1,4 @@
-"""`by_parts`: leaves that hold several matrices, so that each can be cut, and the loss that sees them joined."""
+"""`by_parts`: splits a leaf of several matrices, so that each matrix can be cut, and joins the parts for the loss."""
 
 import dataclasses
 import re
@@ -14,31 +14,31 @@ from shardfn.core import PyTree, raise_all, tree_flatten, tree_paths, tree_unfla
 def by_parts(
     params: PyTree, parts: Mapping[str, tuple[int, int | Sequence[int]]]
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Parameters with fused leaves split into parts, and the inverse: `whole(by_parts(params)[0]) == params`.
+    """Splits fused leaves into parts, and returns the inverse, too: `whole(by_parts(params)[0]) == params`.
 
-    GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. A rank that holds a block of its columns,
-    P(None, "tp"), holds queries alone, or keys. One that computes with its heads needs a block of each, which P(None,
-    None, "tp") on [D, 3, D] gives. The loss still sees [D, 3 D]:
+    GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. Under P(None, "tp") a rank holds a block of the
+    columns: for example only queries, or only keys. To compute with some heads a rank needs a block of each: P(None,
+    None, "tp") on [D, 3, D]. The loss still sees [D, 3 D]:
 
         params, whole = sf.by_parts(params, {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3)})
         loss = sf.partition(lambda p, x: inner(whole(p), x))
 
-    `partition` then plans the values of the projection as cut by parts, and taking them apart sends no messages.
+    `partition` then plans the values of the projection as cut by parts, and splitting the projection sends no messages.
 
     Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
-    of leaves, and `whole` copies them at each use. The copy stays in memory for the backward, at ZeRO 3 too.
+    of leaves, and `whole` copies the parts at each use. The copy stays in memory for the backward, at ZeRO 3 too.
 
     Args:
-        params: the parameters.
-        parts: pattern -> (dim, parts). The pattern is searched for in the paths of leaves by `re.search`; parts is a
-            number of equal parts, or a tuple with the size of each.
+        params: tree of parameters.
+        parts: mapping from a pattern to (dim, parts). `re.search` looks for the pattern in the paths of leaves. The
+            parts are a number of equal parts, or a tuple with the size of each.
 
     Returns:
-        The parameters, by parts, and the function that joins them.
+        The parameters, by parts, and the function that joins the parts.
 
     Raises:
-        ValueError: a pattern finds no leaf, two find the same, or the parts are not a leaf's dim. The message lists
-            all.
+        ValueError: a pattern finds no leaf, two patterns find the same leaf, or the parts do not add up to a leaf's
+            dim. The message lists all.
 
     Example:
         >>> params = {"c_attn": torch.arange(12.0).reshape(2, 6), "qkv": torch.ones(8), "out": torch.ones(2, 2)}
@@ -49,7 +49,7 @@ def by_parts(
     leaves, treedef = tree_flatten(params)
     paths = tree_paths(params, "params")
     found = {p: [path for path in paths if re.search(p, path)] for p in parts}
-    raise_all(ValueError, "by_parts:", list(_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
+    raise_all(ValueError, "by_parts:", list(_find_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
     of = {
         path: _Fused(*parts[p], leaf.ndim)
         for p in parts
@@ -68,7 +68,7 @@ def by_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Fused:
-    """How a leaf falls into parts."""
+    """Division of a leaf into parts."""
 
     given_dim: int
     sizes: int | Sequence[int]
@@ -87,7 +87,7 @@ class _Fused:
         return x.flatten(self.dim, self.dim + 1) if isinstance(self.sizes, int) else torch.cat(list(x), self.dim)
 
 
-def _problems(
+def _find_problems(
     parts: Mapping[str, tuple[int, int | Sequence[int]]], found: Mapping[str, Sequence[str]], leaves: Mapping[str, Any]
 ) -> Iterator[str]:
     seen: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _problems(
         for path in found[pattern]:
             shape = tuple(leaves[path].shape)
             if path in seen:
-                yield f"{path} is found by {seen[path]!r} and by {pattern!r}; name it once"
+                yield f"{path} is found by {seen[path]!r} and by {pattern!r}. Name it once"
             seen[path] = pattern
             if not -len(shape) <= dim < len(shape):
                 yield f"{path} of shape {shape} has no dim {dim}"

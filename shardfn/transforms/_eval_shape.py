@@ -1,4 +1,4 @@
-"""`eval_shape`: the shapes of a function's result, uncomputed, and abstract tensors that steps are lowered for."""
+"""`eval_shape`: shapes of a function's result without its computation, and abstract tensors for lowered steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ from shardfn.core import drawn_as_shapes, frozen, is_frozen, tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of `f(*args)` with tensors that have a shape and a dtype but no data, without computing it.
+    """Returns the result of `f(*args)` as tensors with shape and dtype but no data, without computing.
 
     Args:
-        f: a function of trees of tensors; `step.init` among them.
-        *args: arguments. Tensors may be abstract themselves.
+        f: function of trees of tensors, such as `step.init`.
+        *args: arguments. Tensors may be abstract.
 
     Returns:
-        The tree that `f` returns, its tensors on the device "meta".
+        The tree that `f` returns, with tensors on the device "meta".
 
     Example:
         >>> import torch
@@ -30,12 +30,12 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, drawn_as_shapes():
         inputs = tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
-        return tree_map(_meta, f(*inputs))
+        return tree_map(_make_meta, f(*inputs))
 
 
-def _meta(x: Any) -> Any:
+def _make_meta(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
-        return x.with_block(_meta(x.held))
+        return x.with_block(_make_meta(x.held))
     if isinstance(x, Tensor):
         with DisableTorchDispatch():
             out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

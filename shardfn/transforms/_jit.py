@@ -23,34 +23,34 @@ def jit(
     max_graphs: int = MAX_GRAPHS,
     **options: Any,
 ) -> Jitted:
-    """`jit(f)(*args) == f(*args)`, run as a graph: captured once per signature, scheduled, and compiled.
+    """Runs `f` as a graph: captured once per signature, scheduled, and compiled. `jit(f)(*args) == f(*args)`.
 
     `sharded_step(jit(loss), ...)` captures the complete step as one flat graph: gathers, forward, backward, reductions,
-    clipping and the in-place optimizer. Its transfers are then scheduled. A capture takes seconds and is made once for
-    each shape of the batch; the log "shardfn.jit" reports each one. Beyond `max_graphs` shapes, the least recently used
-    graph is dropped.
+    clipping and the in-place optimizer. The graph's transfers are then scheduled. A capture takes seconds and is made
+    once for each shape of the batch. The log "shardfn.jit" reports each capture. Beyond `max_graphs` shapes, the least
+    recently used graph is dropped.
 
     Args:
-        f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
-        backend: "graph" runs the captured ops uncompiled, bit-identical to eager; "inductor" compiles the ops between
-            transfers, and needs a C++ compiler. Default "inductor" where there is one.
+        f: a pure function. The Python of `f` runs once per signature, so branches may depend on shapes, not on values.
+        backend: "graph" runs the captured ops uncompiled, bit-identical to eager. "inductor" compiles the ops between
+            transfers, and needs a C++ compiler. Default: "inductor" where a compiler is found.
         graph_schedule: the options of the passes over the graph. Default: `Schedule()`.
         cluster: the machines, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. A cost model then chooses
-            the schedule of each graph (`sf.graph.choose`); rank 0 chooses for all ranks.
-        memory: with `cluster`, bytes that a device may hold at the step's peak. Default: the cluster's `device.memory`.
-        check_types: whether a `psum` or a `pvary` that is missing in the loss, or is there twice, is an error. If
-            False, ranks that diverge by mistake are not found.
-        max_graphs: how many graphs are kept, for a function alone and for each step or `sharded` function around it;
-            the same on all ranks. The calls of a step, its `gradients` and its `update` share them. An evicted graph is
-            freed, and captured again if it is needed again.
-        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these fields are
-            fixed, and the others are chosen.
+            the schedule of each graph (`sf.graph.choose`). Rank 0 chooses for all ranks.
+        memory: bytes that a device may hold at the step's peak, with `cluster`. Default: the cluster's `device.memory`.
+        check_types: whether a missing or a repeated `psum` or `pvary` in the loss is an error. If False, ranks may
+            diverge by mistake and nobody notices.
+        max_graphs: number of graphs to keep, for the function and for each step or `sharded` function around the
+            function, equal on all ranks. The calls of a step, `gradients` and `update` share the graphs. An evicted
+            graph is freed, and captured again at the next use.
+        **options: fields of `Schedule`, in place of `graph_schedule`: `jit(f, prefetch=0, bucket=0)`. With `cluster`
+            the given fields are fixed, and the cost model chooses the other fields.
 
     Returns:
         The jitted function. `cache_info()` counts hits, misses, evictions and seconds.
 
     Raises:
-        ValueError: a back end or an option is unknown or has no effect. `max_graphs` is below 1; (when called) no
+        ValueError: a back end or an option is unknown or has no effect. `max_graphs` is below 1, or (when called) no
             schedule fits `memory`.
         TypeError: `cluster` is not a `Cluster`, or `max_graphs` not an int.
         CaptureError: (when called) `f` depends on the value of a tensor. The message names the line.
@@ -79,7 +79,7 @@ def jit(
         if name not in fields:
             raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
     if graph_schedule is not None and options:
-        raise ValueError(f"jit got graph_schedule= and {sorted(options)}; put them in one Schedule.")
+        raise ValueError(f"jit got graph_schedule= and {sorted(options)}. Put them in one Schedule.")
     check_order("jit", f)
     _check_choosing(graph_schedule, cluster, memory, options)
     _check_max_graphs(max_graphs)
@@ -88,7 +88,7 @@ def jit(
 
 
 def _check_max_graphs(num: Any) -> None:
-    """Refuses a size that is not a number of graphs."""
+    """Checks the number of graphs."""
     remedy = f"pass how many graphs to keep, an int of at least 1, or leave it out for {MAX_GRAPHS}."
     if not isinstance(num, int) or isinstance(num, bool):
         raise TypeError(f"jit(max_graphs={num!r}): {a_kind(num)} is not a size; {remedy}")
@@ -99,7 +99,7 @@ def _check_max_graphs(num: Any) -> None:
 def _check_choosing(
     schedule: Schedule | None, cluster: Cluster | None, memory: int | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuses arguments that leave `cluster`, or `memory`, without effect."""
+    """Refuses arguments by which `cluster`, or `memory`, would have no effect."""
     if cluster is None:
         if memory is not None:
             raise ValueError(

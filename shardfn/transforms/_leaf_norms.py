@@ -1,4 +1,4 @@
-"""`leaf_norms`: the norm of each leaf of a tree that is spread over ranks."""
+"""`leaf_norms`: the norm of each leaf of a tree on several ranks."""
 
 from collections.abc import Collection
 
@@ -23,20 +23,21 @@ from shardfn.state import check_alive
 def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
     """Returns the Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
 
-    With it, each layer of a gradient can be clipped by its own norm. Ranks exchange one number a leaf, no elements.
-    Collective.
+    For example, to clip each layer of a gradient by the layer's norm. Ranks exchange a number for each leaf, no
+    elements. Collective.
 
     Args:
         tree: tree of `GlobalTensor`s on one mesh, such as the gradients of `step.gradients` or a state's params.
-        stacked: keys, such as "blocks", below which a leaf has a layer in each row, `[L, ...]`: it has a norm for each.
+        stacked: keys, such as "blocks", below which a leaf `[L, ...]` has a layer in each row: the leaf gets a norm for
+            each layer.
 
     Returns:
         A tree of 0-d float32 tensors, of vectors `[L]` where leaves are stacked, the same on all ranks.
-        `sf.metrics.by_layer` adds them up by layer.
+        `sf.metrics.by_layer` adds the norms up by layer.
 
     Raises:
         TypeError: a leaf is not a `GlobalTensor`. All are listed.
-        ValueError: no leaf is below a key of `stacked`, or one that is has no rows.
+        ValueError: no leaf is below a key of `stacked`, or such a leaf has no rows.
         DonatedError: a call has consumed a leaf.
 
     Example:
@@ -57,19 +58,19 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
     check_alive(tree, "tree")
     if not leaves:
         return tree
-    mesh, rows = leaves[0].mesh, _stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
-    # One leaf at a time, as those elsewhere need not fit on the device together.
+    mesh, rows = leaves[0].mesh, _is_stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
+    # One leaf at a time: leaves on the host or disk need not fit on the device together.
     with bind_mesh(mesh), torch.no_grad():
-        squares = [_rows(x) if row else _whole(x) for x, row in zip(leaves, rows, strict=True)]
+        squares = [_sum_row_squares(x) if row else _sum_squares(x) for x, row in zip(leaves, rows, strict=True)]
     return tree_unflatten(treedef, [x.sqrt().to(torch.float32) for x in squares])
 
 
-def _whole(x: GlobalTensor) -> Tensor:
+def _sum_squares(x: GlobalTensor) -> Tensor:
     """Returns the sum of the squares of a leaf."""
     return squares_of([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
 
 
-def _rows(x: GlobalTensor) -> Tensor:
+def _sum_row_squares(x: GlobalTensor) -> Tensor:
     """Returns the sum of the squares of each row of a leaf."""
     start, stop = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
     own = x.local.to(x.mesh.device).double().square()
@@ -80,7 +81,7 @@ def _rows(x: GlobalTensor) -> Tensor:
     return psum(rows, tuple(axes)) if axes else rows
 
 
-def _stacked(tree: PyTree, keys: set[str]) -> list[bool]:
+def _is_stacked(tree: PyTree, keys: set[str]) -> list[bool]:
     """Returns whether each leaf is below one of the keys."""
     paths, entries = tree_paths(tree, "tree"), tree_entries(tree)
     known = {str(entry) for own in entries for entry in own}

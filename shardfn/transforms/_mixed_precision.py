@@ -18,27 +18,28 @@ def mixed_precision(
 
     Called directly, the result casts parameters and floating-point leaves of the batch to `policy.compute`, and the
     value to `policy.output`. `sharded_step(mixed_precision(loss, policy), ...)` also stores parameters in
-    `policy.param`, with wide copies in the optimizer's state (`MasterState`, sharded like that state), gathers them in
-    `policy.compute`, sends gradients in `policy.reduce` and sums them in `policy.accum`. It equals the step of one
-    device under the same policy.
+    `policy.param`, with wide copies in the optimizer's state (`MasterState`, sharded like the state), gathers
+    parameters in `policy.compute`, sends gradients in `policy.reduce` and sums gradients in `policy.accum`. The result
+    equals the step of one device under the same policy.
 
-    With a loss scale the step differentiates `scale * loss` and divides the gradients by the same scale before their
-    norm is taken and they are clipped. If gradients are not finite on some rank, all ranks skip the step: the state
-    stays bitwise the same, except for the scale.
+    With a loss scale the step differentiates `scale * loss` and divides the gradients by the same scale before the norm
+    and the clipping. If gradients are not finite on some rank, all ranks skip the step: the state stays bitwise the
+    same, except for the scale.
 
     Args:
-        loss: `loss(params, batch, ...)`; may be accumulated, rematerialised or jitted, inside or outside.
+        loss: `loss(params, batch, ...)`, which may be accumulated, rematerialised or jitted, inside or outside.
         policy: the precision.
-        loss_scale: loss scale from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step that computes in
-            float16 needs one.
-        has_state: for calls outside of a step: the loss is `loss(params, model_state, batch, ...)` and returns the
-            model state last, which is not cast, as in a step. A step with `has_state` carries it in any case.
+        loss_scale: loss scale from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step in float16 needs a
+            loss scale.
+        has_state: for calls outside of a step: whether the loss is `loss(params, model_state, batch, ...)` and returns
+            the model state last. The model state is not cast, as in a step. A step with `has_state` carries the model
+            state in any case.
 
     Raises:
         TypeError: `policy` is not a `Policy`.
         ValueError: `loss` has a policy already, or contains a transform with another `has_state`, or scaled gradients
-            would be summed in float16, where dividing them by the scale loses small ones again; (when called) an
-            exception of the policy matches no leaf.
+            would be summed in float16, where the division by the scale would lose small gradients again, or (when
+            called) an exception of the policy matches no leaf.
 
     Example:
         >>> from shardfn.core import Policy

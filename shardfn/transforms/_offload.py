@@ -1,4 +1,4 @@
-"""`offload`: the same function, whose saved activations wait for the backward in other memories."""
+"""`offload`: the same function, with saved activations in other memories until the backward."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ WINDOW = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded(Transform):
-    """A function whose saved tensors are stored where a policy decides.
+    """Function with saved tensors stored where a policy decides.
 
     Attributes:
-        inner: the function.
-        policy: where each tensor waits.
-        directory: where those on disk are. None means the step's directory.
-        window: the most bytes in transfer out, and the most that may be back before their use.
+        inner: function that runs.
+        policy: function that chooses the memory of each saved tensor.
+        directory: directory of tensors on disk. None means the step's directory.
+        window: limit of bytes in transfer out, and limit of bytes back before their use.
     """
 
     transform: ClassVar[str] = "offload"
@@ -40,13 +40,13 @@ class Offloaded(Transform):
         """Returns the function's value."""
         if transforming() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        # For a partitioned loss the graph runs, and its values are moved.
+        # For a partitioned loss the graph runs, and the graph's values are moved.
         again = functools.partial(Offloaded, policy=self.policy, directory=self.directory, window=self.window)
         written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
         noticing = noticing_names("offload", self.policy, self._called)
-        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
+        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held_tensors((args, kwargs)))
         with noticing, saved.saving():
             return self.inner(*args, **kwargs)
 
@@ -60,30 +60,30 @@ def offload(
 ) -> Offloaded:
     """Stores saved tensors where `policy` decides: `offload(f, policy)(*args) == f(*args)`, bit for bit.
 
-    Tensors that autograd saves while `f` runs leave the device at once, and come back while the backward works on
-    tensors that were saved later. This trades device memory against traffic between memories. A tensor that is saved n
-    times is moved once. The device holds the tensors that the policy keeps there, at most `window` bytes that are
-    leaving, at most `window` bytes that are back before their use, and those of the current operation.
+    This is activation offloading. Tensors saved by autograd while `f` runs leave the device at once, and come back
+    while the backward works on tensors saved later: less device memory for more traffic. A tensor saved n times is
+    moved once. The device holds the tensors kept by the policy, at most `window` bytes on the way out, at most `window`
+    bytes back before their use, and the tensors of the current operation.
 
     In a captured step the moves are ops of the graph. The newest `window` bytes then stay on the device, as the
-    backward needs them first, and `jit`'s `prefetch` sets how early the others come back.
+    backward needs them first, and `jit`'s `prefetch` sets how early the other tensors come back.
 
-    It never moves arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves that
-    a step gathers, tensors below a page, and views of less than a quarter of their memory.
+    Not moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
+    gathered by a step, tensors below a page, and views of less than a quarter of their memory.
 
     Args:
-        f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.
-        policy: policy from `policies`, or any function of a `SavedTensor` that returns "keep", "host" or "disk".
-        directory: where values on disk are written, in one folder for each rank. They are removed after use. Default:
-            the disk directory of the step around.
-        window: see above.
+        f: loss, or part of a loss. Of `remat` inside, only the inputs are moved.
+        policy: policy from `policies`, or any function from a `SavedTensor` to "keep", "host" or "disk".
+        directory: directory of values on disk, with a folder for each rank. Values are removed after use. Default: the
+            disk directory of the step around.
+        window: limit in bytes, see above.
 
     Returns:
-        The function. In a transform of torch.func, which takes no hooks, it runs as `f` does.
+        The function. In a transform of torch.func, without saved-tensor hooks, the function runs as `f` does.
 
     Raises:
-        ValueError: `f` is accumulated, jitted, or has a precision policy or another offload; (when called) the policy
-            returns "recompute", or "disk" without a directory, or it is called inside `remat`.
+        ValueError: `f` is accumulated, jitted, or has a precision policy or another offload, or (when called) the
+            policy returns "recompute", or "disk" without a directory, or the call is inside `remat`.
         RuntimeError: (in the backward) a saved tensor was modified in place.
         CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
@@ -107,13 +107,12 @@ def offload(
     return Offloaded(f, policy, directory, window)
 
 
-def _held(args: Any) -> list[Tensor]:
-    """Tensors among the arguments that the caller holds for longer than the backward, and views of such."""
+def _held_tensors(args: Any) -> list[Tensor]:
+    """Returns the arguments that the caller holds for longer than the backward, and views of such arguments."""
     out = []
     for x in tree_leaves(args):
         if is_plain(x):
-            # A leaf of autograd, or a tensor without a gradient: it outlives the backward, so moving it would not free
-            # memory.
+            # A leaf of autograd, or a tensor without a gradient, outlives the backward: a move would not free memory.
             base = x if x._base is None else x._base
             if base.grad_fn is None:
                 out.append(x)

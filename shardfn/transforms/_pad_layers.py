@@ -1,4 +1,4 @@
-"""Stacks of layers for stages that have unequal numbers of them."""
+"""Stacks of layers for stages with unequal numbers of layers."""
 
 from collections.abc import Sequence
 
@@ -7,26 +7,25 @@ from shardfn.engine import padded, unpadded
 
 
 def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """Returns a stack of layers with unused rows added, so that each stage has one row per layer of the longest stage.
+    """Returns a stack with unused rows added, so that each stage has as many rows as the longest stage.
 
     Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
-    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: for 2, 3 and 3 layers 9 rows,
-    with the third unused. Their gradients are zeros, and norms do not count them.
+    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: for example 9 rows for 2, 3 and
+    3 layers, with the third row unused. Gradients of unused rows are zeros, and norms do not count such rows.
 
     Args:
-        stack: a tree of tensors [L, ...].
-        layers_per_stage: the number of layers of each stage, in order, for example from `schedules.balance`. They add
-            up to L.
+        stack: tree of tensors [L, ...].
+        layers_per_stage: numbers of layers of each stage, in order, for example from `schedules.balance`. The sum is L.
 
     Raises:
-        ValueError: they add up to another number. Every leaf is listed.
+        ValueError: the sum is not L. Every leaf is listed.
 
     Example:
         >>> import torch
         >>> pad_layers({"w": torch.tensor([1.0, 2.0, 3.0])}, (1, 2))
         {'w': tensor([1., 0., 2., 3.])}
     """
-    _check(stack, sum(layers_per_stage), layers_per_stage)
+    _check_stages(stack, sum(layers_per_stage), layers_per_stage)
     return _frozen_as(stack, padded(stack, layers_per_stage))
 
 
@@ -34,8 +33,8 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
     """Returns the layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
 
     Args:
-        stack: a tree of tensors.
-        layers_per_stage: see `pad_layers`.
+        stack: tree of tensors.
+        layers_per_stage: numbers of layers, see `pad_layers`.
 
     Raises:
         ValueError: the stack has another number of rows. Every leaf is listed.
@@ -45,16 +44,16 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         >>> unpad_layers(torch.tensor([1.0, 0.0, 2.0, 3.0]), (1, 2))
         tensor([1., 2., 3.])
     """
-    _check(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
+    _check_stages(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
     return _frozen_as(stack, unpadded(stack, layers_per_stage))
 
 
 def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
-    """Returns the leaves of `made`, frozen where those of the stack are."""
+    """Returns the leaves of `made`, frozen where the leaves of the stack are frozen."""
     return tree_map(lambda x, y: frozen(y) if is_frozen(x) else y, stack, made)
 
 
-def _check(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
+def _check_stages(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
     if not layers_per_stage or min(layers_per_stage) < 1:
         raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
     pairs = named_leaves(stack, "stack")

@@ -1,4 +1,4 @@
-"""`Padding`: the dims of arguments and results that have one length, and the sizes to which it is padded."""
+"""`Padding`: the dims of arguments and results with one length, and the padded sizes."""
 
 import bisect
 import dataclasses
@@ -23,7 +23,7 @@ from shardfn.core import (
 
 
 def is_dim(x: Any) -> bool:
-    """Returns whether `x` is a leaf of `in_dims` or `out_dims`. None means that nothing is padded or cut."""
+    """Returns whether `x` is a leaf of `in_dims` or `out_dims`. None means no padding and no cut."""
     return x is None or (isinstance(x, int) and not isinstance(x, bool))
 
 
@@ -33,7 +33,7 @@ def _is_fill(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """The arguments of `bucketed`, which documents them."""
+    """Arguments of `bucketed`. See there."""
 
     in_dims: tuple[PyTree, ...]
     out_dims: PyTree
@@ -42,7 +42,7 @@ class Padding:
     with_length: bool = True
 
     def check(self) -> None:
-        """Refuses dims and sizes that fit no call.
+        """Checks the dims and sizes.
 
         Raises:
             TypeError: a dim is not an int or None, or a size not an int.
@@ -70,11 +70,15 @@ class Padding:
             TypeError: a padded leaf is not a tensor of one device.
             ValueError: a leaf lacks the dim, or lengths differ.
         """
-        rows = [(path, x, dim) for path, x, dim, _ in self._leaves(args) if dim is not None]
+        rows = [(path, x, dim) for path, x, dim, _ in self._list_leaves(args) if dim is not None]
         raise_all(
             TypeError,
             "bucketed pads plain tensors alone:",
-            [f"{n} is {a_kind(x)}; pad it before sf.shard, or name no dim of it" for n, x, _ in rows if not _plain(x)],
+            [
+                f"{n} is {a_kind(x)}; pad it before sf.shard, or name no dim of it"
+                for n, x, _ in rows
+                if not _is_plain(x)
+            ],
         )
         short = [(n, x, d) for n, x, d in rows if not -x.ndim <= d < x.ndim]
         raise_all(
@@ -92,7 +96,7 @@ class Padding:
         return lengths.pop()
 
     def bucket(self, length: int) -> int:
-        """Returns the smallest size that has room.
+        """Returns the smallest size with room.
 
         Raises:
             ValueError: the length is above all sizes.
@@ -108,24 +112,25 @@ class Padding:
         return self.sizes[at]
 
     def padded(self, args: Sequence[Any], length: int, size: int, rows: Any = None) -> tuple[Any, ...]:
-        """Returns the arguments of one size, and the length as a tensor; beyond `size` they are cut.
+        """Returns the arguments of one size, and the length as a tensor. Rows beyond `size` are cut.
 
         Args:
-            args: the arguments.
-            length: theirs.
-            size: the size.
-            rows: rows for tests, a function of a leaf, its dim and a number of rows that makes the rows beyond the
-                length.
+            args: arguments of the call.
+            length: length of the arguments.
+            size: size of the bucket.
+            rows: function for tests, from a leaf, the dim and a number of rows to the rows beyond the length.
         """
         leaves, treedef = tree_flatten(tuple(args))
         length = min(length, size)
         device = torch.device("cpu")
-        for i, (_, x, dim, fill) in enumerate(self._leaves(args)):
+        for i, (_, x, dim, fill) in enumerate(self._list_leaves(args)):
             if dim is None:
                 continue
             device, own = x.device, x.narrow(dim, 0, length)
             if length < size:
-                more = _filled(own, dim, size - length, fill) if rows is None else rows(own, dim, size - length, fill)
+                more = (
+                    _make_filled(own, dim, size - length, fill) if rows is None else rows(own, dim, size - length, fill)
+                )
                 own = torch.cat([own, more], dim)
             # One layout for all lengths of a bucket: strides are part of a graph.
             leaves[i] = own.contiguous()
@@ -136,30 +141,30 @@ class Padding:
         """Returns the result without the rows of the padding.
 
         Raises:
-            ValueError: a leaf has another size along the dim that `out_dims` names, or ranks cut that dim.
+            ValueError: a leaf has another size along the dim in `out_dims`, or ranks cut the dim.
         """
         leaves, treedef = tree_flatten(out)
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
         named = [*zip(tree_paths(out, "result"), leaves, dims, strict=True)]
-        raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_misfits(named, size)))
-        return tree_unflatten(treedef, [x if d is None else _narrowed(x, d, length) for _, x, d in named])
+        raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_find_misfits(named, size)))
+        return tree_unflatten(treedef, [x if d is None else _narrow_rows(x, d, length) for _, x, d in named])
 
     def undeclared(self, out: PyTree) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the leaves of a result that are not cut, by path."""
+        """Returns the shapes of a result's uncut leaves, by path."""
         dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
         rows = zip(tree_paths(out, "result"), tree_leaves(out), dims, strict=True)
         return {n: tuple(x.shape) for n, x, d in rows if d is None and isinstance(x, Tensor | GlobalTensor)}
 
     def rest(self, args: Sequence[Any]) -> Any:
-        """Returns all sizes of the arguments but the length."""
+        """Returns all sizes of the arguments except the length."""
         return tuple(
             tuple(n for k, n in enumerate(x.shape) if dim is None or k != dim % x.ndim)
-            for _, x, dim, _ in self._leaves(args)
+            for _, x, dim, _ in self._list_leaves(args)
             if isinstance(x, Tensor | GlobalTensor)
         )
 
-    def _leaves(self, args: Sequence[Any]) -> Iterator[tuple[str, Any, int | None, Any]]:
-        """Path, value, padded dim and fill of each leaf of the arguments."""
+    def _list_leaves(self, args: Sequence[Any]) -> Iterator[tuple[str, Any, int | None, Any]]:
+        """Yields the path, value, padded dim and fill of each leaf of the arguments."""
         if len(self.in_dims) > len(args):
             raise ValueError(
                 f"bucketed: in_dims has {len(self.in_dims)} entries, one an argument, and the call has {len(args)}"
@@ -174,32 +179,32 @@ class Padding:
             yield from zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), each, values, strict=True)
 
 
-def _plain(x: Any) -> bool:
+def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _filled(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
+def _make_filled(x: Tensor, dim: int, rows: int, fill: Any) -> Tensor:
     shape = [*x.shape]
     shape[dim] = rows
     return x.new_full(shape, 0 if fill is None else fill)
 
 
-def _misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> Iterator[str]:
+def _find_misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> Iterator[str]:
     for path, x, dim in named:
         if dim is None:
             continue
         if not isinstance(x, Tensor | GlobalTensor):
-            yield f"{path} is {a_kind(x)}, which has no dim {dim}; name None for it"
+            yield f"{path} is {a_kind(x)}, which has no dim {dim}. Name None for it"
         elif isinstance(x, GlobalTensor) and x.ndim and x.mesh.axes(x.spec.dim_axes(dim % x.ndim)):
             yield f"{path} is cut along dim {dim} as {x.spec!r}; return this rank's rows, with None in out_specs"
         elif not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
             yield (
-                f"{path} has shape {tuple(x.shape)}, and not the {size} rows of the bucket along dim {dim}; name None"
+                f"{path} has shape {tuple(x.shape)}, and not the {size} rows of the bucket along dim {dim}. Name None"
                 " for it, or the dim that has the length"
             )
 
 
-def _narrowed(x: Tensor | GlobalTensor, dim: int, length: int) -> Tensor | GlobalTensor:
+def _narrow_rows(x: Tensor | GlobalTensor, dim: int, length: int) -> Tensor | GlobalTensor:
     if isinstance(x, Tensor):
         return x.narrow(dim, 0, length)
     shape = [*x.shape]

@@ -1,4 +1,4 @@
-"""`partition`: a loss that is written for one device, run on blocks along a mesh axis."""
+"""`partition`: a loss written for one device, run on blocks along a mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,31 +7,32 @@ from shardfn.engine import Partitioned, check_order
 
 
 def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False) -> Partitioned:
-    """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
+    """Runs an unmodified loss with tensor parallelism: the loss sees whole leaves, a step has blocks along `axes`.
 
     `sharded_step(partition(loss), ..., specs=specs)` has the result of `sharded_step(loss, ...)` on one device. Only
-    the specs of the leaves are needed. The layout of the values between them follows from the operations: each has a
-    rule for its result on blocks. With Megatron's specs a transformer block sends two sums in the forward and two in
-    the backward. An operation without a rule runs on whole values.
+    the specs of the leaves are needed. The layout of all other values follows from the operations: each operation has a
+    rule for the result on blocks. For example, P(None, "tp") and P("tp") for the two weights of an MLP give one sum in
+    the forward. With Megatron's specs a transformer block sends two sums in the forward and two in the backward. An
+    operation without a rule runs on whole values.
 
-    The loss's Python runs once a signature, as under `jit`: it may not depend on the values of tensors.
+    The loss's Python runs once per signature, as under `jit`, and may not depend on the values of tensors.
 
     Args:
-        loss: `loss(params, batch, ...)`, which does not use `axes`. It may be rematerialised, accumulated, of mixed
+        loss: `loss(params, batch, ...)` without a use of `axes`. The loss may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
-        axes: the mesh axis, or several. Several axes may cut different dims of a leaf, or one dim in this order,
-            P(("tp", "sp")). All but the last must divide the dim or block that they cut. An axis that the mesh lacks,
-            or of size 1, has no effect.
-        sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so that
-            each rank holds and computes a part of them. This sends the same number of bytes: a `psum_scatter` and an
-            `all_gather` replace a `psum` and its transpose. One more sum is sent for each leaf that all ranks hold. It
-            is Megatron's sequence parallelism, along the same axis.
+        axes: mesh axis, or several axes. Several axes may cut different dims of a leaf, or one dim in this order,
+            P(("tp", "sp")). All but the last must divide the dim or block. An axis that the mesh lacks, or of size 1,
+            has no effect.
+        sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so each
+            rank holds and computes a part. The number of sent bytes is the same: a `psum_scatter` and an `all_gather`
+            replace a `psum` and its transpose. One more sum is sent for each leaf held by all ranks. This is Megatron's
+            sequence parallelism, along the same axis.
 
     Returns:
-        The loss. Its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
+        The loss. After a run or a lowering, `as_text()` lists each collective with the bytes and the line of code.
 
     Raises:
-        ValueError: the loss is partitioned already; (when called) the batch is cut along `axes`, the loss writes to its
+        ValueError: the loss is partitioned already, or (when called) the batch is cut along `axes`, the loss writes to
             arguments, calls collectives, draws without a key, or has autograd functions with a custom backward.
         CaptureError: (when called) the loss depends on the value of a tensor. The message names the line.
 

@@ -1,4 +1,4 @@
-"""`pipeline`: a loss of equal layers, whose layers lie on the ranks along an axis."""
+"""`pipeline`: a loss of equal layers on the ranks along an axis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,55 +20,55 @@ def pipeline(
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
 ) -> Accumulated | PipelinedLayers | PipelinedFunctions:
-    """Returns a loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
+    """Returns a loss of a first function, layers on several ranks, and a last function.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
 
     The batch is cut into microbatches along dim 0. The loss computes the lines above for each microbatch and returns
-    the mean, as `accumulate` does. In a step on a mesh that has `axis`, each rank along it stores and runs some of the
-    layers, in the order of a schedule; activations and their gradients go from rank to rank. For that the layers'
-    leaves are stacked along dim 0 and have specs `P(axis)`. No other leaf has `axis` in its spec. The axis need not
-    divide the number of layers.
+    the mean, as `accumulate` does. In a step on a mesh that has `axis`, each rank along `axis` stores and runs some of
+    the layers, in the order of a schedule. Activations and gradients go from rank to rank. The layers' leaves must be
+    stacked along dim 0, with specs `P(axis)`. No other leaf has `axis` in the spec. The axis need not divide the number
+    of layers: for example 7 layers on 3 ranks are 3, 3 and 1.
 
-    All ranks along `axis` get the same rows. Only the first rank runs `first`, and only the last one runs `last`. The
-    gradient of a leaf that several stages use, such as tied embeddings, is summed over them once. ZeRO cuts leaves
-    along other axes.
+    All ranks along `axis` get the same rows. Only the first rank runs `first`, and only the last rank runs `last`. The
+    gradient of a leaf that several stages use, such as tied embeddings, is summed over the stages once. ZeRO cuts
+    leaves along other axes.
 
-    Ranks send `h`, a tree of tensors; floating-point ones have gradients. A layer must return the structure, shapes and
-    dtypes that it takes. With a key, each function takes it as its last argument; layer l gets `fold_in(key, l)`.
+    Ranks send `h`, a tree of tensors. Floating-point tensors have gradients. A layer must return the structure, shapes
+    and dtypes of its input. With a key, each function takes a key as the last argument. Layer l gets `fold_in(key, l)`.
 
-    In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
-    and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
+    In a step with `has_state` each function takes a part of the model state, a `PipelineState`, after the parameters,
+    and returns the new part with the result: `block(p, state, h[, key]) -> (h, state)`.
 
-    For tensor parallelism of functions that are written for one device use `partition`: around the whole loss, which
-    plans each stage as one, or around some of the functions, which plans each by itself, for one layer's leaves.
+    For tensor parallelism of functions written for one device use `partition`: around the whole loss, to plan each
+    stage as a whole, or around some of the functions, to plan each function separately, for one layer's leaves.
 
     Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
 
     Args:
         first: `first(params, batch[, key]) -> h`.
-        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)`, `offload(f)` or `partition(f)`.
-            For layers whose leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their
-            leaves are then a list with a tree for each function and are not stacked. No leaf has `axis` in its spec,
-            and each rank has all of them.
-        last: `last(params, h, batch[, key])`, and returns a loss: a 0-d tensor or a `WeightedMean`, with `has_aux` also
-            an aux.
-        blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
-            they are a list with one stack per chunk, one after another.
-        axis: the axis along which the stages lie.
-        num_microbatches: the number of microbatches; must divide the rows of the batch.
-        num_chunks: the number of stages on each rank.
-        schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
-            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks), or a schedule, for the axis's
-            number of ranks and for `num_microbatches`. Where its stages go down the ranks and up again, the second
-            stack has its layers in reverse order.
-        layers_per_stage: the number of layers of each rank, for stacks with unused rows (`pad_layers`). None: every row
-            is a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
+        block: `block(p, h[, key]) -> h`, where p has one layer's leaves. The function may be `remat(f)`, `offload(f)`
+            or `partition(f)`. For layers with different leaves: a list with a function for each layer, cut evenly into
+            stages. The leaves are then a list with a tree for each function and are not stacked. No leaf has `axis` in
+            the spec, and each rank has all leaves.
+        last: `last(params, h, batch[, key])`, with a loss as the result: a 0-d tensor or a `WeightedMean`, with
+            `has_aux` also an aux.
+        blocks: key of the stacked layers in params, or a function from params to the layers. With several chunks the
+            layers are a list with a stack for each chunk, one after another.
+        axis: axis along which the stages lie.
+        num_microbatches: number of microbatches, which must divide the rows of the batch.
+        num_chunks: number of stages on each rank.
+        schedule: name in `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or a schedule with
+            split backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks), or a schedule, for the axis's
+            number of ranks and for `num_microbatches`. Where the stages go down the ranks and up again, the second
+            stack has the layers in reverse order.
+        layers_per_stage: numbers of layers of each rank, for stacks with unused rows (`pad_layers`). None means that
+            every row is a layer, cut evenly. `schedules.balance` computes the numbers from the cost of each layer.
 
     Raises:
         ValueError: the schedule is unknown, or has another number of chunks. Also when a step is built or begins: the
-            schedule would never end (`schedules.ScheduleError`, with the ranks that wait in a circle). A spec does not
-            fit. There are fewer layers than stages, or microbatches do not divide the batch.
+            schedule would be a deadlock (`schedules.ScheduleError`, with the ranks that wait in a circle). A spec does
+            not fit. There are fewer layers than stages, or microbatches do not divide the batch.
 
     Example:
         >>> import torch
@@ -96,14 +96,14 @@ def pipeline(
     if not callable(block) and (per_stage is not None or not functions):
         raise ValueError(
             f"a pipeline of {len(functions)} functions with layers_per_stage={layers_per_stage}: give a function or"
-            " more, and leave layers_per_stage out; make one function of those that are to be a stage's together."
+            " more, and leave layers_per_stage out. Make one function of those that are to be a stage's together."
         )
     loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, functions)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
 def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tuple[int, ...] | None:
-    """Returns the numbers of layers of each stage, if they are not even.
+    """Returns the numbers of layers of each stage, or None where the layers are cut evenly.
 
     Raises:
         ValueError: a stage has no layer, or ranks have several stages.
@@ -119,7 +119,7 @@ def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tup
 
 
 def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
-    """From the numbers of ranks and microbatches to a schedule.
+    """Returns a function from the numbers of ranks and microbatches to a schedule.
 
     Raises:
         ValueError: the name is unknown, or the schedule has another number of chunks.

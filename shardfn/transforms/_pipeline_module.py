@@ -1,4 +1,4 @@
-"""`pipeline_module`: a loss of an unmodified module, whose layers lie on the ranks along an axis."""
+"""`pipeline_module`: a loss of an unmodified module, with layers on the ranks along an axis."""
 
 import dataclasses
 import functools
@@ -23,44 +23,46 @@ def pipeline_module(
     layers_per_stage: Sequence[int] | None = None,
     adapters: LeafAdapters | None = None,
 ) -> Accumulated | PipelinedModule | Partitioned:
-    """Returns a loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
+    """Returns a loss of an unmodified module with layers on several ranks: `pipeline` of a module.
 
         params, apply = from_module(module, layers="model.layers")
         loss(params, batch)  is the mean of the loss over microbatches
 
-    In a step on a mesh that has `axis`, each rank along it stores and runs some of the layers: the leaves in
-    `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each rank runs the module's
-    own forward around its layers: without data up to its first layer, whose first argument is then the tensor that the
-    rank before sent. So the model's code is used unchanged, and one tensor per microbatch goes from rank to rank. Each
-    rank computes the other arguments of layers (masks, rotary angles) itself. Parameters on which these depend are
-    tied.
+    In a step on a mesh with `axis`, each rank along `axis` stores and runs some of the layers: the leaves in
+    `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in the spec. Each rank runs the module's
+    forward around the rank's layers: without data up to the first of these layers, whose first argument is then the
+    tensor from the previous rank. So the model's code is used unchanged, and one tensor per microbatch goes from rank
+    to rank. Each rank computes the other arguments of layers, such as masks and rotary angles. Parameters behind such
+    arguments are tied.
 
-    Layers may compute different things. Those with leaves of other names or shapes are stacked by kind, and all ranks
-    run the layers in order: either the evenly cut stacks of all kinds give each rank layers that run one after another,
-    or the kind with the most layers is cut, and the leaves of a kind without `axis` in its specs are whole on all
-    ranks. Only the first rank uses the parts before the layers, and only the last one those behind.
+    Layers may differ, for example dense layers before mixtures of experts. Layers with leaves of other names or shapes
+    are stacked by kind, and all ranks run the layers in order: either the evenly cut stacks of all kinds give each rank
+    consecutive layers, or the kind with the most layers is cut, and the leaves of a kind without `axis` in the specs
+    are whole on all ranks. Only the first rank uses the parts before the layers, and only the last rank uses the parts
+    behind.
 
-    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple. The form of
-    its result is learnt from a rank's own layers.
+    A layer that reads values of tensors, such as a mixture of experts, may return a tensor or a tuple. A rank learns
+    the form of the result from the rank's layers.
 
     Args:
-        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once. May be
-            `partition(loss)`, which is equivalent to `partition(pipeline_module(loss, ...))`.
-        function: the function from `from_module(module, layers=...)`.
-        axis: the axis along which the stages lie.
-        num_microbatches: the number of microbatches; must divide the rows of the batch.
-        schedule: "gpipe" or "1f1b", or one of `shardfn.schedules`.
-        layers_per_stage: see `pipeline`, for a padded `params["model.layers"]` whose layers are of one kind.
+        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once.
+            `partition(loss)` is equivalent to `partition(pipeline_module(loss, ...))`.
+        function: function from `from_module(module, layers=...)`.
+        axis: axis along which the stages lie.
+        num_microbatches: number of microbatches, which must divide the rows of the batch.
+        schedule: "gpipe" or "1f1b", or a schedule of `shardfn.schedules`.
+        layers_per_stage: numbers of layers as for `pipeline`, for a padded `params["model.layers"]` with layers of one
+            kind.
         adapters: adapters of the module's leaves. The parameters are then `{"base": params, "lora":
-            adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's, with the adapters in their
-            places. Layers are of one kind.
+            adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's parameters with the adapters
+            inside. Layers are of one kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.
         ValueError: as in `pipeline`, or layers of several kinds have adapters. Also when a step is built: a rank would
-            have layers, of several kinds, that do not run one after another. Also when a step runs: the result of a
-            layer is used outside of the next layer; layers do not run once each, in order, or transformers records
-            outputs of all layers.
+            have layers of several kinds that are not consecutive. Also when a step runs: the result of a layer is used
+            outside of the next layer, layers do not run once each, in order, or transformers records outputs of all
+            layers.
 
     Example:
         >>> import torch
@@ -104,13 +106,15 @@ def pipeline_module(
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
-    blocks = functools.partial(_layers, path) if adapters is None else functools.partial(_adapted, path, adapters)
+    blocks = (
+        functools.partial(_find_layers, path) if adapters is None else functools.partial(_adapt_params, path, adapters)
+    )
     made = PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
     piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
     return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped
 
 
-def _layers(path: str, params: PyTree) -> PyTree:
+def _find_layers(path: str, params: PyTree) -> PyTree:
     if path not in params:
         raise ValueError(
             f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
@@ -119,10 +123,10 @@ def _layers(path: str, params: PyTree) -> PyTree:
     return params[path]
 
 
-def _adapted(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
+def _adapt_params(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
     if set(params) != {"base", "lora"}:
         raise ValueError(
             f"pipeline_module(adapters=...): params have {sorted(params)}; pass {{'base': params, 'lora': adapters}}."
         )
     own = {name: params["lora"][name] for name, site in adapters.sites.items() if site.entries[0] == path}
-    return {"base": _layers(path, params["base"]), "lora": own}
+    return {"base": _find_layers(path, params["base"]), "lora": own}

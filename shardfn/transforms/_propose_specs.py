@@ -1,4 +1,4 @@
-"""`propose_specs`: how the leaves of a loss for one device are best cut along a mesh axis."""
+"""`propose_specs`: the best cuts of the leaves of a loss for one device along a mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,44 +35,44 @@ def propose_specs(
     memory: float | None = None,
     cluster: Cluster | str | None = None,
 ) -> PyTree:
-    """Returns specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
+    """Returns specs for `partition(loss)` with little traffic, under a limit of memory on each rank.
 
-    All ranks get the same specs, those for the largest of their batches. Collective, unless the mesh is abstract.
+    All ranks get the same specs, for the largest batch of a rank. Collective, unless the mesh is abstract.
 
-    The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward. Without a
+    The cost of a layout is the number of bytes in the transfers planned by `partition`, forward and backward. Without a
     `cluster` computation is not counted: then whole leaves are free, and are cut only because of the limit. For a
-    transformer the result is Megatron's layout, or one that sends less. Leaves at the same place of equal layers get
-    the same spec. A leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
-    may be a better layout.
+    transformer the result is Megatron's layout, or a layout with less traffic. Leaves at the same place of equal layers
+    get the same spec. An unused leaf is cut, as the cut sends nothing. The search is not exhaustive: there may be a
+    better layout.
 
     Args:
-        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it. For an accumulated or
-            pipelined loss one microbatch counts. The stacked layers of a pipelined one are cut along its axis, too, if
-            the mesh has it. A rank holds the rows of its stages.
-        params: a tree of tensors, with data or without.
-        mesh: has the axes; may be abstract. Its other axes do not matter, but for that of a pipeline.
-        *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count, and
-            ranks may have different numbers of rows, for example 4 and 3.
-        axes: the axis along which leaves are cut, or several, as `partition` takes them. They are searched one after
-            another: specs along the first are held while those along the second are searched. Each search prices the
-            whole program along its axis; layouts that are better for both together only are not found.
-        optimizer: the optimizer whose states count. Those with the shape of their leaf are cut with it. None: states do
-            not count.
-        memory: bytes that a rank may hold of parameters and the optimizer's states. Gradients and activations come on
-            top. None: an even share of all ranks along `axes` and a quarter more, or what the leaves need at least.
-        cluster: a `Cluster` or its name. A matmul that every rank repeats costs the bytes that the axis's link could
-            send in that time. One that is cut costs the rank's share of that. Transfers and arithmetic count as if they
-            did not overlap, and latencies are not counted. None: work is free.
+        loss: `loss(params, *batch)`, written for one device, and accepted by `partition`. For an accumulated or
+            pipelined loss one microbatch counts. The stacked layers of a pipelined loss are cut along the pipeline's
+            axis, too, if the mesh has the axis. A rank holds the rows of the rank's stages.
+        params: tree of tensors, with data or without.
+        mesh: mesh with the axes, which may be abstract. Other axes do not matter, except a pipeline's axis.
+        *batch: other arguments of the loss: the rows of one rank, with data or without. Only shapes count, and ranks
+            may have different numbers of rows, for example 4 and 3.
+        axes: axis along which leaves are cut, or several, as for `partition`. Axes are searched one after another:
+            specs along the first axis are held during the search along the second. Each search prices the whole program
+            along one axis, so a layout that pays only along both axes together is not found.
+        optimizer: optimizer with the states to count. States with the shape of a leaf are cut as the leaf. None means
+            that states do not count.
+        memory: limit of bytes of parameters and the optimizer's states on a rank. Gradients and activations come on
+            top. Default: an even share of all ranks along `axes` and a quarter more, or the least that the leaves need.
+        cluster: `Cluster` or the name of a cluster. A matmul repeated by every rank costs the bytes that the axis's
+            link could send in the same time. A cut matmul costs the rank's share. Transfers and arithmetic count
+            without an overlap, and latencies are not counted. None means that work is free.
 
     Returns:
-        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for leaves that the loss scans over.
+        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for the leaves of a scan.
 
     Raises:
         ValueError: the leaves do not fit, with any cut. The mesh has no such axis. The loss is partitioned already, or
-            its stages lie along the axis. No device has that name, or it does not compute in the dtype of most of the
-            work, or see `partition`.
+            has stages along the axis. No device has the name, or the device does not compute in the dtype of most of
+            the work, or see `partition`.
         TypeError: the cluster is neither a name nor a value.
-        RankError: the batches of ranks differ in more than their numbers of rows. The message lists them.
+        RankError: the batches of ranks differ in more than the numbers of rows. The message lists the batches.
 
     Example:
         >>> import torch
@@ -99,20 +99,20 @@ def propose_specs(
             f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
             " make, or a name of sf.graph.DEVICES."
         )
-    of = Unplaced.of(loss, params, _largest(batch, mesh), mesh.shape)
+    of = Unplaced.of(loss, params, _largest_batch(batch, mesh), mesh.shape)
     if of.stages in names:
         raise ValueError(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
-            " anyway; name another axis."
+            " anyway. Name another axis."
         )
-    return SpecSearch(of, mesh, names, _kept(params, optimizer), memory, on).found()
+    return SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
 
 
-def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """Returns the batch of the rank with the most elements, without data, or this rank's where all shapes are equal.
+def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+    """Returns the largest batch of a rank, without data, or this rank's batch where all shapes are equal.
 
     Raises:
-        RankError: the batches of ranks differ in their trees or dtypes. The message lists them.
+        RankError: the batches of ranks differ in tree or dtype. The message lists the batches.
     """
     if mesh.abstract or mesh.size == 1:
         return batch
@@ -136,8 +136,8 @@ def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
     return max(of_all, key=lambda b: sum(x.numel() for x in tree_leaves(b) if isinstance(x, Tensor)))
 
 
-def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
-    """Returns the bytes kept of each leaf, from an optimizer's state where the other leaves are absent."""
+def _kept_bytes(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
+    """Returns the bytes kept for each leaf, from an optimizer's state without the other leaves."""
     leaves, treedef = tree_flatten(params)
     rule = None if optimizer is None else decided(optimizer, params)
     by_leaf = rule is not optimizer  # a rule that decides by leaf, as `multi_transform` does
@@ -147,12 +147,12 @@ def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[Held
         key = i if by_leaf else (tuple(x.shape), x.dtype)
         if key not in found:
             alone = tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
-            found[key] = _held(x, alone, rule if x.is_floating_point() else None)
+            found[key] = _held_bytes(x, alone, rule if x.is_floating_point() else None)
         out.append(found[key])
     return out
 
 
-def _held(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
+def _held_bytes(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
     states = [] if rule is None else tree_leaves(eval_shape(rule.init, alone))
     tensors = [s for s in states if isinstance(s, Tensor)]
     like = sum(s.element_size() for s in tensors if s.shape == x.shape)

@@ -1,4 +1,4 @@
-"""`remat`: the same function, whose backward recomputes the values that the forward does not keep."""
+"""`remat`: the same function, with the forward's values recomputed in the backward."""
 
 import contextlib
 import functools
@@ -26,30 +26,29 @@ def remat(
     directory: str | os.PathLike[str] | None = None,
     window: int = WINDOW,
 ) -> Callable[..., Any]:
-    """Keeps only the inputs of `f` and runs it again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
+    """Keeps only the inputs of `f`, which runs again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
 
-    Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation,
-    which the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
-    https://arxiv.org/abs/1604.06174
+    This is activation checkpointing: less activation memory for one more forward of `f`. Lazy parameters inside are
+    gathered once, for the recomputation and the backward. Chen et al., Training Deep Nets with Sublinear Memory Cost,
+    2016, https://arxiv.org/abs/1604.06174
 
     With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
-    them instead of running these operations again. For an operation with several results the largest decides. Random
-    draws and in-place operations always run again, so do collectives, unless a policy that goes by names keeps the name
-    of the result: ranks may hold tensors of other sizes, but the same names.
+    the stored results. For an operation with several results the largest decides. Random draws and in-place operations
+    always run again. So do collectives, unless a policy by names keeps the name of the result: ranks may hold tensors
+    of other sizes, but the same names.
 
     Args:
-        f: a pure function; wrap a block of a model, or a whole loss.
+        f: pure function, for example a block of a model, or a whole loss.
         policy: policy from `policies`, or any function of a `SavedTensor`. Default: everything is recomputed.
-        directory: where values on disk are written, in one folder for each rank. Default: the disk directory of the
-            step around.
-        window: the most bytes that may be in transfer to the host or disk, and the most that may be back before their
-            use.
+        directory: directory of values on disk, with a folder for each rank. Default: the disk directory of the step
+            around.
+        window: limit of bytes in transfer to the host or disk, and limit of bytes back before their use.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once, or it is jitted, is
-            offloaded, or has a precision policy; (when called) the policy returns "disk" without a directory, or names
-            a value too late.
-        RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts.
+        ValueError: `f` is an `accumulate`d loss, with microbatches that would be recomputed all at once, or is jitted,
+            offloaded, or has a precision policy, or (when called) the policy returns "disk" without a directory, or
+            names a value too late.
+        RuntimeError: (in the backward) `f` runs other operations the second time, or tokens choose other experts.
         CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
     Example:
@@ -63,17 +62,17 @@ def remat(
     if policy is not None and not callable(policy):
         raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
 
-    def contexts() -> tuple[Any, Any]:
+    def make_contexts() -> tuple[Any, Any]:
         assert policy is not None
         results = Results(policy, window, pool_of(directory))
         return Forward(results), Rerun(results)
 
     called: list[None] = []
-    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": make_contexts})
 
     @functools.wraps(f)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if transforming():  # where the hooks that drop and recompute are not available; the value is the same
+    def recompute_call(*args: Any, **kwargs: Any) -> Any:
+        if transforming():  # without hooks to drop and recompute, the value is the same
             return f(*args, **kwargs)
         # For a partitioned loss the graph runs, and is recomputed.
         again = functools.partial(remat, policy=policy, directory=directory, window=window)
@@ -81,16 +80,17 @@ def remat(
         if written:
             return out
         leaves, treedef = tree_flatten((args, kwargs))
-        # Tensors in trees are saved as inputs, too. A leaf that a step gathers cannot be saved as one.
+        # Tensors in trees are saved as inputs, too. A leaf gathered by a step cannot be saved as an input.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
         tensors = [leaves[i] for i in at]
-        # A reference to `run` must not hold the tensors: checkpoint saves them as inputs, where hooks may move them.
+        # A reference to the function must not hold the tensors: checkpoint saves tensors as inputs, where hooks may
+        # move them.
         for i in at:
             leaves[i] = None
-        # Empty in the forward alone: every later call is a recomputation.
+        # Empty only in the forward: every later call is a recomputation.
         ran = list[None]()
 
-        def run(*tensors: Tensor) -> Any:
+        def run_flat(*tensors: Tensor) -> Any:
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 filled[i] = x
@@ -101,6 +101,6 @@ def remat(
                 return f(*args, **kwargs)
 
         with noticing_names("remat", policy, called), checkpoints_as_now():
-            return checkpoint(run, *tensors, **options)
+            return checkpoint(run_flat, *tensors, **options)
 
-    return recomputed
+    return recompute_call

@@ -1,4 +1,4 @@
-"""`tiled`: the same function, a stretch of a long dim at a time.
+"""`tiled`: the same function, computed for a stretch of a long dim at a time.
 
 Rajbhandari et al., ALST: Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
 """
@@ -29,32 +29,32 @@ from ._remat import remat
 
 
 def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> Callable[..., Any]:
-    """Runs `f` on stretches of its arguments, and again in the backward: `tiled(f, dim)(params, x) == f(params, x)`.
+    """Runs `f` tile by tile, and again in the backward: `tiled(f, dim)(params, x) == f(params, x)`.
 
-        f(params, x) = cat([f(params, x_1), ..., f(params, x_n)], dim), or the sum of these where they are 0-d
+        f(params, x) = cat([f(params, x_1), ..., f(params, x_n)], dim), or the sum of 0-d results
 
-    which holds for functions of single positions (an MLP, a norm, a projection) and sums over them (the total of a
-    loss). Intermediate values of `f` exist for one tile at a time, in the forward and the backward. Only `x` and the
-    result stay in memory. This costs one more forward of `f`. Parameters that a step shards are gathered once for all
-    tiles. Their gradients are summed over tiles in float32, or wider.
+    The equation holds for functions of single positions, such as an MLP, a norm or a projection, and for sums over
+    positions, such as the total of a loss. Intermediate values of `f` exist for one tile at a time, in the forward and
+    the backward. Only `x` and the result stay in memory. The cost is one more forward of `f`. Sharded parameters of a
+    step are gathered once for all tiles. Gradients of parameters are summed over tiles in float32, or wider.
 
-    There are always exactly `tiles` tiles, so that ranks whose lengths differ make the same calls. The tiles' lengths
-    differ by one at most. With fewer positions than tiles, some are empty.
+    There are always exactly `tiles` tiles, so ranks with different lengths make the same calls. The tiles' lengths
+    differ by one at most, for example 3, 2 and 2 for 7 positions. With fewer positions than tiles, some are empty.
 
     Args:
-        f: `f(params, *xs, **whole)`, a pure function. Every leaf of its result is 0-d or has `dim`. Not a mean: the sum
+        f: `f(params, *xs, **whole)`, a pure function. Every leaf of the result is 0-d or has `dim`. Not a mean: the sum
             of the means of tiles is not the mean.
-        dim: the dim of every tensor among the xs, and of the results, that is cut; counted from the front.
-        tiles: the number of tiles; default: positions of the first of the xs divided by its features (the last dim),
-            rounded up, so that a tile is about square.
+        dim: dim to cut of every tensor among the xs, and of the results, counted from the front.
+        tiles: number of tiles. Default: positions of the first of the xs divided by the features (the last dim),
+            rounded up, so a tile is about square.
 
     Returns:
         A function like `f`. `params`, a tree, and keyword arguments go to every tile whole.
 
     Raises:
-        ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy;
-            (when called) a tensor among the xs lacks the dim or has another length along it, or a result is not 0-d and
-            lacks the tile's length along it. All leaves are listed.
+        ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy,
+            or (when called) a tensor among the xs lacks the dim or has another length along the dim, or a result is not
+            0-d and lacks the tile's length. All leaves are listed.
 
     Example:
         >>> def norm(w, x):
@@ -72,24 +72,24 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     again = remat(f)
 
     @functools.wraps(f)
-    def in_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
+    def run_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
         leaves, treedef = tree_flatten(xs)
         cut = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        lengths = tile_lengths(_length(dim, xs, cut), tiles or _square(dim, cut))
+        lengths = tile_lengths(_tiled_length(dim, xs, cut), tiles or _count_square_tiles(dim, cut))
         parts = {i: opened(x).split(lengths, dim) for i, x in cut.items()}
-        # Held while the tiles run, so that a step gathers its leaves once.
+        # Held while the tiles run, so that a step gathers the leaves once.
         params, uses = _summed_wide(tree_map(opened, params))
         outs = []
         for n in range(len(lengths)):
             tile = tree_unflatten(treedef, [parts[i][n] if i in parts else x for i, x in enumerate(leaves)])
             outs.append(again(uses(params), *tile, **whole))
-        return _joined(dim, lengths, outs)
+        return _join_tiles(dim, lengths, outs)
 
-    return in_tiles
+    return run_tiles
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
-    """Returns the lengths of `tiles` tiles, which differ by one at most.
+    """Returns the lengths of the tiles, with a difference of one at most.
 
     Example:
         >>> tile_lengths(5, 4), tile_lengths(2, 3)
@@ -100,7 +100,7 @@ def tile_lengths(length: int, tiles: int) -> list[int]:
 
 
 class _Handle(torch.autograd.Function):
-    """p -> a tensor of its shape in float32, without memory, at which the gradients of the uses of p are summed."""
+    """p -> a tensor like p in float32, without memory, at which the gradients of all uses of p are summed."""
 
     generate_vmap_rule = True
 
@@ -119,7 +119,7 @@ class _Handle(torch.autograd.Function):
 
 
 class _TileUse(torch.autograd.Function):
-    """(handle, p) -> p, whose gradient goes to the handle."""
+    """(handle, p) -> p, with the gradient sent to the handle."""
 
     generate_vmap_rule = True
 
@@ -138,15 +138,15 @@ class _TileUse(torch.autograd.Function):
 
 
 def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """Returns the leaves of `params`, and a function that makes them for a tile."""
+    """Returns the leaves of `params`, and a function that makes the parameters of a tile."""
     leaves, treedef = tree_flatten(params)
     backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
-    def uses(pairs: list[Any]) -> PyTree:
+    def make_uses(pairs: list[Any]) -> PyTree:
         return tree_unflatten(treedef, [p if h is None else _TileUse.apply(h, p) for h, p in pairs])
 
-    return pairs, uses
+    return pairs, make_uses
 
 
 def _is_narrow(p: Any) -> bool:
@@ -155,11 +155,11 @@ def _is_narrow(p: Any) -> bool:
     return p.requires_grad or transforming()
 
 
-def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
+def _tiled_length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     paths = tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
     raise_all(
-        ValueError, f"tiled cuts along dim {dim}; pass tensors that are to be whole by name, or with params:", lacking
+        ValueError, f"tiled cuts along dim {dim}. Pass tensors that are to be whole by name, or with params:", lacking
     )
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
@@ -167,19 +167,19 @@ def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     lengths_of = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
     raise_all(
         ValueError,
-        f"lengths along dim {dim}, which tiled cuts, differ; pass tensors that are to be whole by name:",
+        f"lengths along dim {dim}, which tiled cuts, differ. Pass tensors that are to be whole by name:",
         lengths_of if len(lengths) > 1 else [],
     )
     return lengths.pop()
 
 
-def _square(dim: int, cut: dict[int, Tensor]) -> int:
+def _count_square_tiles(dim: int, cut: dict[int, Tensor]) -> int:
     first = next(iter(cut.values()))
     return max(1, -(-first.shape[dim] // max(first.shape[-1], 1))) if first.ndim > dim + 1 else 1
 
 
-def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
-    """Returns the results of the tiles as that of the whole."""
+def _join_tiles(dim: int, lengths: list[int], outs: list[Any]) -> Any:
+    """Joins the results of the tiles."""
     wrong = []
     for n, out in zip(lengths, outs, strict=True):
         for path, x in named_leaves(out, "result"):

@@ -1,7 +1,7 @@
 """`value_and_grad` and `grad`: reverse mode over pytrees, one microbatch at a time.
 
-They use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks that keep gathered parameters out of
-the graph. torch.func's own transforms stay usable inside the loss.
+Both use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks that keep gathered parameters out of
+the graph. Transforms of torch.func stay usable inside the loss.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from shardfn.engine import COMMS, Loss, NoGradientError, WeightedMean, evaluate,
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns the loss and its gradient with respect to its first argument.
+    """Returns a function to the loss and the gradient with respect to the first argument.
 
-    Leaves may be `GlobalTensor`s, of a `sharded` function; so are their gradients then.
+    Leaves may be `GlobalTensor`s, in a `sharded` function. Their gradients are then `GlobalTensor`s, too.
 
     Args:
         loss: `loss(params, ...)` -> 0-d tensor, or `(0-d tensor, aux)`, or with a `WeightedMean` for the tensor.
-        has_aux: whether it returns aux.
+        has_aux: whether the loss returns an aux.
 
     Returns:
-        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`; grads has the structure of params, zeros
-        where the loss does not depend on a leaf.
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. The gradients have the structure of params,
+        with zeros where the loss does not depend on a leaf.
 
     Raises:
-        TypeError: (when called) a leaf of params is not a floating-point tensor; all are listed.
-        ValueError: (when called) the loss depends on no leaf at all, or a weight of its mean requires a gradient.
+        TypeError: (when called) a leaf of params is not a floating-point tensor. All such leaves are listed.
+        ValueError: (when called) the loss depends on no leaf at all, or a weight of the mean requires a gradient.
 
     Example:
         >>> import torch
@@ -39,19 +39,21 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         (tensor(5.), {'w': tensor([2., 4.])})
     """
 
-    def differentiated(params: PyTree, *args: Any) -> Any:
+    def sum_microbatches(params: PyTree, *args: Any) -> Any:
         leaves, treedef = tree_flatten(params)
         _check_leaves(params, leaves)
         handles = [x.detach().requires_grad_() for x in local(leaves)]
-        tree = tree_unflatten(treedef, map(_as_it_was, handles, leaves))
+        tree = tree_unflatten(treedef, map(_restore_leaf, handles, leaves))
 
-        def one(inner: Loss, batch: PyTree) -> _Totals:
+        def differentiate_one(inner: Loss, batch: PyTree) -> _Totals:
             with torch.enable_grad():
                 value = evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
-            grads, total = _gradients(value.total, handles), 0.0 + value.total.detach()
+            grads, total = _compute_grads(value.total, handles), 0.0 + value.total.detach()
             return _Totals(total, 1.0 if value.weight is None else value.weight, grads, [value.aux])
 
-        total, weight, grads, auxes = fold(loss, args[0], one, _added) if args else one(loss, None)
+        total, weight, grads, auxes = (
+            fold(loss, args[0], differentiate_one, _add_totals) if args else differentiate_one(loss, None)
+        )
         if handles and all(g is None for g in grads):
             raise NoGradientError(tree_paths(params, "params"))
         scaled = [torch.zeros_like(x) if g is None else g / weight for g, x in zip(grads, handles, strict=True)]
@@ -60,18 +62,18 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
             out = out, {k: sum(a[k].total for a in auxes) / sum(a[k].weight for a in auxes) for k in auxes[0]}
         return out, tree_unflatten(treedef, map(_gradient_of, leaves, scaled))
 
-    def call(params: PyTree, *args: Any) -> Any:
-        # A function of this rank's blocks alone need not be called by all ranks, and has no communicators.
+    def value_and_grad_call(params: PyTree, *args: Any) -> Any:
+        # A function of only this rank's blocks need not be called by all ranks, and has no communicators.
         meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
         mesh = next((m for m in meshes if COMMS.get(m) is not None), None)
         with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh, ""):
-            return differentiated(params, *args)
+            return sum_microbatches(params, *args)
 
-    return call
+    return value_and_grad_call
 
 
 def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns the gradient alone, or `(grads, aux)`; see `value_and_grad`.
+    """Returns a function to the gradient only, or to `(grads, aux)`. See `value_and_grad`.
 
     Example:
         >>> import torch
@@ -80,15 +82,15 @@ def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     """
     both = value_and_grad(loss, has_aux=has_aux)
 
-    def call(params: PyTree, *args: Any) -> Any:
+    def grad_call(params: PyTree, *args: Any) -> Any:
         value, grads = both(params, *args)
         return (grads, value[1]) if has_aux else grads
 
-    return call
+    return grad_call
 
 
 class _Totals(NamedTuple):
-    """The sums over microbatches, and the aux of each."""
+    """Sums over microbatches, and the aux of each microbatch."""
 
     total: Tensor
     weight: Any
@@ -96,14 +98,14 @@ class _Totals(NamedTuple):
     auxes: list[dict[str, WeightedMean]]
 
 
-def _added(a: _Totals, b: _Totals) -> _Totals:
+def _add_totals(a: _Totals, b: _Totals) -> _Totals:
     pairs = zip(a.grads, b.grads, strict=True)
     grads = [y if x is None else x if y is None else x + y for x, y in pairs]
     return _Totals(a.total + b.total, a.weight + b.weight, grads, a.auxes + b.auxes)
 
 
-def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
-    # torch.autograd.grad would raise; a loss that uses no parameter has no gradient, like a parameter without a use.
+def _compute_grads(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
+    # torch.autograd.grad would raise. A loss that uses no parameter has no gradient, like a parameter without a use.
     if not total.requires_grad:
         return [None] * len(handles)
     return list(torch.autograd.grad(total, handles, allow_unused=True))
@@ -121,12 +123,12 @@ def _is_float(x: Any) -> bool:
 
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
-    """The gradient of a leaf; that of a leaf on disk is on the host."""
+    """Returns the gradient of a leaf. The gradient of a leaf on disk is on the host."""
     if isinstance(leaf, GlobalTensor) and is_disk(leaf.memory_kind):
         return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
-    return _as_it_was(x, leaf)
+    return _restore_leaf(x, leaf)
 
 
-def _as_it_was(x: Tensor, leaf: Any) -> Any:
-    """A tensor in the place of a leaf: of a sharded one it is this rank's block."""
+def _restore_leaf(x: Tensor, leaf: Any) -> Any:
+    """Returns a tensor in the place of a leaf: for a sharded leaf, with the tensor as this rank's block."""
     return leaf.with_block(x) if isinstance(leaf, GlobalTensor) else x

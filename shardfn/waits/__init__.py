@@ -1,4 +1,4 @@
-"""Lines and bars on stderr that say what a program waits for."""
+"""Reports of waits on stderr, as lines and progress bars."""
 
 from ._waits import Wait as Wait, is_first as is_first, waiting as waiting
 from ._program import end_start as end_start

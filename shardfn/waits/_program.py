@@ -12,9 +12,9 @@ _STARTED: list[Wait] = []  # of this process: at most one
 
 
 def announce_start() -> None:
-    """Begins the wait of this process if it is such a command, whose imports take seconds: `end_start` ends it.
+    """Begins the wait of this process if the process is a command with imports that take seconds.
 
-    It is called when this file is imported, which is the first import of the package.
+    `end_start` ends the wait. This file calls the function when imported, before any other import of the package.
     """
     if _is_command(sys.orig_argv):
         _STARTED.append(waiting("starting", whole=True))
@@ -27,7 +27,7 @@ def end_start() -> None:
 
 
 def _is_command(argv: list[str]) -> bool:
-    """Returns whether the arguments of Python begin `shardfn generate`, `shardfn serve` or a rank of the latter.
+    """Returns whether Python's arguments begin `shardfn generate`, `shardfn serve` or a rank of a server.
 
     Example:
         >>> _is_command(["python", "/usr/bin/shardfn", "generate", "MODEL"]), _is_command(["python", "-m", "pytest"])

@@ -1,4 +1,4 @@
-"""`waiting`: says on stderr what takes long, on the first rank of a machine: a bar on a terminal, elsewhere lines."""
+"""`waiting`: reports long waits on stderr, on the first rank of a machine: a bar on a terminal, else lines."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ _TICK = 0.25
 
 
 class Wait:
-    """A wait that is in progress. See `waiting`. A context manager, which ends it.
+    """Wait in progress, and a context manager that ends the wait. See `waiting`.
 
     Attributes:
-        text: the words for what is done.
-        name: name of the part that is done, such as an op, empty if there are no parts.
-        total: number of parts that this wait has, or 0 if it is not known.
-        done: number of parts that are done.
+        text: words for the work, such as "building C++".
+        name: name of the part in progress, such as an op, empty without parts.
+        total: number of parts of the wait, or 0 if the number is not known.
+        done: number of finished parts.
         start: time at which the wait began.
-        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+        whole: whether the wait is for the whole program, and reported only without another wait.
     """
 
     def __init__(self, text: str, name: str, total: int, whole: bool) -> None:
@@ -28,7 +28,7 @@ class Wait:
         self.start = time.monotonic()
 
     def update(self, num: int = 1) -> None:
-        """Counts parts that are done."""
+        """Counts finished parts."""
         self.done += num
 
     def end(self) -> None:
@@ -43,16 +43,16 @@ class Wait:
 
 
 def waiting(text: str, name: str = "", *, total: int = 0, at_once: bool = False, whole: bool = False) -> Wait:
-    """Begins a wait, which is reported until it ends: on a terminal as a bar, elsewhere as a line every two seconds.
+    """Begins a wait with reports: on a terminal as a bar, elsewhere as a line every two seconds.
 
-    The first rank of a machine reports. Waits beside one another share a line. `TQDM_DISABLE=1` hides all of them.
+    The first rank of a machine reports. Simultaneous waits share a line. `TQDM_DISABLE=1` hides all reports.
 
     Args:
-        text: words for what is done, such as "building C++".
-        name: name of a part, such as an op. Waits of one text are reported as one, with all their names.
-        total: number of parts, which `update` counts.
+        text: words for the work, such as "building C++".
+        name: name of a part, such as an op. Waits of equal text are reported together, with all names.
+        total: number of parts, counted by `update`.
         at_once: whether the first report comes now. Without it, a wait of a second is not reported.
-        whole: whether it is the wait for the whole program, which is reported only if there is no other one.
+        whole: whether the wait is for the whole program, and reported only without another wait.
 
     Returns:
         The wait: a context manager.
@@ -72,7 +72,7 @@ def is_first() -> bool:
     for name in ("LOCAL_RANK", "RANK"):
         if name in os.environ:
             return os.environ[name] == "0"
-    dist = sys.modules.get("torch.distributed")  # not imported here: that takes seconds
+    dist = sys.modules.get("torch.distributed")  # not imported here: the import takes seconds
     return dist is None or not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
@@ -81,10 +81,10 @@ def text_of(waits: list[Wait], now: float) -> str:
     groups: dict[str, list[Wait]] = {}
     for wait in [wait for wait in waits if not wait.whole] or waits:
         groups.setdefault(wait.text, []).append(wait)
-    return "; ".join(_group(text, group, now) for text, group in groups.items())
+    return "; ".join(_describe_group(text, group, now) for text, group in groups.items())
 
 
-def _group(text: str, group: list[Wait], now: float) -> str:
+def _describe_group(text: str, group: list[Wait], now: float) -> str:
     names = ", ".join(wait.name for wait in group if wait.name)
     done, total = (sum(getattr(wait, key) for wait in group) for key in ("done", "total"))
     count = f", {done} of {total}" if total else ""
@@ -92,7 +92,7 @@ def _group(text: str, group: list[Wait], now: float) -> str:
 
 
 class _Board:
-    """The waits of this process, and the thread that reports them, which lasts as long as there are any."""
+    """Waits of this process, and the thread that reports. The thread ends with the last wait."""
 
     def __init__(self) -> None:
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -110,7 +110,7 @@ class _Board:
             if at_once:
                 self._said = wait.start - PERIOD
             if self._thread is None:
-                self._thread = threading.Thread(target=self._report, name="shardfn-waits", daemon=True)
+                self._thread = threading.Thread(target=self._report_waits, name="shardfn-waits", daemon=True)
                 self._thread.start()
         self._wake.set()
 
@@ -123,20 +123,20 @@ class _Board:
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)  # its bar is gone before the program prints
 
-    def _report(self) -> None:
+    def _report_waits(self) -> None:
         while True:
             with self._lock:
                 if not self._waits:
                     self._thread = None
-                    self._close()
+                    self._close_bar()
                     return
                 waits = list(self._waits)
             with contextlib.suppress(OSError, ValueError):  # stderr is closed
-                self._show(waits, time.monotonic())
+                self._show_waits(waits, time.monotonic())
             self._wake.wait(_TICK)
             self._wake.clear()
 
-    def _show(self, waits: list[Wait], now: float) -> None:
+    def _show_waits(self, waits: list[Wait], now: float) -> None:
         if self._bar is None and now - self._said < PERIOD:
             return
         if not sys.stderr.isatty():
@@ -151,7 +151,7 @@ class _Board:
         self._bar.total, self._bar.n = total or 1, done
         self._bar.set_description_str(text_of(waits, now))
 
-    def _close(self) -> None:
+    def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -160,11 +160,11 @@ class _Board:
 _board = _Board()
 
 
-def _forget() -> None:
-    """Gives a forked process a board of its own: it has not the thread."""
+def _reset_board() -> None:
+    """Gives a forked process a new board: threads do not survive a fork."""
     global _board
     _board = _Board()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_board)

@@ -55,9 +55,9 @@ def test_a_trace_is_that_of_its_seed() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ("--requests 0", "--requests 0: it must be at least 1"),
-        ("--rate 0", "--rate 0.0: it must be above 0"),
-        ("--vocab 1", "--vocab 1: it must be at least 2"),
+        ("--requests 0", "--requests must be at least 1, got 0"),
+        ("--rate 0", "--rate must be above 0, got 0.0"),
+        ("--vocab 1", "--vocab must be at least 2, got 1"),
     ],
 )
 def test_wrong_numbers(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._generate_model import load_text
-from shardfn.cli._serve_rank import _warm
+from shardfn.cli._serve_rank import _warm_up
 from shardfn.models import gpt
 from tests.cli.test_serve_command import CONFIG, LIMIT, ROOT, SMALL, hugging_face, job_of
 
@@ -254,7 +254,7 @@ def test_a_damaged_model_is_named(
     with pytest.raises((ValueError, OSError)) as found:
         job = job_of(place, *SMALL)
         load_text(job.model)
-        _warm(job)
+        _warm_up(job)
     assert words in " ".join(str(found.value).split()) and str(place) in str(found.value), found.value
     assert not (tmp_path / "was-run").exists()
 

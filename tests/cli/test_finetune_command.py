@@ -347,11 +347,11 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
     odd.write_text('{"txt": "a"}\n')
     cases = {
         (): "",
-        ("--steps", "0"): "--steps 0: it must be at least 1",
-        ("--lr", "0"): "--lr 0.0: it must be above 0",
-        ("--lr", "nan"): "--lr nan: it must be above 0, and finite",
-        ("--weight-decay", "-1"): "--weight-decay -1.0: it must be 0 or more",
-        ("--log-every", "0"): "--log-every 0: it must be at least 1",
+        ("--steps", "0"): "--steps must be at least 1, got 0",
+        ("--lr", "0"): "--lr must be above 0, and finite, got 0.0",
+        ("--lr", "nan"): "--lr must be above 0, and finite, got nan",
+        ("--weight-decay", "-1"): "--weight-decay must be 0 or more, and finite, got -1.0",
+        ("--log-every", "0"): "--log-every must be at least 1, got 0",
         ("--learn", "answer"): "--learn answer: it is answers or everything. Did you mean 'answers'?",
         ("--dtype", "bf16"): "--dtype bf16: it is float32, bfloat16, float16. Did you mean 'bfloat16'?",
         ("--accumulate", "5"): "--accumulate 5: 5 microbatches on dp=1 need as many rows",

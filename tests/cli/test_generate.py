@@ -392,7 +392,7 @@ def test_texts_of_a_schema_and_of_an_expression(
         ),
         ("one --mesh dp=2", "--mesh dp=2: write tp=N"),
         ("one --mesh tp=2", "--mesh tp=2 takes 2 ranks, and there are 1; start it by torchrun --nproc-per-node 2"),
-        ("one --context 1", "--context 1: it must be at least 2"),
+        ("one --context 1", "--context must be at least 2, a token of the prompt and a drawn token, got 1"),
         ("one --context 17", "--context 17: the longest sequence of .* has 16 tokens"),
         ("one --max-tokens 15", "prompt has 2 tokens and max_tokens is 15, together 17; they must be at most 16"),
         ("one --stop-token zwei", "--stop-token 'zwei' is not one of the 11 tokens"),

@@ -25,7 +25,7 @@ from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
-from shardfn.cli._serve_rank import _warm
+from shardfn.cli._serve_rank import _warm_up
 from shardfn.inference import Grammar, Sampling
 from shardfn.models import gpt
 
@@ -155,7 +155,7 @@ def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[s
 
 @pytest.mark.nightly
 def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
-    engine, ready = _warm(job_of(model, *SMALL, "--draft-model", model))
+    engine, ready = _warm_up(job_of(model, *SMALL, "--draft-model", model))
     assert f"{model}, which guesses: " in ready.about and " parameters, float32, exact\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
     assert engine.guesses.accepted == engine.guesses.drafted > 0
@@ -182,10 +182,10 @@ def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
         Sampling(max_tokens=12, seed=4, grammar=Grammar.regex("([a-c]{2}[0-9])*"), temperature=2.0),
     ]
     prompts = [list(b"ab"), list(b"cdab"), list(b"abab")]
-    plain, ready = _warm(job_of(model, *SMALL, *more.split()))
+    plain, ready = _warm_up(job_of(model, *SMALL, *more.split()))
     assert f" parameters, {kinds}, exact\n" in ready.about and "MiB a rank: weights" in ready.about
     want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
-    engine, _ = _warm(job_of(model, *SMALL, *more.split(), "--draft-model", model))
+    engine, _ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
     assert [engine.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)] == want
     assert engine.guesses.accepted > 10
     assert engine.generate(prompts, samplings) == plain.generate(prompts, samplings)
@@ -285,15 +285,15 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
     ("args", "words"),
     [
         ("--mesh dp=2", "--mesh dp=2: write tp=N"),
-        ("--context 1", "--context 1: it must be at least 2"),
-        ("--running 4 --budget 4", "--running 4: it must be from 1 to 3"),
+        ("--context 1", "--context must be at least 2, a token of the prompt and a drawn token, got 1"),
+        ("--running 4 --budget 4", "--running must be from 1 to 3, fewer than --budget, got 4"),
         ("--adapter a", "--adapter a: write NAME=DIR"),
         ("--adapter =a", "--adapter =a: write NAME=DIR"),
         ("--adapter a=nowhere", "--adapter nowhere has no adapter_config.json"),
         ("--adapter a=x --adapter a=y", "--adapter a=x: the name 'a' is given twice"),
         ("--adapter a={model}", "--adapter is for a directory of Hugging Face, and MODEL is"),
         ("--name a --adapter a=nowhere", "--adapter nowhere has no"),
-        ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
+        ("--cache-gib 0", "--cache-gib must be above 0, got 0.0"),
         ("--weights int4,tape", "--weights int4,tape: write int8 or int4, and disk or host"),
         ("--weights int8 --dtype bfloat16", "--weights int8 needs --dtype float32"),
         ("--draft-model {model} --drafter ngram", "--draft-model and --drafter ngram are two drafters; leave one of"),
