@@ -64,11 +64,11 @@ class Adapters:
             made = adapter_of(*given, self._decoder.linear)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from error
-        self._keep(self._names | {name: made})
+        self._keep_adapters(self._names | {name: made})
 
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
-        self._keep({n: a for n, a in self._names.items() if n != name})
+        self._keep_adapters({n: a for n, a in self._names.items() if n != name})
 
     def digest(self, name: Any) -> bytes:
         """Returns the digest of an adapter's content, empty for None.
@@ -100,7 +100,7 @@ class Adapters:
         """
         return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
-    def _keep(self, names: dict[str, Adapter]) -> None:
+    def _keep_adapters(self, names: dict[str, Adapter]) -> None:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
         self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}

@@ -28,10 +28,10 @@ def compare(state: State, mesh: Mesh) -> None:
         if len(set(chains)) == 1:
             return
         everywhere: list[Any] = comms.control.gather(field_digests(state))
-    raise RankError(_difference(everywhere, state.step))
+    raise RankError(_describe_difference(everywhere, state.step))
 
 
-def _difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
+def _describe_difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
     for rank, theirs in enumerate(everywhere):
         field = first_difference(everywhere[0], theirs)
         if field is not None:

@@ -17,16 +17,16 @@ def arrange(state: State) -> Chunks:
     pool alone fits when all others have left.
     """
     state.running.sort(key=state.rank)
-    decodes = _grow(state)
-    prompts = _share(state, decodes)
-    return [(sequence, 1) for sequence in decodes] + _trim(state, len(decodes), prompts)
+    decodes = _grow_decodes(state)
+    prompts = _share_tokens(state, decodes)
+    return [(sequence, 1) for sequence in decodes] + _trim_padding(state, len(decodes), prompts)
 
 
-def _decodes(sequence: Sequence) -> bool:
+def _is_decoding(sequence: Sequence) -> bool:
     return sequence.computed == len(sequence.tokens) - 1
 
 
-def _grow(state: State) -> list[Sequence]:
+def _grow_decodes(state: State) -> list[Sequence]:
     """Gives each decoding sequence the block of its next token, and preempts from the end of the order for it."""
     pool, block, decodes = state.pool, state.limits.block, []
     for sequence in state.running[:]:
@@ -42,9 +42,9 @@ def _grow(state: State) -> list[Sequence]:
     return decodes
 
 
-def _share(state: State, decodes: list[Sequence]) -> Chunks:
+def _share_tokens(state: State, decodes: list[Sequence]) -> Chunks:
     """Chunks of prompts, of running and of waiting sequences, in order; victims leave `decodes`."""
-    prefills = [sequence for sequence in state.running if not _decodes(sequence)]
+    prefills = [sequence for sequence in state.running if not _is_decoding(sequence)]
     chunks: Chunks = []
     used = extra = 0  # tokens in chunks; rows wanted beyond one for each running sequence
     blocked = False
@@ -54,7 +54,7 @@ def _share(state: State, decodes: list[Sequence]) -> Chunks:
             break
         if not sequence.blocks:
             # Nothing overtakes a sequence that waits for blocks.
-            blocked = blocked or sequence.preempted == state.step or not _admit(state, sequence, extra)
+            blocked = blocked or sequence.preempted == state.step or not _admit_waiting(state, sequence, extra)
             if blocked:
                 continue
             decodes[:] = [d for d in decodes if d.blocks]
@@ -74,7 +74,7 @@ def _row_bound(sequence: Sequence, count: int, spare: int) -> int:
     return min(count, max(0, sequence.scored - sequence.computed) + 1 + spare)
 
 
-def _admit(state: State, sequence: Sequence, extra: int) -> bool:
+def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     """Gives a waiting sequence blocks for all its tokens, or none; takes them from those behind it if it must."""
     pool, limits, tokens = state.pool, state.limits, sequence.tokens
     num_shared = sequence.reusable // limits.block
@@ -82,7 +82,7 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
     shared = pool.find(sequence.contents[:num_shared])
     pool.hold(shared)
     need = limits.blocks_of(len(tokens)) - len(shared)
-    leavers = _victims(state, sequence, need, len(state.running) + extra >= limits.running)
+    leavers = _choose_victims(state, sequence, need, len(state.running) + extra >= limits.running)
     if leavers is None:
         pool.release(shared)
         return False
@@ -100,7 +100,7 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
     return True
 
 
-def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
+def _choose_victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
     """Returns the fewest sequences from the end of the order that make room, all behind the asker.
 
     None if not enough.
@@ -118,7 +118,7 @@ def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Se
     return found if room >= need and not (full and not found) else None
 
 
-def _trim(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
+def _trim_padding(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
     """Puts the end of the prompts off to the next step where that saves more padding than it defers tokens."""
     excess = state.limits.excess(num_decodes + sum(count for _, count in prompts), least=num_decodes + 1)
     kept = prompts[:]

@@ -112,7 +112,7 @@ class Constraints:
         found: dict[int, Allowed] = {}
         for chunk, one, first in state.rows_in_flight() if self._matchers else ():
             if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
-                masks = self._masks((one.name, one.choice), chunk)
+                masks = self._make_masks((one.name, one.choice), chunk)
                 found.update(enumerate(masks, first + len(chunk.positions) - len(masks)))
         self._after.clear()
         if not found:
@@ -122,7 +122,7 @@ class Constraints:
             allowed[row] = mask
         return allowed
 
-    def _masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
+    def _make_masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
         """Returns the masks of a chunk's last rows: of the last known token, and of its drafts."""
         if choice not in self._matchers:
             return []

@@ -91,11 +91,11 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 
-    def then(low: LowRank, name: str) -> nn.Then:
+    def add_low_rank(low: LowRank, name: str) -> nn.Then:
         rows = name.endswith((".wo", ".w_down"))  # its inputs are cut, and others' outputs
         return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
 
-    def outputs(
+    def compute_outputs(
         weights: PyTree,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -103,7 +103,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         bodies: Sequence[nn.Body],
         low: LowRank | None = None,
     ) -> Outputs:
-        added = {} if low is None else {name: then(low, name) for name in low.sites}
+        added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
         return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added))
 
     return Decoder(
@@ -111,7 +111,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         context=config.max_len,
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
-        outputs=outputs,
+        outputs=compute_outputs,
         pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,

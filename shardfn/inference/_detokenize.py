@@ -97,36 +97,36 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
     if isinstance(tokenizer, Detokenizer):
         return tokenizer
     if isinstance(tokenizer, ByteTokenizer):
-        return _of_bytes([bytes([i]) for i in range(tokenizer.vocab_size)])
+        return _make_byte_detokenizer([bytes([i]) for i in range(tokenizer.vocab_size)])
     if isinstance(tokenizer, list | tuple) and all(x is None or isinstance(x, bytes) for x in tokenizer):
-        return _of_bytes(tokenizer)
+        return _make_byte_detokenizer(tokenizer)
     inner = (
         tokenizer.inner if isinstance(tokenizer, BPETokenizer) else getattr(tokenizer, "backend_tokenizer", tokenizer)
     )
     if hasattr(inner, "id_to_token") and hasattr(inner, "to_str"):
-        return _of_library(inner, special)
+        return _make_library_detokenizer(inner, special)
     if not hasattr(tokenizer, "decode") or not hasattr(tokenizer, "vocab_size"):
         raise TypeError(
             f"tokenizer is a {type(tokenizer).__name__}; pass one of transformers, of tokenizers or of shardfn.data, an"
             " object with vocab_size and decode(ids), or a list with the bytes of each id."
         )
-    return _of_windows(tokenizer, special)
+    return _make_window_detokenizer(tokenizer, special)
 
 
-def _of_bytes(tokens: Sequence[bytes | None]) -> Detokenizer:
+def _make_byte_detokenizer(tokens: Sequence[bytes | None]) -> Detokenizer:
     size = len(tokens)
 
     def bytes_of(token: int) -> bytes | None:
         return tokens[token] if token < size else None
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return b"".join(bytes_of(token) or b"" for token in ids).decode("utf-8", "replace")
 
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest()
-    return Detokenizer(size, decode, lambda: _OfBytes(bytes_of), bytes_of, digest)
+    return Detokenizer(size, decode_ids, lambda: _OfBytes(bytes_of), bytes_of, digest)
 
 
-def _of_library(inner: Any, special: bool) -> Detokenizer:
+def _make_library_detokenizer(inner: Any, special: bool) -> Detokenizer:
     """Returns a tokenizer of `tokenizers`."""
     added = inner.get_added_tokens_decoder()
     skipped = frozenset() if special else frozenset(i for i, token in added.items() if token.special)
@@ -135,40 +135,42 @@ def _of_library(inner: Any, special: bool) -> Detokenizer:
     def token_of(token: int) -> str | None:
         return None if token in skipped or token >= size else inner.id_to_token(token)
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return inner.decode(list(ids), skip_special_tokens=not special)
 
     given = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
-    steps = _flat(given) if given else []
+    steps = _flatten_decoders(given) if given else []
     digest = hashlib.blake2b(inner.to_str().encode(), digest_size=8).digest()
     if [step["type"] for step in steps] == ["ByteLevel"]:
         spelled = functools.cache(lambda token: _byte_level(token_of(token)))
-        return Detokenizer(size, decode, lambda: _OfBytes(spelled), _unless(spelled, added), digest)
-    rule = _rule(steps)
+        return Detokenizer(size, decode_ids, lambda: _OfBytes(spelled), _skip_special(spelled, added), digest)
+    rule = _read_rule(steps)
     if rule is None:
-        return Detokenizer(size, decode, lambda: _OfWindows(decode), None, digest)
+        return Detokenizer(size, decode_ids, lambda: _OfWindows(decode_ids), None, digest)
     piece = functools.cache(lambda token: rule.piece(token_of(token)))
     first = functools.cache(lambda token: rule.first(token_of(token)))
-    bytes_of = functools.cache(lambda token: _as_bytes(piece(token)))
-    return Detokenizer(size, decode, lambda: _OfPieces(piece, first, rule.strip), _unless(bytes_of, added), digest)
+    bytes_of = functools.cache(lambda token: _encode_piece(piece(token)))
+    return Detokenizer(
+        size, decode_ids, lambda: _OfPieces(piece, first, rule.strip), _skip_special(bytes_of, added), digest
+    )
 
 
-def _of_windows(tokenizer: Any, special: bool) -> Detokenizer:
+def _make_window_detokenizer(tokenizer: Any, special: bool) -> Detokenizer:
     """Any object that decodes, such as a tokenizer of transformers in Python."""
     size = tokenizer.vocab_size
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     options = options if hasattr(tokenizer, "all_special_ids") else {}
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return tokenizer.decode([token for token in ids if token < size], **options)
 
     whole = hashlib.blake2b(digest_size=8)
     for token in range(size):
-        whole.update(decode([token]).encode("utf-8", "replace") + b"\0")
-    return Detokenizer(size, decode, lambda: _OfWindows(decode), None, whole.digest())
+        whole.update(decode_ids([token]).encode("utf-8", "replace") + b"\0")
+    return Detokenizer(size, decode_ids, lambda: _OfWindows(decode_ids), None, whole.digest())
 
 
-def _unless(bytes_of: Callable[[int], bytes | None], added: Any) -> Callable[[int], bytes | None]:
+def _skip_special(bytes_of: Callable[[int], bytes | None], added: Any) -> Callable[[int], bytes | None]:
     """Special tokens have no bytes, though they may have a text."""
     return lambda token: None if token in added and added[token].special else bytes_of(token)
 
@@ -191,7 +193,7 @@ class _OfBytes:
 
 
 @functools.cache
-def _alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """Returns the bytes that the characters of a byte-level vocabulary mean.
 
     Printable ones themselves, then 256 and up.
@@ -204,7 +206,7 @@ def _alphabet() -> dict[str, int]:
 def _byte_level(token: str | None) -> bytes | None:
     if token is None:
         return None
-    alphabet = _alphabet()
+    alphabet = _byte_alphabet()
     if all(c in alphabet for c in token):
         return bytes(alphabet[c] for c in token)
     return token.encode()
@@ -239,11 +241,13 @@ class _Rule:
         return self.piece(token.replace(self.metaspace, "") if token is not None and self.drops else token)
 
 
-def _flat(decoder: Any) -> list[Any]:
-    return [s for d in decoder["decoders"] for s in _flat(d)] if decoder["type"] == "Sequence" else [decoder]
+def _flatten_decoders(decoder: Any) -> list[Any]:
+    return (
+        [s for d in decoder["decoders"] for s in _flatten_decoders(d)] if decoder["type"] == "Sequence" else [decoder]
+    )
 
 
-def _rule(steps: Sequence[Any]) -> _Rule | None:
+def _read_rule(steps: Sequence[Any]) -> _Rule | None:
     """Returns the rule of a chain of decoders of the form Metaspace, or Replace*, ByteFallback?, (Fuse, Strip?)?."""
     if [step["type"] for step in steps] == ["Metaspace"]:
         return _Rule(metaspace=steps[0]["replacement"], drops=steps[0]["prepend_scheme"] != "never")
@@ -260,7 +264,7 @@ def _rule(steps: Sequence[Any]) -> _Rule | None:
     return _Rule(tuple(replaced), fallback=fallback, strip=strip) if known else None
 
 
-def _as_bytes(piece: str | int | None) -> bytes | None:
+def _encode_piece(piece: str | int | None) -> bytes | None:
     return bytes([piece]) if isinstance(piece, int) else None if piece is None else piece.encode()
 
 
@@ -281,18 +285,18 @@ class _OfPieces:
         if piece is None:
             return ""
         self._begun = True
-        return self._stripped(self._byte(piece) if isinstance(piece, int) else self._run() + piece)
+        return self._strip_start(self._add_byte(piece) if isinstance(piece, int) else self._end_run() + piece)
 
     def end(self) -> str:
-        return self._stripped(self._run())
+        return self._strip_start(self._end_run())
 
     def close(self) -> None:
         half = b"" if self._broken else self._decoder.getstate()[0]
-        self._reset()
+        self._reset_run()
         for byte in half:
-            self._byte(byte)
+            self._add_byte(byte)
 
-    def _byte(self, byte: int) -> str:
+    def _add_byte(self, byte: int) -> str:
         self._count += 1
         if self._broken:
             return _HALF
@@ -303,18 +307,18 @@ class _OfPieces:
             return _HALF * self._count
         return ""
 
-    def _run(self) -> str:
+    def _end_run(self) -> str:
         """Returns the text of the run, which ends."""
         half = len(self._decoder.getstate()[0]) if not self._broken else 0
         text = "" if self._broken else _HALF * self._count if half else self._text
-        self._reset()
+        self._reset_run()
         return text
 
-    def _reset(self) -> None:
+    def _reset_run(self) -> None:
         self._text, self._count, self._broken = "", 0, False
         self._decoder.reset()
 
-    def _stripped(self, text: str) -> str:
+    def _strip_start(self, text: str) -> str:
         while text and self._strip:
             if text[0] != self._content:
                 self._strip = 0

@@ -85,7 +85,7 @@ class DraftModel:
         """Captures the graphs of all buckets."""
         for bucket in self.limits.buckets:
             for kind in (False, True)[: 1 + extended]:
-                self._runner.bind(bucket, self._weights, self._held(), extended=kind)
+                self._runner.bind(bucket, self._weights, self._count_held(), extended=kind)
 
     def memory(self) -> MemoryPlan:
         """Returns the bytes that each rank needs beside the engine's."""
@@ -99,7 +99,7 @@ class DraftModel:
     def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
         """The same for several sequences, whose rows share steps."""
         num = self.limits.running
-        return [tree for i in range(0, len(asks), num) for tree in self._proposed(asks[i : i + num])]
+        return [tree for i in range(0, len(asks), num) for tree in self._draft_tokens(asks[i : i + num])]
 
     def end(self, context: Context) -> None:
         """Forgets a sequence. A later one may use its blocks."""
@@ -126,18 +126,18 @@ class DraftModel:
         found.update(self._pool.free.tobytes() + array("q", self._pool.cached).tobytes())
         return found.digest()
 
-    def _proposed(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
+    def _draft_tokens(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
         busy = {context.serial for context, _ in asks}
         ends: dict[int, int] = {}  # the number of tokens that each sequence may reach
         for context, most in asks:
-            ends[context.serial] = self._reserved(self._followed(context), most, busy)
-        while chunks := self._chunks(ends):
-            self._draw(chunks, ends)
+            ends[context.serial] = self._reserve_blocks(self._follow_context(context), most, busy)
+        while chunks := self._list_chunks(ends):
+            self._draw_drafts(chunks, ends)
         for context, _ in asks:
-            self._record(self._own[context.serial], len(context.tokens), context.salt)
+            self._record_blocks(self._own[context.serial], len(context.tokens), context.salt)
         return [Tree.chain(self._own[context.serial].tokens[len(context.tokens) :]) for context, _ in asks]
 
-    def _followed(self, context: Context) -> Sequence:
+    def _follow_context(self, context: Context) -> Sequence:
         """Returns the sequence with the tokens of the engine.
 
         Those that were computed for rejected drafts are forgotten.
@@ -154,14 +154,14 @@ class DraftModel:
         self._own[context.serial] = own
         return own
 
-    def _reserved(self, own: Sequence, most: int, busy: set[int]) -> int:
+    def _reserve_blocks(self, own: Sequence, most: int, busy: set[int]) -> int:
         """Takes blocks for drafts, and returns the number of tokens with them, at least those that there are."""
         limits, num = self.limits, len(own.tokens)
         end = min(num + most, limits.context)
         if end <= num:
             return num
         if not own.blocks:
-            self._share(own)
+            self._share_prefix(own)
         while len(own.blocks) < limits.blocks_of(end - 1) and self._make_room(busy):
             own.blocks.append(self._pool.take())
         return max(num, min(end, len(own.blocks) * limits.block + 1))  # the last draft is never fed
@@ -174,27 +174,27 @@ class DraftModel:
             own.blocks, own.computed, own.recorded = [], 0, 0
         return bool(self._pool.available)
 
-    def _share(self, own: Sequence) -> None:
+    def _share_prefix(self, own: Sequence) -> None:
         """Takes the blocks of others that begin alike."""
         num = (len(own.tokens) - 1) // self.limits.block
-        extend_contents(own.contents, own.tokens, self.limits.block, num, self._scope(own.request.salt))
+        extend_contents(own.contents, own.tokens, self.limits.block, num, self._make_scope(own.request.salt))
         own.blocks = self._pool.find(own.contents[:num])
         self._pool.hold(own.blocks)
         own.recorded = len(own.blocks)
         own.computed = own.recorded * self.limits.block
 
-    def _record(self, own: Sequence, known: int, salt: bytes) -> None:
+    def _record_blocks(self, own: Sequence, known: int, salt: bytes) -> None:
         """Makes full blocks of known tokens known: they are never written again, as drafts may be."""
         full = min(own.computed, known) // self.limits.block
-        extend_contents(own.contents, own.tokens, self.limits.block, full, self._scope(salt))
+        extend_contents(own.contents, own.tokens, self.limits.block, full, self._make_scope(salt))
         for i in range(own.recorded, full):
             self._pool.record(own.blocks[i], own.contents[i])
         own.recorded = max(own.recorded, full)
 
-    def _scope(self, salt: bytes) -> Scope:
+    def _make_scope(self, salt: bytes) -> Scope:
         return Scope(0, b"", self.limits.cache_dtype, salt)
 
-    def _chunks(self, ends: dict[int, int]) -> list[Rows]:
+    def _list_chunks(self, ends: dict[int, int]) -> list[Rows]:
         """Returns the rows of the next step: tokens that are not computed yet, of sequences that want another draft."""
         left, chunks = self.limits.budget, list[Rows]()
         for own in (self._own[serial] for serial, end in ends.items() if len(self._own[serial].tokens) < end):
@@ -203,10 +203,10 @@ class DraftModel:
                 left -= count
         return chunks
 
-    def _draw(self, chunks: list[Rows], ends: dict[int, int]) -> None:
+    def _draw_drafts(self, chunks: list[Rows], ends: dict[int, int]) -> None:
         """Runs a step, and appends its drafts."""
         plan = make_plan(chunks, self.limits, step=0, version=0)
-        drawn, _, self._cache, *_ = self._runner.run(self._weights, self._held(), plan)
+        drawn, _, self._cache, *_ = self._runner.run(self._weights, self._count_held(), plan)
         tokens = iter(drawn)
         for own, count, positions, _ in chunks:
             own.computed += count
@@ -216,7 +216,7 @@ class DraftModel:
                 if token < 0 or token in own.request.sampling.stop_tokens:
                     ends[own.serial] = 0
 
-    def _held(self) -> Cache:
+    def _count_held(self) -> Cache:
         if self._cache is None:
             self._cache = self._runner.empty_cache()
         return self._cache

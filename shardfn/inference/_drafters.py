@@ -110,7 +110,7 @@ class Ngram:
         tokens = context.tokens
         data = tokens.tobytes()
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            found = _last(data, n, tokens.itemsize)
+            found = _find_last(data, n, tokens.itemsize)
             if found >= 0:
                 return repeated(tokens, found + n, most)
         return []
@@ -138,7 +138,7 @@ def repeated(tokens: array, begin: int, most: int) -> list[int]:
     return (cycle * (most // len(cycle) + 1))[:most]
 
 
-def _last(data: bytes, n: int, size: int) -> int:
+def _find_last(data: bytes, n: int, size: int) -> int:
     """Returns the last place before the end where the last n tokens occur, or -1."""
     pattern, end = data[-n * size :], len(data) - size
     while (at := data.rfind(pattern, 0, end)) >= 0:

@@ -20,14 +20,14 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
 
     Without `cut`, for those without a grammar alone.
     """
-    spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
+    spare = _count_spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
         return chunks
-    able = {i: most for i, chunk in enumerate(chunks) if (most := _most(chunk, grammars=cut is not None))}
-    found = (_at_once if isinstance(state.drafter, Computes) else _in_turn)(state, chunks, able, spare)
-    found = found if cut is None else _permitted(chunks, found, cut)
-    _trim(state, sum(chunk.num for chunk in chunks), found)
-    return [_with(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
+    able = {i: most for i, chunk in enumerate(chunks) if (most := _bound_drafts(chunk, grammars=cut is not None))}
+    found = (_propose_at_once if isinstance(state.drafter, Computes) else _propose_in_turn)(state, chunks, able, spare)
+    found = found if cut is None else _cut_excluded(chunks, found, cut)
+    _trim_drafts(state, sum(chunk.num for chunk in chunks), found)
+    return [_add_drafts(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
 
 def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, drawn: Seq[int]) -> None:
@@ -45,7 +45,7 @@ def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, d
     del sequence.blocks[needed:]
 
 
-def _spare(state: State, chunks: list[Rows]) -> int:
+def _count_spare(state: State, chunks: list[Rows]) -> int:
     """Returns the number of drafts that the step may have."""
     limits = state.limits
     if not limits.drafts:
@@ -56,7 +56,7 @@ def _spare(state: State, chunks: list[Rows]) -> int:
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
 
-def _most(chunk: Rows, *, grammars: bool) -> int:
+def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
     """Returns the most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
     sequence = chunk.sequence
     num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
@@ -69,19 +69,21 @@ def _most(chunk: Rows, *, grammars: bool) -> int:
 _Found = dict[int, Tree]  # by the number of a chunk
 
 
-def _in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
     """Returns each sequence may have its part of the rows that those before it have left."""
     assert state.drafter is not None
     found: _Found = {}
     for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
         most = min(most, -(-spare // left))
-        if most > 0 and len(drafts := _checked(state, state.drafter.propose(chunks[i].sequence.context, most), most)):
+        if most > 0 and len(
+            drafts := _check_proposal(state, state.drafter.propose(chunks[i].sequence.context, most), most)
+        ):
             found[i] = drafts
             spare -= len(drafts)
     return found
 
 
-def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
     """Returns each sequence may have an equal part of the rows, and what others do not want of theirs."""
     assert isinstance(state.drafter, Computes)
     mosts: dict[int, int] = {}
@@ -90,11 +92,11 @@ def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: i
         spare -= mosts[i]
     asks = {i: (chunks[i].sequence.context, mosts[i]) for i in able if mosts[i]}
     proposals = state.drafter.propose_all(list(asks.values())) if asks else []
-    found = {i: _checked(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
+    found = {i: _check_proposal(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
     return {i: drafts for i, drafts in found.items() if len(drafts)}
 
 
-def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
+def _check_proposal(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
     drafts = proposal if isinstance(proposal, Tree) else Tree.chain(proposal)
     vocab = state.limits.vocab
     if len(drafts) > most or not all(0 <= token < vocab for token in drafts.tokens):
@@ -105,7 +107,7 @@ def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
     return drafts
 
 
-def _permitted(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
+def _cut_excluded(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
     """Leaves out drafts that grammars exclude: they cannot be drawn. A proposal of such drafts alone was rejected."""
     kept: _Found = {}
     for i, drafts in found.items():
@@ -118,7 +120,7 @@ def _permitted(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
     return kept
 
 
-def _trim(state: State, rows: int, found: _Found) -> None:
+def _trim_drafts(state: State, rows: int, found: _Found) -> None:
     """Leaves the last drafts out where that saves more padding than it loses drafts."""
     excess = state.limits.excess(rows + sum(map(len, found.values())), least=rows)
     for i in reversed(list(found)):
@@ -127,7 +129,7 @@ def _trim(state: State, rows: int, found: _Found) -> None:
         excess -= cut
 
 
-def _with(state: State, chunk: Rows, drafts: Tree) -> Rows:
+def _add_drafts(state: State, chunk: Rows, drafts: Tree) -> Rows:
     """Returns a chunk with drafts for which there are blocks. No sequence loses its own for them."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft

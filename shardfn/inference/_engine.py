@@ -224,7 +224,7 @@ class Engine:
         self._check_open()
         if grammars:
             self._constraints.prepare()
-        with building(self.mesh.device, self._kernels(penalties, adapters)):
+        with building(self.mesh.device, self._list_kernels(penalties, adapters)):
             if isinstance(self._state.drafter, Computes):
                 self._state.drafter.warm_up(extended=penalties)
             kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
@@ -256,7 +256,7 @@ class Engine:
         self.runner.bind_kind(self._uncaptured.popleft(), self.weights, self._cache)
         return True
 
-    def _kernels(self, penalties: bool, adapters: bool) -> list[str]:
+    def _list_kernels(self, penalties: bool, adapters: bool) -> list[str]:
         """Returns the ops of all steps, by their folders. Those whose C++ takes long to build come first."""
         always = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]
         chosen = ["grouped_product", "gather_rows"] if self._chooses else []
@@ -282,22 +282,22 @@ class Engine:
                 has an embedding that was not taken, or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
         """
-        return self._enter(self._request(prompt, sampling, **more), name)
+        return self._enter_request(self._make_request(prompt, sampling, **more), name)
 
-    def _enter(self, made: tuple[Request, Any], name: str | None = None) -> str:
+    def _enter_request(self, made: tuple[Request, Any], name: str | None = None) -> str:
         request, admitted = made
         if name is None:
             names = (f"request-{i}" for i in self._names)
-            name = next(name for name in names if not self._known(name) and name not in self._embeddings)
+            name = next(name for name in names if not self._is_known(name) and name not in self._embeddings)
         check_name(name)
-        if self._known(name):
+        if self._is_known(name):
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         if name in self._embeddings:
             raise ValueError(
                 f"the embedding of a request named {name!r} was not taken; call embedding({name!r}) first, or give the"
                 " new request another name."
             )
-        self._events.append(Add(self._next, name, request))
+        self._events.append(Add(self._next_number, name, request))
         self._adding[name] = None
         self._follower.begin(name, admitted)
         return name
@@ -310,7 +310,7 @@ class Engine:
             ValueError: as `add`.
             ImportError: as `add`.
         """
-        self._request(prompt, sampling, **more)
+        self._make_request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled". The name of one that has ended is passed over.
@@ -318,16 +318,16 @@ class Engine:
         The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
         """
         check_name(name)
-        self._events.append(Cancel(self._next, name))
+        self._events.append(Cancel(self._next_number, name))
 
     def tick(self, time: int) -> None:
         """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
         check_time(time)
-        self._events.append(Clock(self._next, time))
+        self._events.append(Clock(self._next_number, time))
 
     def drain(self) -> None:
         """Ends requests that are added from here on as "refused". Those in progress go on."""
-        self._events.append(Drain(self._next))
+        self._events.append(Drain(self._next_number))
 
     def update_weights(self, params: PyTree, *, recompute: bool = True) -> int:
         """Changes the weights. No block of the cache that older ones computed is used again.
@@ -349,7 +349,7 @@ class Engine:
             self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
         self._weights[self._newest] = packed
-        self._events.append(Weights(self._next, self._newest, recompute))
+        self._events.append(Weights(self._next_number, self._newest, recompute))
         return self._newest
 
     def step(self) -> list[Token]:
@@ -362,7 +362,7 @@ class Engine:
             RankError: ranks hold different states. The message names the first field that differs.
             RuntimeError: the engine is closed, or an earlier step failed. The cache is lost then: make another engine.
         """
-        self._advance()
+        self._advance_step()
         found, self._others = self._others, []
         return found
 
@@ -377,8 +377,8 @@ class Engine:
         Raises:
             ValueError: as `add`.
         """
-        name = self._await(self.add(prompt, sampling, **more))
-        return self._stream(name, (sampling or Sampling()).n)
+        name = self._await_request(self.add(prompt, sampling, **more))
+        return self._stream_tokens(name, (sampling or Sampling()).n)
 
     def generate(
         self,
@@ -404,13 +404,13 @@ class Engine:
         prompts = list(prompts)
         hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
         each = zip(prompts, hows, adapters, strict=True)
-        requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
-        names = [self._await(self._enter(request)) for request in requests]
+        requests = [self._make_request(prompt, how, adapter=name) for prompt, how, name in each]
+        names = [self._await_request(self._enter_request(request)) for request in requests]
         try:
-            made = [self._completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
+            made = [self._make_completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
         except BaseException:
             for name in names:
-                self._forget(name)
+                self._forget_request(name)
             raise
         return [found[0] if len(found) == 1 else found for found in made]
 
@@ -455,15 +455,15 @@ class Engine:
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
         each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
-        requests = [self._request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
-        names = [self._await(self._enter(request)) for request in requests]
+        requests = [self._make_request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
+        names = [self._await_request(self._enter_request(request)) for request in requests]
         self._embeddings.begin(names, pooling)
         try:
-            return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
+            return torch.stack([self._take_embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
             for name in names:
                 self._embeddings.forget(name)
-                self._forget(name)
+                self._forget_request(name)
 
     def add_embedding(
         self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
@@ -495,7 +495,7 @@ class Engine:
             >>> engine.embedding(name).shape
             torch.Size([32])
         """
-        name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
+        name = self._enter_request(self._make_request(prompt, self._embeddings.sampling(pooling), **more), name)
         self._embeddings.begin([name], pooling)
         return name
 
@@ -506,7 +506,7 @@ class Engine:
             ValueError: there is no such request, it is in progress, or it has ended otherwise.
         """
         check_pooling("last", normalize)
-        if name not in self._embeddings or self._known(name):
+        if name not in self._embeddings or self._is_known(name):
             how = "is in progress" if name in self._embeddings else "has no embedding"
             raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
         return self._embeddings.result(name, normalize)
@@ -568,16 +568,16 @@ class Engine:
 
     # Requests whose tokens a call waits for.
 
-    def _await(self, name: str) -> str:
+    def _await_request(self, name: str) -> str:
         self._awaited[name] = []
         return name
 
-    def _forget(self, name: str) -> None:
+    def _forget_request(self, name: str) -> None:
         """Ends a request that nothing waits for any more."""
-        if self._awaited.pop(name, None) is not None and self._known(name):
+        if self._awaited.pop(name, None) is not None and self._is_known(name):
             self.cancel(name)
 
-    def _stream(self, name: str, left: int) -> Generator[Token, None, None]:
+    def _stream_tokens(self, name: str, left: int) -> Generator[Token, None, None]:
         """Yields the tokens of a request up to the last of its choices to end."""
         tokens = self._begun_stream(name, left)
         next(tokens)  # the `finally` of a generator that has not begun never runs
@@ -589,22 +589,22 @@ class Engine:
             yield None
             while left:
                 while not self._awaited[name]:
-                    self._advance()
+                    self._advance_step()
                 due, self._awaited[name] = self._awaited[name], []
                 for token in due:
                     left -= token.finish is not None
                     yield token
         finally:
-            self._forget(name)
+            self._forget_request(name)
 
-    def _embedding(self, number: int, name: str, normalize: bool) -> Tensor:
-        last = list(self._stream(name, 1))[-1]
+    def _take_embedding(self, number: int, name: str, normalize: bool) -> Tensor:
+        last = list(self._stream_tokens(name, 1))[-1]
         check_end(number, last.finish)
         return self._embeddings.result(name, normalize)
 
-    def _completions(self, name: str, request: Request) -> list[Completion]:
+    def _make_completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
-        for token in self._stream(name, len(made)):
+        for token in self._stream_tokens(name, len(made)):
             append(made, token, len(request.prompt))
         return made
 
@@ -614,35 +614,35 @@ class Engine:
         if self._closed:
             raise RuntimeError("this engine is closed; make another one.")
 
-    def _advance(self) -> None:
+    def _advance_step(self) -> None:
         self._check_open()
         if self._failed is not None:
             raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
         try:
-            found = self._run()
+            found = self._run_step()
         except BaseException as error:
             self._failed = error
             raise
         for token in found:
             self._awaited.get(token.name, self._others).append(token)
 
-    def _run(self) -> list[Token]:
-        drawn = self._drawn
-        events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
+    def _run_step(self) -> list[Token]:
+        drawn = self._drawn_tokens
+        events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         self._follower.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._constraints.cut)
         self._follower.moved(self._state.moves if plan is None else plan.moves)
-        found = [self._token(output) for output in outputs]
+        found = [self._make_token(output) for output in outputs]
         self._follower.take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
         if plan is not None:
-            self._launch(plan)
+            self._launch_plan(plan)
         return found
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch_plan(self, plan: Plan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = self._follower.columns(self._state, plan)
         self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
@@ -650,28 +650,28 @@ class Engine:
         self._follower.ran(plan, self._results)
 
     @property
-    def _drawn(self) -> list[int]:
+    def _drawn_tokens(self) -> list[int]:
         """Returns the tokens of the plan in flight."""
         return [] if self._results is None else self._results.tokens
 
-    def _stops(self, drawn: Sequence[int]) -> list[Stop]:
+    def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""
         ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
-        return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
+        return [Stop(self._next_number + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
+    def _make_request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
         """Returns a request that passes admission, with the follower's value for its beginning."""
         request = request_of(prompt, sampling, self.limits, self._adapters, more)
         return request, self._follower.admit(request)
 
-    def _known(self, name: str) -> bool:
+    def _is_known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
 
     @property
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output) -> Token:
+    def _make_token(self, out: Output) -> Token:
         logprob, top = None, ()
         if out.row is not None:
             assert self._results is not None

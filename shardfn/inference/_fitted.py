@@ -80,18 +80,18 @@ def fit_codes(
     given = [list(map(int, row)) for row in rows]
     flat, treedef = tree_flatten(params)
     paths = [".".join(map(str, entries)) for entries in tree_entries(params)]
-    _check(decoder, codes, given, paths)
-    leaves = [_whole(x) for x in flat]
-    sites = list(_sites(paths, leaves, decoder.linear, codes))
+    _check_fit(decoder, codes, given, paths)
+    leaves = [_gather_whole(x) for x in flat]
+    sites = list(_find_sites(paths, leaves, decoder.linear, codes))
     served = decoder.pack(tree_unflatten(treedef, leaves))
     fitted = {i: leaves[i].float().clone() for i in {site.leaf for site in sites}}
-    for part in _parts(sites):
+    for part in _split_sites(sites):
         moments = Moments({site.name: site.sizes.inputs for site in part}, full=compensate)
         for tokens in given:
-            _run(decoder, served, tokens, moments)
+            _run_row(decoder, served, tokens, moments)
         for site in part:
             leaf = fitted[site.leaf]
-            _fit(site, leaf if site.layer is None else leaf[site.layer], moments.mean(site.name))
+            _fit_weight(site, leaf if site.layer is None else leaf[site.layer], moments.mean(site.name))
     return tree_unflatten(treedef, [fitted.get(i, x) for i, x in enumerate(leaves)])
 
 
@@ -135,7 +135,7 @@ class _Site(NamedTuple):
     sizes: Linear
 
 
-def _sites(
+def _find_sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
 ) -> Iterator[_Site]:
     """Yields the weights that the policy has codes for and that have none yet, in the order of layers.
@@ -146,7 +146,9 @@ def _sites(
     places: dict[str, tuple[int, int | None]] = {}
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         before, _, last = path.rpartition(".")
-        places |= {path: (i, None)} if path in linear else {f"{before}.{k}.{last}": (i, k) for k in range(_layers(x))}
+        places |= (
+            {path: (i, None)} if path in linear else {f"{before}.{k}.{last}": (i, k) for k in range(_split_layers(x))}
+        )
     raise_all(
         ValueError,
         "fit_codes: these layers have no leaf of their own in params, such as those of blocks of several layers:",
@@ -158,11 +160,11 @@ def _sites(
             yield _Site(name, i, layer, codes, sizes)
 
 
-def _layers(x: Tensor) -> int:
+def _split_layers(x: Tensor) -> int:
     return len(x) if x.ndim > 1 else 0
 
 
-def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
+def _split_sites(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
     """Sites whose moments are kept together."""
     part, size = list[_Site](), 0
     for site in sites:
@@ -176,13 +178,13 @@ def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
         yield part
 
 
-def _run(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
+def _run_row(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
     tokens_T = torch.tensor(tokens)
     at_T, bodies = torch.arange(len(tokens)), alone(decoder.cache, len(tokens))
     decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
 
 
-def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
+def _fit_weight(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
     """Writes the fitted values of a weight in place.
 
     The inputs behind the last whole group are rounded, with zeros to the end of their group, as served.
@@ -201,13 +203,13 @@ def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
     weight.copy_(values_NK.T if transposed else values_NK.view(weight.shape))
 
 
-def _whole(x: Any) -> Tensor:
+def _gather_whole(x: Any) -> Tensor:
     if isinstance(x, GlobalTensor):
         return x.full_tensor()
     return x.full() if isinstance(x, Draw) else x
 
 
-def _check(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
+def _check_fit(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
     if not decoder.linear:
         raise ValueError(
             "fit_codes: this decoder does not show its linear layers; make it exact: Config(exact=True), or"

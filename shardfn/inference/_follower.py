@@ -14,11 +14,11 @@ from ._schedule import Output
 from ._state import State
 
 
-def _nothing(*given: Any) -> None:
+def _do_nothing(*given: Any) -> None:
     del given
 
 
-def _empty(*given: Any) -> dict[Any, Any]:
+def _return_empty(*given: Any) -> dict[Any, Any]:
     del given
     return {}
 
@@ -38,15 +38,15 @@ class Follower(NamedTuple):
         ran: takes that plan and its results.
     """
 
-    admit: Callable[[Request], Any] = _nothing
-    begin: Callable[[str, Any], None] = _nothing
-    ends: Callable[[Sequence[Drawn], Ends], Ends] = _empty
-    before: Callable[[State], None] = _nothing
-    moved: Callable[[Sequence[tuple[int, int]]], None] = _nothing
-    fields: Callable[[Output], dict[str, Any]] = _empty
-    take: Callable[[Sequence[Output]], None] = _nothing
-    columns: Callable[[State, Plan], dict[str, Any]] = _empty
-    ran: Callable[[Plan, Results], None] = _nothing
+    admit: Callable[[Request], Any] = _do_nothing
+    begin: Callable[[str, Any], None] = _do_nothing
+    ends: Callable[[Sequence[Drawn], Ends], Ends] = _return_empty
+    before: Callable[[State], None] = _do_nothing
+    moved: Callable[[Sequence[tuple[int, int]]], None] = _do_nothing
+    fields: Callable[[Output], dict[str, Any]] = _return_empty
+    take: Callable[[Sequence[Output]], None] = _do_nothing
+    columns: Callable[[State, Plan], dict[str, Any]] = _return_empty
+    ran: Callable[[Plan, Results], None] = _do_nothing
 
 
 def together(followers: Sequence[Follower]) -> Follower:
@@ -59,34 +59,34 @@ def together(followers: Sequence[Follower]) -> Follower:
         {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
     """
 
-    def begin(name: str, admitted: Sequence[Any]) -> None:
+    def begin_each(name: str, admitted: Sequence[Any]) -> None:
         for one, value in zip(followers, admitted, strict=True):
             one.begin(name, value)
 
-    def ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
+    def find_ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
         new: Ends = {}
         for one in followers:
             new |= one.ends(drawn, found | new)
         return new
 
-    def each(hook: str) -> Callable[..., None]:
-        def call(*given: Any) -> None:
+    def call_each(hook: str) -> Callable[..., None]:
+        def call_hooks(*given: Any) -> None:
             for one in followers:
                 getattr(one, hook)(*given)
 
-        return call
+        return call_hooks
 
-    def joined(hook: str) -> Callable[..., dict[str, Any]]:
+    def join_results(hook: str) -> Callable[..., dict[str, Any]]:
         return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
 
     return Follower(
         admit=lambda request: [one.admit(request) for one in followers],
-        begin=begin,
-        ends=ends,
-        before=each("before"),
-        moved=each("moved"),
-        fields=joined("fields"),
-        take=each("take"),
-        columns=joined("columns"),
-        ran=each("ran"),
+        begin=begin_each,
+        ends=find_ends,
+        before=call_each("before"),
+        moved=call_each("moved"),
+        fields=join_results("fields"),
+        take=call_each("take"),
+        columns=join_results("columns"),
+        ran=call_each("ran"),
     )

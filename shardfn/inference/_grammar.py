@@ -55,7 +55,7 @@ class Grammar:
             >>> Grammar.json_schema({"type": "integer"}).text
             '{"type": "integer"}'
         """
-        text = schema if isinstance(schema, str) else _dumped(schema)
+        text = schema if isinstance(schema, str) else _dump_schema(schema)
         return cls("json_schema", text)
 
     @classmethod
@@ -90,10 +90,10 @@ def check_grammar(grammar: Grammar) -> None:
         Traceback (most recent call last):
         ValueError: grammar: multiples of 99991 need 99991 states; at most 5000 are compiled.
     """
-    multiples = [Decimal(x) for schema in _schemas(grammar) for x in _multiples(schema)]
+    multiples = [Decimal(x) for schema in _list_schemas(grammar) for x in _list_multiples(schema)]
     if not multiples:
         return
-    least = min(_exponent(x) for x in multiples)
+    least = min(_get_exponent(x) for x in multiples)
     states = lcm(*(abs(int(x.scaleb(-least))) for x in multiples)) if least > -64 and max(multiples) < 10**9 else 10**9
     if states > MOST_REMAINDERS:
         listed = ", ".join(str(x) for x in multiples[:3])
@@ -102,14 +102,14 @@ def check_grammar(grammar: Grammar) -> None:
         )
 
 
-def _dumped(schema: Any) -> str:
+def _dump_schema(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"grammar: the schema is not JSON: {error}") from error
 
 
-def _schemas(grammar: Grammar) -> Iterator[Any]:
+def _list_schemas(grammar: Grammar) -> Iterator[Any]:
     """Yields the schemas of a grammar. Those within a Lark grammar follow %json."""
     text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
@@ -122,7 +122,7 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
         raise ValueError(f"grammar: the schema is not JSON: {error}") from error
 
 
-def _multiples(schema: Any) -> Iterator[Decimal]:
+def _list_multiples(schema: Any) -> Iterator[Decimal]:
     left = [schema]
     while left:
         one = left.pop()
@@ -134,6 +134,6 @@ def _multiples(schema: Any) -> Iterator[Decimal]:
             left += one
 
 
-def _exponent(x: Decimal) -> int:
+def _get_exponent(x: Decimal) -> int:
     found = x.normalize().as_tuple().exponent
     return min(0, found) if isinstance(found, int) else 0

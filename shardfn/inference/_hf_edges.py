@@ -47,7 +47,7 @@ def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: 
     ranks = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
     if not edges or ranks == 1:
         return {}
-    problem = next(_problems(function, linear, edges, ranks), None)
+    problem = next(_list_problems(function, linear, edges, ranks), None)
     if problem is None:
         return edges
     name = type(function.module).__name__
@@ -81,20 +81,20 @@ class _Forward:
 
     def __call__(self) -> Tensor:
         params = self.function.params
-        layers = {id(params[name]): functools.partial(self._layer, name, params[name]) for name in self.linear}
+        layers = {id(params[name]): functools.partial(self._run_layer, name, params[name]) for name in self.linear}
         at_T = torch.arange(3, device=next(iter(params.values())).device)
         with torch.no_grad():
-            logits, _ = self.function(params, at_T % 2, at_T, at_T, _attend, ExactRows(layers))
+            logits, _ = self.function(params, at_T % 2, at_T, at_T, _attend_stand_in, ExactRows(layers))
         return logits
 
-    def _layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _run_layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         edge = self.edges.get(name, Edge.WHOLE)
         if edge is Edge.LEAVE:
-            x = self._joined(name, x)
+            x = self._join_output(name, x)
         y = F.linear(x, weight.T if self.linear[name] else weight, bias)
         return y if self.part is None or edge is not Edge.ENTER else self.part.of(y)
 
-    def _joined(self, name: str, x: Tensor) -> Tensor:
+    def _join_output(self, name: str, x: Tensor) -> Tensor:
         if self.part is None:
             self.left.append(x)
             return x
@@ -104,7 +104,7 @@ class _Forward:
         return whole
 
 
-def _problems(
+def _list_problems(
     function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, Edge], ranks: int
 ) -> Iterator[str]:
     """Reasons for which a rank cannot run its part alone: errors of the model's code, or other bits."""
@@ -121,7 +121,7 @@ def _problems(
             yield "a rank has other logits"
 
 
-def _attend(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
+def _attend_stand_in(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
     """In place of attention a function of the same heads."""
     del scores
     return q_1THK + (k_1TGK - v_1TGK).repeat_interleave(q_1THK.shape[2] // k_1TGK.shape[2], dim=2)

@@ -139,18 +139,18 @@ def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Map
         elif lora.dora or lora.sites[path].full or {*tree[path]} != {"a", "b"}:
             problems.append(f"{path} has {sorted(tree[path])}; a request's adapter has a and b alone: merge this one")
         else:
-            for name, left, right in _layers(lora, path, tree[path], linear):
-                found = _factors(left, right, lora.scale_of(path), linear[name]) if name in linear else None
+            for name, left, right in _split_layers(lora, path, tree[path], linear):
+                found = _make_factors(left, right, lora.scale_of(path), linear[name]) if name in linear else None
                 sites |= {name: found} if isinstance(found, Factors) else {}
                 problems += [f"{name}: {found}"] if isinstance(found, str) else []
-                problems += _unknown(path, linear) if name not in linear else []
+                problems += _describe_unknown(path, linear) if name not in linear else []
     if not problems and not sites:
         problems.append("it has no leaves")
     raise_all(ValueError, "this adapter does not fit the model:", first_of(problems, 20))
-    return Adapter(sites, _digest(sites))
+    return Adapter(sites, _digest_sites(sites))
 
 
-def _layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[str, Linear]) -> Any:
+def _split_layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[str, Linear]) -> Any:
     """Returns the layers of a leaf, one or those of a stack, with the factors of w + scale * (left @ right)."""
     a, b = (own[name].detach().to("cpu", torch.float32) for name in ("a", "b"))
     left, right = (a.mT, b.mT) if lora.fan_in_fan_out else (b, a)
@@ -162,7 +162,7 @@ def _layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[st
         yield f"{before}.{i}.{last}", m, n
 
 
-def _factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors | str:
+def _make_factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors | str:
     if like.transposed:
         left, right = right.mT, left.mT
     if left.ndim == 3:  # each head has its own: together they are a matrix of blocks
@@ -173,11 +173,11 @@ def _factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors
     return Factors(right.contiguous(), (left * scale).contiguous())
 
 
-def _unknown(path: str, linear: Mapping[str, Linear]) -> list[str]:
+def _describe_unknown(path: str, linear: Mapping[str, Linear]) -> list[str]:
     return [f"{path} is no linear layer that may have an adapter.{did_you_mean(path, linear)}"]
 
 
-def _digest(sites: Mapping[str, Factors]) -> bytes:
+def _digest_sites(sites: Mapping[str, Factors]) -> bytes:
     whole = hashlib.blake2b(digest_size=16)
     for name in sorted(sites):
         a, b = sites[name]
@@ -197,13 +197,13 @@ def stacked(adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: t
         for e, adapter in enumerate(adapters):
             if name in adapter.sites:
                 own = adapter.sites[name]
-                at = _spread(own.a.shape[0], rank)
+                at = _spread_summands(own.a.shape[0], rank)
                 a[e, at], b[e][:, at] = own.a, own.b
         sites[name] = Factors(a.to(device), b.to(device))
     return sites
 
 
-def _spread(rank: int, padded: int) -> Tensor:
+def _spread_summands(rank: int, padded: int) -> Tensor:
     """Places of a sum's summands among those of a longer one: each chunk of the sum keeps its own, in order."""
     starts = [c * rank // _CHUNKS for c in range(_CHUNKS + 1)]
     width = padded // _CHUNKS

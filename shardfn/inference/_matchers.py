@@ -38,7 +38,7 @@ class Matcher:
 
     def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
-        self.allowed = self._next()
+        self.allowed = self._compute_next()
 
     @property
     def problem(self) -> str:
@@ -66,11 +66,11 @@ class Matcher:
             return "stop"
         if last:
             return None
-        self.allowed = self._next()
+        self.allowed = self._compute_next()
         return "stop" if self._accepts and not self.allowed.any() else None
 
-    def _next(self) -> Allowed:
-        allowed, self._accepts = _next(self._inner, self._vocab, self._stop_tokens)
+    def _compute_next(self) -> Allowed:
+        allowed, self._accepts = _compute_mask(self._inner, self._vocab, self._stop_tokens)
         return allowed
 
 
@@ -100,7 +100,7 @@ class Ahead:
         kept: Tree = NO_DRAFTS
         masks: list[Allowed] = []
         places = {-1: -1}  # of kept drafts
-        if self._usable and not self._inner.consume_tokens(list(tokens[self._num :])):
+        if self._is_usable and not self._inner.consume_tokens(list(tokens[self._num :])):
             return kept, masks
         self._num = len(tokens)
         for i, (token, parent) in enumerate(zip(drafts.tokens, drafts.parents, strict=True)):
@@ -108,47 +108,47 @@ class Ahead:
             if at is None or not (allowed if at < 0 else masks[at])[token]:
                 continue
             tree = Tree((*kept.tokens, token), (*kept.parents, at))
-            if (after := self._after(tree)) is None:
+            if (after := self._compute_after(tree)) is None:
                 break
             places[i], kept = len(kept), tree
             masks.append(after)
-        self._back(0)
+        self._go_back(0)
         return kept, masks
 
     @property
-    def _usable(self) -> bool:
+    def _is_usable(self) -> bool:
         return not self._inner.is_error()
 
-    def _after(self, tree: Tree) -> Allowed | None:
+    def _compute_after(self, tree: Tree) -> Allowed | None:
         """Which tokens may come after the last draft: not a single one where the text ends; None beyond a limit."""
         path = tree.ancestors(len(tree) - 1)
         shared = 0
         while shared < len(self._path) and self._path[shared] == path[shared]:
             shared += 1
-        self._back(shared)
+        self._go_back(shared)
         ends = np.zeros(self._vocab, bool)
         if tree.tokens[-1] in self._stop_tokens:
             return ends
         for draft in path[shared:]:
-            if not self._usable or not self._inner.consume_token(tree.tokens[draft]):
+            if not self._is_usable or not self._inner.consume_token(tree.tokens[draft]):
                 return None
             self._path.append(draft)
-        allowed = ends if self._inner.is_stopped() else _next(self._inner, self._vocab, self._stop_tokens)[0]
-        return allowed if self._usable else None
+        allowed = ends if self._inner.is_stopped() else _compute_mask(self._inner, self._vocab, self._stop_tokens)[0]
+        return allowed if self._is_usable else None
 
-    def _back(self, num: int) -> None:
+    def _go_back(self, num: int) -> None:
         """Returns to the place after the first drafts of the path."""
-        if self._usable and len(self._path) > num:
+        if self._is_usable and len(self._path) > num:
             self._inner.rollback(len(self._path) - num)
         del self._path[num:]
 
 
-def _next(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
+def _compute_mask(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
     """Which tokens may come next, and whether the text is complete."""
     bits = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
     if inner.is_error():
         bits[:] = False
-    allowed, accepts = bits[:vocab], bool(bits[_end(vocab)])
+    allowed, accepts = bits[:vocab], bool(bits[_choose_end(vocab)])
     allowed[stop_tokens] = accepts
     return allowed, accepts
 
@@ -175,7 +175,7 @@ class Compiler:
             )
         self._library: Any = importlib.import_module("llguidance")
         self._vocab = vocab
-        self._tokenizer = _tokenizer(self._library, detokenizer, vocab)
+        self._tokenizer = _make_tokenizer(self._library, detokenizer, vocab)
 
     def compile(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Matcher:
         """Returns a matcher before its first token.
@@ -185,19 +185,21 @@ class Compiler:
         """
         check_grammar(grammar)
         try:
-            inner = self._make(grammar)
+            inner = self._compile_grammar(grammar)
         except ValueError as error:
             raise ValueError(f"grammar: {error}") from error
         made = Matcher(inner, self._vocab, stop_tokens)
         if not made.allowed.any():
-            raise ValueError(f"grammar: {_one_line(made.problem) or 'no token of the vocabulary may begin a text'}.")
+            raise ValueError(
+                f"grammar: {_shorten_problem(made.problem) or 'no token of the vocabulary may begin a text'}."
+            )
         return made
 
     def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Ahead:
         """Returns a matcher for drafts, of a grammar that was compiled before."""
-        return Ahead(self._make(grammar), self._vocab, stop_tokens)
+        return Ahead(self._compile_grammar(grammar), self._vocab, stop_tokens)
 
-    def _make(self, grammar: Grammar) -> Any:
+    def _compile_grammar(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
         made = make(grammar.text, _white_space(grammar.text)) if grammar.kind == "json_schema" else make(grammar.text)
         limits = self._library.LLParserLimits(**_LIMITS)
@@ -212,23 +214,23 @@ def _white_space(schema: str) -> dict[str, str]:
     return {} if has else _WHITE_SPACE
 
 
-def _one_line(problem: str) -> str:
+def _shorten_problem(problem: str) -> str:
     return " ".join(problem.split())[:300].rstrip(".")
 
 
-def _end(vocab: int) -> int:
+def _choose_end(vocab: int) -> int:
     """Returns the id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
     return vocab + 256
 
 
-def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
+def _make_tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
     """Returns the vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
     assert detokenizer.bytes_of is not None
     found = [detokenizer.bytes_of(token) for token in range(vocab)]
     tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]
     single = {x for x in found if x is not None and len(x) == 1}
     fakes = [bytes([i]) if bytes([i]) not in single else b"\xff<[%d]>" % (vocab + i) for i in range(256)]
-    end = _end(vocab)
+    end = _choose_end(vocab)
     special = [i for i, x in enumerate(found) if x is None]
     special += [vocab + i for i, x in enumerate(fakes) if len(x) > 1]
     vocabulary = _Vocabulary([*tokens, *fakes, b"\xff<end>"], [*special, end], end)

@@ -107,7 +107,7 @@ def hf_decoder(
     function = decoding(model, params)
     probed = function if params is None else decoding(model, stand_ins(params))
     name = type(function.module).__name__
-    shape = _shape(probed)
+    shape = _measure_shape(probed)
     if tokenizer is not None and len(tokenizer) > shape.vocab:
         raise ValueError(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
@@ -118,14 +118,14 @@ def hf_decoder(
             raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
         exact = True
         check_policy(codes, list(shape.uses.linear), "hf_decoder")
-    reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
+    reasons = list(_explain_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
         how = shape, shape.uses.linear, tp, codes, edges
-        tried = _decoder(probed, *how) if params is None else _decoder(probed, *how, packing=packed_once())
-        reasons = list(_inexact(tried, probed.params, shape.uses))
+        tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
+        reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
-            return replace(tried if params is None else _decoder(function, *how), exact=True), function.params
+            return replace(tried if params is None else _make_decoder(function, *how), exact=True), function.params
     if tp is not None:
         title = f"{name} with tp={tp!r}: ranks cut linear layers that are exact alone; run it on one rank, without tp:"
         raise_all(ValueError, title, reasons)
@@ -133,7 +133,7 @@ def hf_decoder(
         raise_all(ValueError, f"{name} with exact=True:", reasons)
     if exact is None:
         _LOG.warning("%s is served without exactness: %s", name, "; ".join(reasons))
-    return _decoder(function, shape, {}), function.params
+    return _make_decoder(function, shape, {}), function.params
 
 
 @dataclass
@@ -147,7 +147,7 @@ class _Shape:
     groups: list[list[str]] = field(default_factory=list)  # weights that one input is multiplied by
 
 
-def _shape(function: DecodingFunction) -> _Shape:
+def _measure_shape(function: DecodingFunction) -> _Shape:
     """Runs a model on two tokens.
 
     Raises:
@@ -155,13 +155,13 @@ def _shape(function: DecodingFunction) -> _Shape:
     """
     shape = _Shape(uses=WeightUses(function.params))
 
-    def attend(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_probe(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape.kv.append((scores.layer, k.shape[2], k.shape[3]))
         return torch.zeros_like(q)
 
-    at_T, inputs = torch.arange(2, device=_device(function.params)), InputUses(function.params)
+    at_T, inputs = torch.arange(2, device=_get_device(function.params)), InputUses(function.params)
     with torch.no_grad(), inputs:
-        logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses)
+        logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend_probe, shape.uses)
     shape.vocab = logits.shape[-1]
     shape.routes = (0, 0) if chosen is None else (chosen.shape[1], chosen.shape[2])
     shape.groups = inputs.groups
@@ -176,7 +176,7 @@ def _shape(function: DecodingFunction) -> _Shape:
     return shape
 
 
-def _decoder(
+def _make_decoder(
     function: DecodingFunction,
     shape: _Shape,
     linear: Mapping[str, bool],
@@ -196,17 +196,17 @@ def _decoder(
     specs |= dict.fromkeys(function.experts, P(tp))
     exchange = nn.moe.Local() if tp is None else nn.moe.Sum(tp, in_order=True)
 
-    def panels(name: str, x: Tensor) -> Tensor:
+    def pack_panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
         return packing(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
 
-    def pack(params: Mapping[str, Tensor]) -> Served:
-        _check(params, like, specs)
-        packed = {name: panels(name, params[name]) for name in linear}
+    def pack_params(params: Mapping[str, Tensor]) -> Served:
+        _check_params(params, like, specs)
+        packed = {name: pack_panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         for name in linear:  # a weight that is read elsewhere, too, has the same values there
             if name in kept and (own := codes_of(codes, name)) is not None:
-                placed[name] = _rounded(params[name], linear[name], own)
+                placed[name] = _round_weight(params[name], linear[name], own)
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
@@ -216,7 +216,7 @@ def _decoder(
     groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
     together = [group for group in groups if len(group) > 1]
 
-    def outputs(
+    def compute_outputs(
         weights: Served,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -237,11 +237,11 @@ def _decoder(
             runs |= {name: functools.partial(same, name) for name in group}
         for name, layer in layers.items():
             if name == head:
-                made[id(params[name])] = functools.partial(_seeing, seen, layer)
+                made[id(params[name])] = functools.partial(_record_input, seen, layer)
             else:
                 run = runs[name]
-                made[id(params[name])] = run if low is None else functools.partial(_adapted, name, low, layer, run)
-        attend = functools.partial(_attend, bodies, tp)
+                made[id(params[name])] = run if low is None else functools.partial(_adapt_layer, name, low, layer, run)
+        attend = functools.partial(_attend_heads, bodies, tp)
         mode = ExactRows(made) if linear else None
         logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
         return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None, chosen)
@@ -250,7 +250,7 @@ def _decoder(
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
-    how: dict[str, Any] = {"outputs": outputs, "pack": pack, "routes": shape.routes}
+    how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "routes": shape.routes}
     made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
@@ -259,14 +259,14 @@ def _decoder(
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
-def _rounded(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
     """Returns a weight with the values of its codes."""
     weight = x.T if flip else x
     weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
 
 
-def _attend(
+def _attend_heads(
     bodies: Sequence[nn.Body], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
 ) -> Tensor:
     """Attention of this rank's heads; of all, if the layer has not left the others to other ranks."""
@@ -288,19 +288,19 @@ def _head_of(function: DecodingFunction) -> str | None:
     return next((name for name, p in function.module.named_parameters() if p is weight), None)
 
 
-def _seeing(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+def _record_input(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns a layer that keeps its input for the caller."""
     seen.append(x)
     return layer(x, bias)
 
 
-def _adapted(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
+def _adapt_layer(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns a layer with the adapters' products added."""
     y, edge = run(x, bias), layer.edge
     return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
 
 
-def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:
+def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:
     problems = [f"{name} is missing" for name in like if name not in params]
     mesh = current_mesh()
     for name, x in params.items():
@@ -314,7 +314,7 @@ def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapp
     raise_all(ValueError, "these are not the parameters of the model:", first_of(problems, 20))
 
 
-def _unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
+def _explain_unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
     """Reasons for which no exact form of a model is tried."""
     dtypes = {function.params[name].dtype for name in uses.linear} - set(_PACKED)
     if dtypes:
@@ -322,14 +322,14 @@ def _unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
 
 
 @torch.no_grad()
-def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
+def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
     """Yields the first row whose bits depend on the rows beside it, if one of the probe's does."""
-    served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
+    served, device, seen = decoder.pack(params), _get_device(params), dict[int, Tensor]()
     most = max(_SIZES)
     cache = [torch.zeros(decoder.cache.layer_shape(most + 1, _BLOCK), device=device)]
     cache += [torch.zeros_like(cache[0]) for _ in range(decoder.cache.layers - 1)]
     tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
-    for order in ([0], [1], *map(_company, _SIZES)):
+    for order in ([0], [1], *map(_order_rows, _SIZES)):
         row_T = torch.tensor(order, dtype=torch.int32, device=device)
         # Each row is a sequence of its own, whose earlier keys and values are 0.
         position_T = row_T % min(decoder.context, _BLOCK)
@@ -343,11 +343,11 @@ def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -
                 return
 
 
-def _company(num: int) -> list[int]:
+def _order_rows(num: int) -> list[int]:
     """Rows 0 and 1 among others, in another order for each number."""
     at = num // 2
     return [*range(at, num), *range(at)][:: -1 if num % 2 else 1]
 
 
-def _device(params: Mapping[str, Tensor]) -> torch.device:
+def _get_device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device

@@ -123,7 +123,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
     wanted = [(chunk, row) for chunk in chunks for row in range(len(chunk.positions))]
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
-    arrays, histories = columns.padded(bucket, limits), _histories(wanted, limits.wanted(bucket), limits.context)
+    arrays, histories = columns.padded(bucket, limits), _make_histories(wanted, limits.wanted(bucket), limits.context)
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, *arrays, tuple(columns.sampling), *histories),
         adapters=adapters if any(adapters) else (),
@@ -161,7 +161,7 @@ class _Columns:
             self.sequences.extend([number] * count)
             self.slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
         self.tables.fromlist(blocks)
-        _pad(limits.width * (number + 1), 0, self.tables)
+        _pad_arrays(limits.width * (number + 1), 0, self.tables)
         self.lengths.append(end)
         self.rows.extend(range(len(self.tokens) - len(wanted), len(self.tokens)))
         for p in wanted:
@@ -173,26 +173,26 @@ class _Columns:
     def padded(self, bucket: int, limits: Limits) -> _Arrays:
         """Returns the arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
         most, num_rows = min(bucket, limits.running), limits.wanted(bucket)
-        _pad(bucket, 0, self.tokens, self.positions, self.slots)
-        _pad(bucket, most, self.sequences)
-        _pad((most + 1) * limits.width, 0, self.tables)
-        _pad(most + 1, 1, self.lengths)
-        _pad(num_rows, 0, self.rows, self.keys, self.places)
-        _pad(num_rows, -1, self.targets)
+        _pad_arrays(bucket, 0, self.tokens, self.positions, self.slots)
+        _pad_arrays(bucket, most, self.sequences)
+        _pad_arrays((most + 1) * limits.width, 0, self.tables)
+        _pad_arrays(most + 1, 1, self.lengths)
+        _pad_arrays(num_rows, 0, self.rows, self.keys, self.places)
+        _pad_arrays(num_rows, -1, self.targets)
         return (
             *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
             *(self.rows, self.keys, self.places, self.targets),
         )
 
 
-def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
+def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
     """Returns the tokens before the places of rows with penalties, and how many of them are the prompt's.
 
     See `Plan`.
     """
     if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
-    histories, prompts = _no_histories(num, context)
+    histories, prompts = _make_empty_histories(num, context)
     for i, (chunk, row) in enumerate(rows):
         if not chunk.sequence.request.sampling.penalised:
             continue
@@ -208,11 +208,11 @@ def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
     It writes to block 0 alone. If `extended`, it has histories, too.
     """
     num = limits.wanted(bucket)
-    past = _no_histories(num, limits.context) if extended else (None, None)
+    past = _make_empty_histories(num, limits.context) if extended else (None, None)
     return Plan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
 
 
-def _no_histories(num: int, context: int) -> tuple[array, array]:
+def _make_empty_histories(num: int, context: int) -> tuple[array, array]:
     return array("i", [-1]) * (num * context), array("i", [0] * num)
 
 
@@ -227,7 +227,7 @@ def wanted(sequence: Sequence, count: int) -> range:
     return range(end - 1 if end == len(sequence.tokens) else end, end)
 
 
-def _pad(size: int, value: int, *arrays: array) -> None:
+def _pad_arrays(size: int, value: int, *arrays: array) -> None:
     for a in arrays:
         if len(a) < size:
             a.extend(array(a.typecode, [value]) * (size - len(a)))

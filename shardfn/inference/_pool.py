@@ -39,10 +39,10 @@ def root_key(scope: Scope) -> bytes:
         False
     """
     fields = {"version": str(scope.version).encode(), "adapter": scope.adapter, "dtype": scope.dtype.encode()}
-    return _key(fields | {"salt": scope.salt})
+    return _make_key(fields | {"salt": scope.salt})
 
 
-def _key(fields: dict[str, bytes]) -> bytes:
+def _make_key(fields: dict[str, bytes]) -> bytes:
     """Returns a key of fields, each behind its name and length, so that different lists of fields differ."""
     parts = (name.encode() + len(data).to_bytes(8, "little") + data for name, data in fields.items())
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
@@ -151,4 +151,4 @@ def extend_contents(contents: list[Content], tokens: array, block: int, num: int
         start = len(contents) * block
         parent = contents[-1].key if contents else root_key(scope)
         own = tokens[start : start + block].tobytes()
-        contents.append(Content(_key({"parent": parent, "tokens": own}), parent, own, scope))
+        contents.append(Content(_make_key({"parent": parent, "tokens": own}), parent, own, scope))

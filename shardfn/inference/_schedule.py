@@ -84,26 +84,26 @@ def advance(
         >>> plan, outputs[0].token, outputs[0].finish, state.idle
         (None, 51, 'length', True)
     """
-    _check(state, events, drawn)
+    _check_step(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
     stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
-    _settle(state, drawn, stops, outputs)
+    _settle_plan(state, drawn, stops, outputs)
     for event in events:
-        _take(state, event, outputs)
-    _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
+        _take_event(state, event, outputs)
+    _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
-        _renew(state, state.pending)
+        _renew_version(state, state.pending)
     chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
-    state.chain = _link(state, events, drawn, plan)
+    state.chain = _link_chain(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
 
 
-def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
+def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
     """All checks precede all changes."""
     if state.consumed:
         raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
@@ -147,7 +147,7 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
-def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
+def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
     """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
         known, own, ends = len(sequence.tokens), chunk.own(drawn, first), False
@@ -156,7 +156,7 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
                 break
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
-        _record(state, sequence)
+        _record_blocks(state, sequence)
         if len(chunk.drafts):
             take_drafts(state, sequence, chunk, accepted, own)
         if ends:
@@ -190,7 +190,7 @@ def _take_token(
     return finish is not None
 
 
-def _record(state: State, sequence: Sequence) -> None:
+def _record_blocks(state: State, sequence: Sequence) -> None:
     """Makes blocks known that the last plan has filled."""
     full = sequence.computed // state.limits.block
     if full <= sequence.recorded:
@@ -201,15 +201,15 @@ def _record(state: State, sequence: Sequence) -> None:
     sequence.recorded = full
 
 
-def _take(state: State, event: Event, outputs: list[Output]) -> None:
+def _take_event(state: State, event: Event, outputs: list[Output]) -> None:
     state.number += 1
     match event:
         case Add(_, name, request) if state.draining:
-            outputs.extend(_end(name, c, state, "refused") for c in range(request.sampling.n))
+            outputs.extend(_make_end(name, c, state, "refused") for c in range(request.sampling.n))
         case Add(_, name, request):
             state.add(name, request)
         case Cancel(_, name):
-            _finish(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
+            _finish_sequences(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
         case Stop():
             pass  # it was taken with its token
         case Clock(_, time):
@@ -217,14 +217,14 @@ def _take(state: State, event: Event, outputs: list[Output]) -> None:
         case Weights(_, version, recompute):
             state.pending = version
             if recompute:
-                _renew(state, version)
+                _renew_version(state, version)
         case Drain():
             state.draining = True
 
 
-def _finish(state: State, sequences: list[Sequence], reason: str, outputs: list[Output]) -> None:
+def _finish_sequences(state: State, sequences: list[Sequence], reason: str, outputs: list[Output]) -> None:
     for sequence in sequences:
-        outputs.append(_end(sequence.name, sequence.choice, state, reason, len(sequence.tokens)))
+        outputs.append(_make_end(sequence.name, sequence.choice, state, reason, len(sequence.tokens)))
         state.remove(sequence)
 
 
@@ -233,11 +233,11 @@ def _is_late(sequence: Sequence, time: int) -> bool:
     return deadline is not None and deadline <= time
 
 
-def _end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
+def _make_end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
     return Output(name, choice, position, None, None, state.version, reason)
 
 
-def _renew(state: State, version: int) -> None:
+def _renew_version(state: State, version: int) -> None:
     """Changes the version: no block that was computed before is used again."""
     for sequence in state.running[:]:
         state.preempt(sequence)
@@ -248,7 +248,7 @@ def _renew(state: State, version: int) -> None:
     state.version, state.pending = version, None
 
 
-def _link(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
+def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
     """Returns the next value of the chain. Its cost does not grow with the state."""
     link = hashlib.blake2b(state.chain, digest_size=8)
     counts = (state.step, state.number, state.version, state.time, len(events), len(drawn), *state.counts().values())

@@ -36,7 +36,7 @@ def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, x in like.items():
         key = tuple(x.shape), x.dtype
         if key not in kept:
-            kept[key] = _values(draw, *key)
+            kept[key] = _spread_values(draw, *key)
         out[name] = kept[key].view_as(kept[key])
     return out
 
@@ -51,16 +51,16 @@ def packed_once() -> Callable[..., Tensor]:
     """
     kept: dict[Any, Tensor] = {}
 
-    def pack(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
+    def pack_weight(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
         key = weight.data_ptr(), weight.shape, weight.stride(), codes
         if key not in kept:
             kept[key] = kernels.pack_rows(weight, codes)
         return kept[key].view_as(kept[key])
 
-    return pack
+    return pack_weight
 
 
-def _values(draw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _spread_values(draw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Values that leave rows of about the same size behind a product, and around 1 for the scales of norms."""
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)

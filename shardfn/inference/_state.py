@@ -192,10 +192,10 @@ class State:
 
     def line(self) -> list[Sequence]:
         """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""
-        heads = (islice(self._eligible(lane), self.limits.running) for lane in self.waiting.values())
+        heads = (islice(self._find_eligible(lane), self.limits.running) for lane in self.waiting.values())
         return sorted((sequence for head in heads for sequence in head), key=self.rank)
 
-    def _eligible(self, lane: list[int]) -> Iterator[Sequence]:
+    def _find_eligible(self, lane: list[int]) -> Iterator[Sequence]:
         for serial in lane:
             sequence = self.sequences[serial]
             if (self.pending is None or sequence.begun) and not self._waits_for_first(sequence):

@@ -25,7 +25,7 @@ class Cut:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._tables = [(stop, _borders(stop)) for stop in stops]
+        self._tables = [(stop, _compute_borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
         self._include, self._held = include, ""
 
@@ -34,7 +34,7 @@ class Cut:
         if not self._tables:
             return text, False
         for i, character in enumerate(text, 1):
-            if found := self._match(character):
+            if found := self._match_character(character):
                 whole, self._held = self._held + text[:i], ""
                 return whole if self._include else whole[:-found], True
         whole = self._held + text
@@ -47,7 +47,7 @@ class Cut:
         held, self._held = self._held, ""
         return held
 
-    def _match(self, character: str) -> int:
+    def _match_character(self, character: str) -> int:
         """Moves on by a character. The length of the longest stop string that ends with it, or 0."""
         longest = 0
         for i, (stop, borders) in enumerate(self._tables):
@@ -62,7 +62,7 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=1024)
-def _borders(stop: str) -> tuple[int, ...]:
+def _compute_borders(stop: str) -> tuple[int, ...]:
     """For each beginning of a string the length of the longest shorter one that it ends with."""
     borders, k = [0], 0
     for character in stop[1:]:

@@ -149,7 +149,7 @@ class Suffix:
         theirs = [Place(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
         best = Guess(0.0, Tree())
         for places in (mine, theirs):
-            for guess in self._guesses(tokens, places, most):
+            for guess in self._make_guesses(tokens, places, most):
                 best = guess if guess.score > best.score else best
         return best.tree
 
@@ -164,7 +164,7 @@ class Suffix:
         self._index.setdefault(context.salt, Index(self.places)).extend(serial, text)
         self._size += len(text)
         while self._size > self.most_tokens:
-            self._forget()
+            self._forget_oldest()
 
     def copy(self) -> "Suffix":
         """Returns a drafter of its own, equal to this one."""
@@ -182,7 +182,7 @@ class Suffix:
             found.update(array("q", (serial, len(salt), len(text))).tobytes() + salt + text.tobytes())
         return found.digest()
 
-    def _forget(self) -> None:
+    def _forget_oldest(self) -> None:
         serial, (salt, text) = self._texts.popitem(last=False)
         self._size -= len(text)
         index = self._index[salt]
@@ -190,38 +190,38 @@ class Suffix:
         if not len(index):
             del self._index[salt]
 
-    def _guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
+    def _make_guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
         """Yields a proposal for each of the longest suffixes."""
-        lengths = [_common(tokens, place, self.depth) for place in places]
+        lengths = [_count_common(tokens, place, self.depth) for place in places]
         for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
             same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
-            yield self._grow(same, tokens, most, int(length * self.factor))
+            yield self._grow_tree(same, tokens, most, int(length * self.factor))
 
-    def _grow(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
+    def _grow_tree(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
         """Returns the branches of the largest probability; of equal ones the most frequent, then the newest."""
         score, found, parents = 0.0, list[int](), list[int]()
         # Ends of branches: -p, the order in which they were found, the parent, the depth, the token, its places.
         ends: list[tuple[float, int, int, int, int, list[Place]]] = []
         numbers = itertools.count()
 
-        def extend(parent: int, depth: int, p: float, places: list[Place]) -> None:
-            followed = _followed(places, tokens, depth) if depth < height else {}
+        def extend_tree(parent: int, depth: int, p: float, places: list[Place]) -> None:
+            followed = _group_places(places, tokens, depth) if depth < height else {}
             for token in sorted(followed, key=lambda one: -len(followed[one])):
                 part = p * len(followed[token]) / len(places)
                 if part >= self.least:
                     heapq.heappush(ends, (-part, next(numbers), parent, depth + 1, token, followed[token]))
 
-        extend(-1, 0, 1.0, places)
+        extend_tree(-1, 0, 1.0, places)
         while ends and len(found) < most:
             negative, _, parent, depth, token, own = heapq.heappop(ends)
             found.append(token)
             parents.append(parent)
             score -= negative
-            extend(len(found) - 1, depth, -negative, own)
+            extend_tree(len(found) - 1, depth, -negative, own)
         return Guess(score, Tree(tuple(found), tuple(parents)))
 
 
-def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
+def _group_places(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
     """Returns the places by their tokens at a depth. The sequence's own text goes on as it did since the place."""
     followed: dict[int, list[Place]] = {}
     for place in places:
@@ -233,7 +233,7 @@ def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[
     return followed
 
 
-def _common(tokens: array, place: Place, most: int) -> int:
+def _count_common(tokens: array, place: Place, most: int) -> int:
     """Returns the number of equal tokens before the end of a sequence and before a place."""
     text, end, num = place.text, place.end, len(tokens)
     most = min(most, end, num)

@@ -66,7 +66,7 @@ class Texts:
             choice, end = one.place[:2], ends.get(one.place)
             if choice in ended:
                 continue
-            if stopped := self._take(one, end):
+            if stopped := self._take_token(one, end):
                 found[one.place] = "stop"
             if stopped or end:
                 ended.add(choice)
@@ -84,7 +84,7 @@ class Texts:
         del self._texts[key]
         return text if output.token is not None else one.rest()
 
-    def _take(self, drawn: Drawn, end: str | None) -> bool:
+    def _take_token(self, drawn: Drawn, end: str | None) -> bool:
         assert self._detokenizer is not None
         if end == "error":
             return False  # the token is dropped

@@ -138,10 +138,10 @@ class Experts:
 
     def _not_taken(self, names: Iterable[str]) -> list[str]:
         """Returns the keyword arguments that `route` does not take."""
-        return [] if self._taken is None else [n for n in names if n not in self._taken]
+        return [] if self._route_options is None else [n for n in names if n not in self._route_options]
 
     @functools.cached_property
-    def _taken(self) -> frozenset[str] | None:
+    def _route_options(self) -> frozenset[str] | None:
         """Returns the arguments that `route` takes. None is any keyword. Every layer of every forward asks for them."""
         taken = inspect.signature(self.route).parameters
         return None if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else frozenset(taken)

@@ -105,7 +105,7 @@ class Config:
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        raise_all(ValueError, "Config:", _problems(self))
+        raise_all(ValueError, "Config:", _list_problems(self))
 
     @property
     def head_dim(self) -> int:
@@ -170,7 +170,7 @@ class Config:
         return cls(**{**base, **style, "max_len": 2048, **changes})
 
 
-def _problems(c: Config) -> list[str]:
+def _list_problems(c: Config) -> list[str]:
     out = []
     for name in _SIZES:
         value = getattr(c, name)

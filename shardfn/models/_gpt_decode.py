@@ -87,7 +87,7 @@ def decode(
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis, then)
-    config = _without_losses(config)
+    config = _drop_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
     if config.position == "learned":
@@ -106,13 +106,13 @@ def decode(
         x_1TD, seen = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
         experts += [] if seen is None else [seen.experts]
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
-    own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
+    own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
     return Decoded(logits_RV, x_RD, experts_Tmk)
 
 
-def _without_losses(config: Config) -> Config:
+def _drop_losses(config: Config) -> Config:
     """Returns the config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
     if config.experts is None:
         return config
@@ -128,10 +128,10 @@ class _Rotating(nn.Local):
     sin_TK: Tensor
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        q_BTHK, k_BSGK = (self._rotated(x) for x in (q_BTHK, k_BSGK))
+        q_BTHK, k_BSGK = (self._rotate_heads(x) for x in (q_BTHK, k_BSGK))
         return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
 
-    def _rotated(self, x_1THK: Tensor) -> Tensor:
+    def _rotate_heads(self, x_1THK: Tensor) -> Tensor:
         if x_1THK.dtype != torch.float32:
             return nn.rope(x_1THK, self.cos_TK, self.sin_TK)
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
@@ -173,7 +173,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
         num = config.num_layers // config.layers_a_block
         blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
-    head = _head(config)
+    head = _get_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
     check_policy(codes, [*linear, head], "pack")
     _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
@@ -183,12 +183,17 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     shapes: Any = block_shapes(config, axis)
     blocks = [
         {
-            name: _packed(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}")) if name in _LINEAR else x
+            name: _pack_weight(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}"))
+            if name in _LINEAR
+            else x
             for name, x in p.items()
         }
         for i, (p, own) in enumerate(zip(blocks, shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes_of(codes, head))}
+    return params | {
+        "blocks": blocks,
+        head: _pack_weight(head, params[head], shapes[head].shape, codes_of(codes, head)),
+    }
 
 
 def _check_exact(params: Params, codes: CodePolicy) -> None:
@@ -212,7 +217,7 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
     """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, codes = name.rpartition(".")[2], codes_of(policy, name)
-        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _head(config))):
+        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _get_head(config))):
             raise ValueError(
                 f"pack: {name} is in codes, which only linear layers of Config(exact=True) read; decode it."
             )
@@ -247,7 +252,7 @@ _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
 _BY_INPUTS = ("wo", "w_down")
 
 
-def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
+def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
     """Panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
@@ -256,23 +261,23 @@ def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | No
     return pack_rows(matrix, None if name == "router" else codes)
 
 
-def _head(config: Config) -> str:
+def _get_head(config: Config) -> str:
     return "embed" if config.tie_embeddings else "head"
 
 
 def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
     """Packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
-    head = _head(config)
+    head = _get_head(config)
 
-    def weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
+    def get_weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
         return nn.ExactWeight(panels, block.shape, config.chunks, then=then.get(name))
 
     blocks = [
-        {name: weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
+        {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
         for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: weight(params[head], shapes[head], head)}
+    return params | {"blocks": blocks, head: get_weight(params[head], shapes[head], head)}
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:

@@ -71,12 +71,12 @@ def mixture(
         "chosen": None if chosen_BTk is None else chosen_BTk.flatten(0, 1).long(),
     }
     logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
-    routing, seen = _routed(config, config.experts, logits_BTE, name, options, load)
+    routing, seen = _route_tokens(config, config.experts, logits_BTE, name, options, load)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
-        routing = moe.Routing(*(_own_rows(x, along, len(x_BTD)) for x in routing))
+        routing = moe.Routing(*(_take_rows(x, along, len(x_BTD)) for x in routing))
     run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, exact=config.exact)
     run = functools.partial(moe.swiglu_experts, exact=config.exact) if config.mlp == "swiglu" else run
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
@@ -148,7 +148,7 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
     return False
 
 
-def _routed(
+def _route_tokens(
     config: Config,
     experts: Experts,
     logits_BTE: Tensor,
@@ -211,20 +211,20 @@ def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_t
 
 def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
     """Returns the logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
-    logits_BTE = _logits(config, w_ED, x_BTD, along)
+    logits_BTE = _compute_logits(config, w_ED, x_BTD, along)
     if along.sequence is None:
         return logits_BTE
     # All ranks of the block route all of its tokens, and go on alike.
     return all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
 
 
-def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+def _compute_logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
     if config.exact:
         return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, ExactWeight) else between(w_ED, *along)))
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
     return linear(x_BTD.to(wide), between(w_ED, *along).to(wide))
 
 
-def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
+def _take_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
     assert along.sequence is not None
     return take_own_block(x_SE.unflatten(0, (batch, along.sequence)), along.axis, dim=1).flatten(0, 1)

@@ -59,7 +59,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
         >>> init(config, key(0))["blocks"][0]["wq"].shape
         torch.Size([32, 32])
     """
-    leaves, treedef = tree_flatten(_leaves(config))
+    leaves, treedef = tree_flatten(_list_leaves(config))
     keys = split(key, len(leaves))
     params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
     return _stack_blocks(config, params, stack_draws) if config.stacked else params
@@ -84,7 +84,7 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
         >>> specs(config)["embed"], specs(config, tp="tp")["blocks"][0]["wo"]
         (P(), P(None, 'tp'))
     """
-    tree = tree_map(lambda leaf: leaf.spec(tp), _leaves(config))
+    tree = tree_map(lambda leaf: leaf.spec(tp), _list_leaves(config))
     if pp is not None:
         if not config.stacked:
             raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers; use Config(stacked=True).")
@@ -105,7 +105,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
     Raises:
         ValueError: lists every leaf that is another block, by path.
     """
-    sizes = _own_shapes(config, axis)
+    sizes = _get_shapes(config, axis)
     if tree_structure(sizes) != tree_structure(params):
         return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
@@ -125,7 +125,7 @@ def check_leaves(config: Config, params: Params, axis: Axes) -> None:
     Raises:
         ValueError: lists every leaf that is missing, unknown, or of another shape, by path.
     """
-    sizes = _own_shapes(config, axis)
+    sizes = _get_shapes(config, axis)
     want: dict[str, Any] = dict(zip(tree_paths(sizes, "params"), tree_leaves(sizes), strict=True))
     have: dict[str, Any] = dict(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
     problems = [f"{path} is missing" for path in want if path not in have]
@@ -144,7 +144,7 @@ def _has_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(x.shape) == shape
 
 
-def _own_shapes(config: Config, axis: Axes) -> PyTree:
+def _get_shapes(config: Config, axis: Axes) -> PyTree:
     sizes = block_shapes(config, axis)
     if not config.stacked:
         return sizes
@@ -154,10 +154,10 @@ def _own_shapes(config: Config, axis: Axes) -> PyTree:
 def block_shapes(config: Config, axis: Axes) -> PyTree:
     """Returns the shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
     mesh = current_mesh()
-    want: list[Any] = tree_leaves(_leaves(config))
+    want: list[Any] = tree_leaves(_list_leaves(config))
     blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
     shapes = [BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
-    return tree_unflatten(tree_structure(_leaves(config)), shapes)
+    return tree_unflatten(tree_structure(_list_leaves(config)), shapes)
 
 
 def num_params(config: Config) -> int:
@@ -167,7 +167,7 @@ def num_params(config: Config) -> int:
         >>> num_params(Config.gpt2_like())
         124439808
     """
-    return sum(math.prod(leaf.shape) for leaf in tree_leaves(_leaves(config)))
+    return sum(math.prod(leaf.shape) for leaf in tree_leaves(_list_leaves(config)))
 
 
 # One table from which all of these are read.
@@ -201,7 +201,7 @@ class _DrawnLeaf:
         return normal(key, self.shape, mean=self.mean, stddev=self.stddev)
 
 
-def _leaves(config: Config) -> PyTree:
+def _list_leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
     blocks = [_block_leaves(config, i) for i in range(config.num_layers)]
     tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": blocks}
@@ -247,7 +247,7 @@ def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config) if has_experts else {})
 
 
-def _residual(config: Config) -> float:
+def _residual_scale(config: Config) -> float:
     return 0.02 / math.sqrt(2 * config.num_layers)
 
 
@@ -256,7 +256,7 @@ def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
     tree = {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
-    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual(config), cut=1)}
+    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual_scale(config), cut=1)}
     if config.bias:
         tree |= {
             n: _DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
@@ -266,7 +266,7 @@ def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
 
 def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     D, F = config.d_model, config.ff_dim
-    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual(config), cut=1)}
+    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
     if config.mlp == "swiglu":
         return tree | {"w_gate": _DrawnLeaf((F, D), cut=0)}
     biases = {"b_up": _DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": _DrawnLeaf((D,), stddev=0.0)}
@@ -278,7 +278,7 @@ def _expert_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     E, D, F = config.experts.num, config.d_model, config.experts.d_ff or config.ff_dim
     (front, *_) = (*config.experts.exchange.spec, None)
     leaf = functools.partial(_DrawnLeaf, front=front)
-    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual(config), cut=2)}
+    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
     if config.mlp == "swiglu":
         return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
     biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}

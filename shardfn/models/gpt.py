@@ -98,8 +98,8 @@ def apply(
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
     batch = {"tokens": tokens_BT, "index": index_B}
-    x_BTD, _ = _hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
-    return _logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
+    x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
+    return _compute_logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
 
 
 def choices(
@@ -131,7 +131,7 @@ def choices(
         >>> choices(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 3, 2])
     """
-    _, seen = _hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
+    _, seen = _compute_hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
     if seen is None:
         raise ValueError(
             "choices: the config has experts=None, so tokens choose none; give it models.moe.Experts(...)."
@@ -229,11 +229,11 @@ def loss_and_seen(
     """
     _check_batch(batch)
     _check_of_logits(batch, "loss", "take a loss of apply(..., at=, chosen=)")
-    given, batch = batch, _shifted(config, batch)
+    given, batch = batch, _shift_targets(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
-    x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
+    x_BTD, seen = _compute_hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
     extra = None if seen is None else seen.loss.mean()
-    return _mean(config, params, x_BTD, batch, along, extra, weighted=_weighted(given)), seen
+    return _compute_mean(config, params, x_BTD, batch, along, extra, weighted=_is_weighted(given)), seen
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str
         >>> cut_sequences(config, batch, core.make_mesh({"sp": 1}))["targets"].tolist()
         [[6, 7]]
     """
-    out = _shifted(config, batch)
+    out = _shift_targets(config, batch)
     T = out["tokens"].shape[1]
     with bind_mesh(mesh):
         length = nn.whole_length(config.attention, T)
@@ -359,10 +359,10 @@ def stages(
         )
     first, run, last = stages_and_seen(config, axis, sequence, loss)
 
-    def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+    def run_layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
         return run(p, h, key)[0]
 
-    return Stages(first, wrap(layer), last)
+    return Stages(first, wrap(run_layer), last)
 
 
 def stages_and_seen(
@@ -381,16 +381,16 @@ def stages_and_seen(
             " time; take loss_tile=None."
         )
 
-    def along(num_tokens: int) -> _Along:
+    def get_along(num_tokens: int) -> _Along:
         return _Along(axis, num_tokens if sequence else None)
 
-    def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
+    def run_first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
         if loss is None:
             _check_of_logits(batch, "stages", "pass stages(loss=)")
-            batch = _shifted(config, batch)
+            batch = _shift_targets(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
-        cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
-        x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
+        cut, positions_T = get_along(tokens_BT.shape[1]), _get_positions(config, tokens_BT)
+        x_BTD = _embed_tokens(config, params, tokens_BT, positions_T, cut)
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
@@ -399,11 +399,11 @@ def stages_and_seen(
             h["routes"] = _by_layer(config, batch["routes"], tokens_BT).int().contiguous()
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
-    def layer(
+    def run_layer(
         p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Seen | None]:
-        table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
-        cut, x_BTD, index_B, seen = along(len(h["position"])), h["x"], h.get("index"), None
+        table = _make_table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
+        cut, x_BTD, index_B, seen = get_along(len(h["position"])), h["x"], h.get("index"), None
         routes_mBTk = h.get("routes")
         more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
         layers = layers_of(config, p)
@@ -414,16 +414,16 @@ def stages_and_seen(
         share |= {} if routes_mBTk is None else {"routes": routes_mBTk.roll(-1, 0)}
         return h | {"x": x_BTD} | share, seen
 
-    def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
+    def run_last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
-        cut = along(len(h["position"]))
+        cut = get_along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
         if loss is not None:
             x_BTD = x_BTD if (at_BS := batch.get("at")) is None else _rows_at(config, cut, x_BTD, at_BS)
-            return loss(_logits(config, params, x_BTD, cut), batch)
-        return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
+            return loss(_compute_logits(config, params, x_BTD, cut), batch)
+        return _compute_mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_is_weighted(batch))
 
-    return Stages(first, layer, last)
+    return Stages(run_first, run_layer, run_last)
 
 
 @torch.no_grad()
@@ -474,10 +474,12 @@ def generate(
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias)
-        own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
+        x_BTD, _ = _compute_hidden(
+            config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias
+        )
+        own_BV = _compute_logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
-        next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
+        next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT
 
@@ -509,7 +511,7 @@ def _check_batch(batch: Any) -> None:
 _WHOLE = _Along()
 
 
-def _hidden(
+def _compute_hidden(
     config: Config,
     params: Params,
     batch: dict[str, Any],
@@ -527,16 +529,18 @@ def _hidden(
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
-    positions_T = _positions(config, tokens_BT)
+    positions_T = _get_positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
-    x_BTD = _embedded(config, params, tokens_BT, positions_T, along)
-    table = _table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
+    x_BTD = _embed_tokens(config, params, tokens_BT, positions_T, along)
+    table = _make_table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along, tile, load=load))
     if config.stacked:
-        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen)
+        x_BTD, seen = _scan_blocks(
+            config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen
+        )
     else:
         found = list[Seen]()
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
@@ -548,7 +552,7 @@ def _hidden(
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
 
 
-def _scanned(
+def _scan_blocks(
     config: Config,
     block: Callable[..., Any],
     blocks: Params,
@@ -563,7 +567,7 @@ def _scanned(
     num = config.layers_a_block
     keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
 
-    def body(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
+    def run_block(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
         leaves, own_keys, own_bias, own_chosen = x
         seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
@@ -571,10 +575,10 @@ def _scanned(
             x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, *more)
         return x_BTD, seen
 
-    return nn.scan(body, x_BTD, (blocks, keyed, bias, chosen))
+    return nn.scan(run_block, x_BTD, (blocks, keyed, bias, chosen))
 
 
-def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
+def _get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     """Returns the global positions of this rank's tokens.
 
     Raises:
@@ -589,7 +593,7 @@ def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
     return nn.own_positions(config.attention, T, tokens_BT.device)
 
 
-def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
+def _embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
     x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     if config.position == "learned":
         whole = not config.attention.axes
@@ -600,7 +604,7 @@ def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Te
     return x_BTD
 
 
-def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+def _shift_targets(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     if not config.causal and "targets" not in batch:
         raise ValueError(
             'Config(causal=False): each token sees the next, which cannot be its target; give the batch "targets": the'
@@ -627,22 +631,22 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
         )
 
 
-def _weighted(batch: dict[str, Any]) -> bool:
+def _is_weighted(batch: dict[str, Any]) -> bool:
     """Returns whether rows differ in the number of targets that count."""
     return any(name in batch for name in ("targets", "segment_ids", "mask"))
 
 
-def _mean(
+def _compute_mean(
     config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, extra: Tensor | None, *, weighted: bool
 ) -> Any:
     """Returns the mean cross entropy, and `extra` added to it."""
     targets_BT = batch["targets"]
     if config.loss_tile is None:
-        logits_BTV = _logits(config, params, x_BTD, along)
+        logits_BTV = _compute_logits(config, params, x_BTD, along)
         pair = nn.cross_entropy_sum(logits_BTV, targets_BT, axis=along.axis, vocab_size=config.vocab_size)
     else:
         options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
-        pair = nn.tiled_cross_entropy(x_BTD, _head(config, params), targets_BT, tile=config.loss_tile, **options)
+        pair = nn.tiled_cross_entropy(x_BTD, _get_head(config, params), targets_BT, tile=config.loss_tile, **options)
     if not weighted:
         mean = pair[0] / pair[1].clamp(min=1)
         return mean if extra is None else mean + extra
@@ -650,13 +654,13 @@ def _mean(
     return WeightedMean(pair[0] if extra is None else pair[0] + extra * pair[1], pair[1])
 
 
-def _head(config: Config, params: Params) -> Any:
+def _get_head(config: Config, params: Params) -> Any:
     return params["embed" if config.tie_embeddings else "head"]
 
 
-def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
+def _compute_logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
     return nn.column_linear(
-        x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
+        x_BTD, _weight(config, _get_head(config, params)), features=config.vocab_size, **along._asdict()
     )
 
 
@@ -670,7 +674,9 @@ def _rows_at(config: Config, along: _Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
     return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
-def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
+def _make_table(
+    config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None
+) -> dict[str, Any]:
     """Attention's arguments for positions and documents: of this rank's tokens and all heads."""
     causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     mask = causal if config.causal else nn.Full()
@@ -681,7 +687,7 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
     return how | _position_tables(config, positions_T, dtype)
 
 
-def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
+def _sample_tokens(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logits_BV.argmax(-1)
     tiny = torch.finfo(torch.float32).tiny

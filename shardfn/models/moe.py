@@ -145,7 +145,7 @@ def init_state(config: gpt.Config) -> ModelState:
         >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
         torch.Size([2, 256])
     """
-    shape = len(config.expert_layers), _experts(config).num
+    shape = len(config.expert_layers), _get_experts(config).num
     return {"bias": torch.zeros(shape), "counts": torch.zeros(shape, dtype=torch.int64)}
 
 
@@ -188,15 +188,15 @@ def stages(
         raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0); use gpt.stages.")
     first, run, last = gpt.stages_and_seen(config, axis, sequence, loss)
 
-    def layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
+    def run_layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
         h, seen = run(p, h, key, state["bias"])
         assert seen is not None
         return h, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
 
-    def stateless(f: Callable[..., Any]) -> Callable[..., Any]:
+    def drop_state(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, state, *rest: (f(params, *rest), state)
 
-    return gpt.Stages(stateless(first), wrap(layer), stateless(last))
+    return gpt.Stages(drop_state(first), wrap(run_layer), drop_state(last))
 
 
 def finish(config: gpt.Config, model_state: Any) -> Any:
@@ -216,7 +216,7 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
     """
     if isinstance(model_state, PipelineState):
         return model_state._replace(blocks=finish(config, model_state.blocks))
-    bias = moe.bias_update(model_state["bias"], model_state["counts"], _experts(config).bias_rate)
+    bias = moe.bias_update(model_state["bias"], model_state["counts"], _get_experts(config).bias_rate)
     return {**model_state, "bias": bias, "counts": torch.zeros_like(model_state["counts"])}
 
 
@@ -227,16 +227,16 @@ def num_active_params(config: gpt.Config) -> int:
         >>> round(num_active_params(mixtral_like()) / 1e9, 1), round(gpt.num_params(mixtral_like()) / 1e9, 1)
         (12.9, 46.7)
     """
-    experts = _experts(config)
+    experts = _get_experts(config)
     one = (3 if config.mlp == "swiglu" else 2) * config.d_model * (experts.d_ff or config.ff_dim)
     return gpt.num_params(config) - len(config.expert_layers) * (experts.num - experts.top_k) * one
 
 
-def _experts(config: gpt.Config) -> Experts:
+def _get_experts(config: gpt.Config) -> Experts:
     if config.experts is None:
         raise ValueError(f"the model has no experts; give it some, as in {mixtral_like.__name__}().")
     return config.experts
 
 
 def _has_bias(config: gpt.Config) -> bool:
-    return _experts(config).bias_rate > 0
+    return _get_experts(config).bias_rate > 0

@@ -74,7 +74,7 @@ def group_advantages(
         raise ValueError(f'baseline is {baseline!r}; it must be "mean" or "others".')
     _warn_without_rewards(whole)
     # In float64 the square of no reward in float32 overflows.
-    of_all = _of_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
+    of_all = _compare_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
     return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
 
@@ -89,7 +89,7 @@ def _warn_without_rewards(rewards: Tensor) -> None:
         )
 
 
-def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
+def _compare_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
     known = rewards.isfinite()
     num = known.sum(1, keepdim=True).to(rewards.dtype)
     # Less the largest of the group first: the mean of equal rewards is then exactly theirs.

@@ -110,8 +110,8 @@ def answer_logprobs(
         tensor([[-2.0794,  0.0000]])
     """
     given = {"logits_BLV": logits_BLV}
-    before_BT = _before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
-    return _drawn(_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
+    before_BT = _find_before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
 
 
 def answer_positions(
@@ -142,7 +142,7 @@ def answer_positions(
         >>> answer_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[1, 2]])
     """
-    return _before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _find_before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
 
 
 def logprobs_at(
@@ -174,9 +174,9 @@ def logprobs_at(
         >>> logprobs_at(torch.zeros(1, 2, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
-    before_BT = _before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
     check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
-    return _drawn(logits_BTV, ids_BL, before_BT, lengths_B)
+    return _compute_drawn(logits_BTV, ids_BL, before_BT, lengths_B)
 
 
 def answer_values(
@@ -205,7 +205,7 @@ def answer_values(
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    before_BT = _before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
     found_BT = values_BL.gather(1, before_BT)
     return masked(found_BT, answer_mask(lengths_B, width))
 
@@ -237,8 +237,8 @@ def answer_entropies(
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    before_BT = _before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
-    logs_BTV = _rows(logits_BLV, before_BT).log_softmax(-1)
+    before_BT = _find_before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    logs_BTV = _take_rows(logits_BLV, before_BT).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
@@ -280,13 +280,13 @@ def answer_divergences(
         https://arxiv.org/abs/2504.10637
     """
     check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    before_BT = _before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
-    p_BTV, q_BTV = (_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
+    before_BT = _find_before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
     return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
 
 
-def _before(
+def _find_before(
     function: str,
     given: Mapping[str, Tensor],
     prompts_B: Tensor,
@@ -306,11 +306,11 @@ def _before(
     return (places_BT - 1).clamp(0, length - 1)
 
 
-def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
+def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
     return widened(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
 
 
-def _drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
+def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Returns the log probability of the token behind each position, by the logits there."""
     mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)

@@ -95,7 +95,7 @@ def check_tokenizers(actor: Any, other: Any) -> None:
     Example:
         >>> check_tokenizers({"a": 0, "b": 1}, {"a": 0, "b": 1})
     """
-    ours, theirs = ({i: token for token, i in _vocabulary(x).items()} for x in (actor, other))
+    ours, theirs = ({i: token for token, i in _get_vocabulary(x).items()} for x in (actor, other))
     wrong = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if wrong:
         i = wrong[0]
@@ -106,5 +106,5 @@ def check_tokenizers(actor: Any, other: Any) -> None:
         )
 
 
-def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
+def _get_vocabulary(tokenizer: Any) -> Mapping[str, int]:
     return tokenizer if isinstance(tokenizer, Mapping) else tokenizer.get_vocab()

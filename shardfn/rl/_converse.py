@@ -126,7 +126,7 @@ def converse(
     check_sampling("converse", sampling)
     length = engine.limits.context if length is None else length
     check_prompts("converse", prompts, sampling.max_tokens, length, engine)
-    _check(engine, sampling, call_tokens, failed, length, calls)
+    _check_conversation(engine, sampling, call_tokens, failed, length, calls)
     talks = [
         _Talk(list(prompt), len(prompt), seed)
         for i, prompt in enumerate(prompts)
@@ -136,17 +136,17 @@ def converse(
     how: dict[str, Any] = {"seconds": seconds, "workers": workers, "mesh": engine.mesh, "axis": engine.mesh.axis_names}
     going, outcomes = list(range(len(talks))), list[Outcome]()
     while going:
-        _draw(engine, talks, going, sampling, call_tokens, length)
+        _draw_answers(engine, talks, going, sampling, call_tokens, length)
         going = [i for i in going if _may_call(talks[i], sampling, call_tokens, length, calls)]
-        found = outcomes_of(asked, [_arguments(talks[i]) for i in going], **how)
+        found = outcomes_of(asked, [_read_arguments(talks[i]) for i in going], **how)
         outcomes += [(going[row], kind, value) for row, kind, value in found]
-        going = [i for i, one in zip(going, found, strict=True) if _put(talks[i], one, failed, length)]
+        going = [i for i, one in zip(going, found, strict=True) if _put_outcome(talks[i], one, failed, length)]
     return Conversations(
-        _rollout(talks, rollout_for(engine, len(talks), length, sampling.max_tokens), since, engine),
+        _make_rollout(talks, rollout_for(engine, len(talks), length, sampling.max_tokens), since, engine),
         torch.tensor([talk.calls for talk in talks], device=engine.mesh.device),
         count_kinds(outcomes),
         next((asked.text(one) for one in outcomes if one[1]), ""),
-        _failed(len(talks), outcomes).to(engine.mesh.device),
+        _describe_failed(len(talks), outcomes).to(engine.mesh.device),
     )
 
 
@@ -174,7 +174,7 @@ def call_metrics(calls_B: Int[Tensor, " b"], failed_BK: Int[Tensor, "b kinds"]) 
     return {name: row_mean(x_B.float()) for name, x_B in ({"calls": calls_B} | kinds).items()}
 
 
-def _failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
+def _describe_failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
     found = torch.zeros(rows, len(FAILURES), dtype=torch.int64)
     for row, kind, _ in outcomes:
         if kind:
@@ -182,7 +182,7 @@ def _failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
     return found
 
 
-def _check(
+def _check_conversation(
     engine: Engine, sampling: Sampling, call_tokens: Sequence[int], failed: Sequence[int], length: int, calls: int
 ) -> None:
     vocab, context = engine.limits.vocab, engine.limits.context
@@ -206,16 +206,16 @@ def _check(
 
 
 def _ids_below(vocab: int) -> Callable[[Any], list[int]]:
-    def accept(value: Any) -> list[int]:
+    def accept_ids(value: Any) -> list[int]:
         ids = [operator.index(i) for i in value]
         if not all(0 <= i < vocab for i in ids):
             raise ValueError(ids)
         return ids
 
-    return accept
+    return accept_ids
 
 
-def _draw(
+def _draw_answers(
     engine: Engine, talks: list[_Talk], going: list[int], sampling: Sampling, call_tokens: Sequence[int], length: int
 ) -> None:
     """Lets the model go on in each conversation, up to a call or its end."""
@@ -240,11 +240,11 @@ def _may_call(talk: _Talk, sampling: Sampling, call_tokens: Sequence[int], lengt
     return room and talk.calls < calls and talk.ids[-1] in call_tokens
 
 
-def _arguments(talk: _Talk) -> tuple[list[int], list[int]]:
+def _read_arguments(talk: _Talk) -> tuple[list[int], list[int]]:
     return talk.ids[: talk.prompt], talk.ids[talk.prompt :]
 
 
-def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
+def _put_outcome(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
     """Puts a result behind the call, and returns whether the model goes on."""
     _, kind, value = outcome
     result: Sequence[int] = failed if kind else value
@@ -255,7 +255,7 @@ def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> b
     return True
 
 
-def _rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Rollout:
+def _make_rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Rollout:
     for i, talk in enumerate(talks):
         num = len(talk.places)
         out.prompts[i], out.lengths[i], out.ended[i] = talk.prompt, num, talk.ended

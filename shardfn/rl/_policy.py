@@ -67,7 +67,7 @@ def ppo_policy(
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     weight_BT = truncated_weights("ppo_policy", old_BT, behaviour_BT, lengths_B, truncate)
-    return counted_mean(_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
+    return counted_mean(_compute_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -205,15 +205,15 @@ def grpo(
         log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
     a_BT = advantages_B[:, None].expand_as(log_BT)
     if objective == "clip":
-        loss_BT = _surrogate(log_BT, a_BT, clip, most)
+        loss_BT = _compute_surrogate(log_BT, a_BT, clip, most)
     else:
-        loss_BT = -_clipped(log_BT.exp(), clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
+        loss_BT = -_clip_ratio(log_BT.exp(), clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
     loss_BT = loss_BT * truncated_weights("grpo", old_BT, behaviour_BT, lengths_B, truncate)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
         weight_BT = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) if corrected else 1.0
         loss_BT = loss_BT + beta * weight_BT * kl_BT
-    return _normalised(loss_BT, lengths_B, normalise, constant)
+    return _normalise_loss(loss_BT, lengths_B, normalise, constant)
 
 
 @explains_keywords(**MEANT)
@@ -253,7 +253,7 @@ def rloo(
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
     check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return row_mean(_surrogate(log_BT.sum(1), advantages_B, clip, None))
+    return row_mean(_compute_surrogate(log_BT.sum(1), advantages_B, clip, None))
 
 
 @explains_keywords(**MEANT)
@@ -299,7 +299,7 @@ def policy_metrics(
     check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
-    rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
+    rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clip_ratio(rho_BT, clip)}
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
         rows["kl"] = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) * kl_BT
@@ -309,12 +309,12 @@ def policy_metrics(
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
-def _both(clip: Clip) -> tuple[float, float]:
+def _split_clip(clip: Clip) -> tuple[float, float]:
     return clip if isinstance(clip, tuple) else (clip, clip)
 
 
 def _check_clip(who: str, clip: Clip, most: float | None = None) -> None:
-    below, above = _both(clip)
+    below, above = _split_clip(clip)
     if not (0 < below <= 1 and 0 < above < math.inf):
         raise ValueError(
             f"{who}: clip is {clip}; ratios are clipped to [1 - below, 1 + above], and below must be above 0 and at"
@@ -327,23 +327,23 @@ def _check_clip(who: str, clip: Clip, most: float | None = None) -> None:
         )
 
 
-def _clipped(rho: Tensor, clip: Clip) -> Tensor:
-    below, above = _both(clip)
+def _clip_ratio(rho: Tensor, clip: Clip) -> Tensor:
+    below, above = _split_clip(clip)
     return rho.clamp(1 - below, 1 + above)
 
 
-def _surrogate(log: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
+def _compute_surrogate(log: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
     # Ratios beyond their bound have no gradient. Some way beyond it they stay there, so that exp does not overflow: inf
     # times an advantage or a gradient of 0 is NaN.
     beyond = 1.0
-    above = log.clamp(max=math.log1p(_both(clip)[1]) + beyond)
+    above = log.clamp(max=math.log1p(_split_clip(clip)[1]) + beyond)
     below = log if most is None else log.clamp(max=math.log(most) + beyond)
     rho = torch.where(a < 0, below, above).exp()
     free = rho if most is None else rho.clamp(max=most)
-    return -torch.minimum(free * a, _clipped(rho, clip) * a)
+    return -torch.minimum(free * a, _clip_ratio(rho, clip) * a)
 
 
-def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
+def _normalise_loss(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
     if normalise == "batch":
         return counted_mean(loss_BT, lengths_B)
     sums_B = masked(loss_BT, answer_mask(lengths_B, loss_BT.shape[1])).sum(1)

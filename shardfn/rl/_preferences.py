@@ -52,7 +52,7 @@ def dpo(
         Mitchell, A note on DPO with noisy preferences, 2023 (`smoothing`), https://ericmitchell.ai/cdpo.pdf
     """
     check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
-    h_B = beta * _margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = beta * _compute_margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
@@ -93,7 +93,7 @@ def robust_dpo(
     """
     if not 0 <= smoothing < 0.5:
         raise ValueError(f"robust_dpo: smoothing is {smoothing}; it must be at least 0 and below 0.5.")
-    h_B = beta * _margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = beta * _compute_margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
 
 
@@ -174,7 +174,7 @@ def hinge(
     References:
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
     """
-    h_B = _margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _compute_margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((1 - beta * h_B).relu())
 
 
@@ -252,7 +252,7 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
     return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
 
 
-def _margins(
+def _compute_margins(
     who: str, beta: float, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
 ) -> Tensor:
     check_numbers(who, beta=beta)

@@ -72,7 +72,7 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
+    return _make_rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
 
 
 def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
@@ -136,7 +136,9 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
             )
 
 
-def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine) -> Rollout:
+def _make_rollout(
+    rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine
+) -> Rollout:
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)

@@ -71,7 +71,7 @@ def score(
     if given is not None and len(given) != num:
         raise ValueError(f"score: {len(given)} values are given for {num} rows; pass one for each.")
     calls = [(*rollout.tokens(row), *(() if given is None else (given[row],))) for row in range(num)]
-    called = Called("score", reward, _finite, "a finite number")
+    called = Called("score", reward, _check_finite, "a finite number")
     outcomes = outcomes_of(called, calls, seconds=seconds, workers=workers, mesh=mesh, axis=axis)
     rewards = [value if kind == "" else math.nan for _, kind, value in outcomes]
     failed = [FAILURES.index(kind) + 1 if kind else 0 for _, kind, _ in outcomes]
@@ -81,7 +81,7 @@ def score(
         some = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
         warnings.warn(
             f"score: the reward function must return a finite number, but it failed for all {num} answers ({some}), so"
-            f" nothing is learnt from them. First failure: {first}. It is called as {_call(given)}.",
+            f" nothing is learnt from them. First failure: {first}. It is called as {_make_call(given)}.",
             stacklevel=2,
         )
     return Scores(
@@ -94,11 +94,11 @@ def score(
     )
 
 
-def _call(given: Sequence[Any] | None) -> str:
+def _make_call(given: Sequence[Any] | None) -> str:
     return "reward(prompt, answer), with lists of ids" + ("" if given is None else ", and the row's entry of given")
 
 
-def _finite(value: Any) -> float:
+def _check_finite(value: Any) -> float:
     if not math.isfinite(value):  # refuses texts, which float() reads
         raise ValueError(value)
     return float(value)

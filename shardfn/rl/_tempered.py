@@ -40,8 +40,8 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def outputs(weights: PyTree, *rest: Any) -> Outputs:
+    def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
         found = decoder.outputs(weights, *rest)
         return found._replace(logits=widened(found.logits) / temperature)
 
-    return dataclasses.replace(decoder, outputs=outputs)
+    return dataclasses.replace(decoder, outputs=compute_outputs)

@@ -65,7 +65,7 @@ def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
     prompts = read_prompts(given, model, "prompt", check_number)
     most = given.get("max_tokens", _COMPLETION)
     scores = echo and most == 0
-    asked = _asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
+    asked = _make_asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
     if not scores:
         return asked
     plain: dict[str, Any] = {"stop": (), "stop_tokens": (), "grammar": None}  # of a text that is left out
@@ -88,10 +88,10 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
     prompt = read_chat(given, model)
     rest = max(1, model.limits.context - len(prompt))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
-    return _asked(given, [prompt], model, adapter, most, top)
+    return _make_asked(given, [prompt], model, adapter, most, top)
 
 
-def _asked(
+def _make_asked(
     given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
 ) -> Asked:
     ends = frozenset() if given.get("ignore_eos") else model.ends
@@ -104,16 +104,16 @@ def _asked(
     sampling = Sampling(
         **numbers,
         stop_tokens=stop_tokens,
-        logit_bias=_biases(given.get("logit_bias", {})),
+        logit_bias=_read_biases(given.get("logit_bias", {})),
         top_logprobs=top or 0,
-        stop=_stops(given.get("stop", "")),
+        stop=_list_stops(given.get("stop", "")),
         include_stop=given.get("include_stop_str_in_output", False),
         prompt_logprobs=given.get("echo", False) and top is not None,
     )
     salt = given.get("cache_salt", "").encode()
     requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
     check_fields(requests, model.limits, given)
-    if (grammar := _grammar(given, model, stop_tokens)) is not None:
+    if (grammar := _make_grammar(given, model, stop_tokens)) is not None:
         sampling = replace(sampling, grammar=grammar)
         requests = [replace(request, sampling=sampling) for request in requests]
         check_fields(requests, model.limits, given)
@@ -126,12 +126,12 @@ def _asked(
     return Asked(given["model"], requests, stream, usage, top)
 
 
-def _stops(given: str | list[str]) -> tuple[str, ...]:
+def _list_stops(given: str | list[str]) -> tuple[str, ...]:
     """Returns the stop strings. An empty string in their place is none."""
     return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
-def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+def _read_biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     for token, bias in given.items():
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             text = f"logit_bias has a field {token[:60]!r}; each must be the id of a token, such as '50256'."
@@ -149,10 +149,10 @@ def check_fields(requests: Sequence[Request], limits: Limits, given: Mapping[str
         ApiError: names the field, and the prompt if there are several.
     """
     for i, request in enumerate(requests):
-        _check(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
+        _check_request(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
 
 
-def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
+def _check_request(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
     try:
         check_request(request, limits)
     except ValueError as error:
@@ -166,9 +166,9 @@ def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 
-def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
+def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
     """Returns the language of the text. It is compiled here, so that a wrong one never reaches the engine."""
-    schema = _schema(given["response_format"]) if "response_format" in given else None
+    schema = _get_schema(given["response_format"]) if "response_format" in given else None
     if schema is None and "regex" not in given:
         return None
     if schema is not None and "regex" in given:
@@ -185,7 +185,7 @@ def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int])
     return made
 
 
-def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the schema that a format asks for, or None for any text."""
     found = read_fields(given, FORMAT, "response_format")
     kind = get_required(found, "type", "response_format")

@@ -163,7 +163,7 @@ class Calls:
         for name, request in zip(call.names, requests, strict=True):
             self._of[name] = call
             number = self._events
-            self._event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
+            self._send_event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
         return call
 
     @property
@@ -176,9 +176,9 @@ class Calls:
         if self._open.pop(id(call), None) is None:
             return
         for name in call.names:
-            self._started(call, name)
+            self._record_start(call, name)
             if self._of.pop(name, None) is not None:
-                self._event(Cancel(self._events, name))
+                self._send_event(Cancel(self._events, name))
 
     def report(self, report: Report) -> None:
         """Hands the tokens of a step to their calls."""
@@ -201,7 +201,7 @@ class Calls:
             call = self._of.get(token.name)
             if call is None:  # it was closed meanwhile
                 continue
-            self._record(call, token, now)
+            self._record_token(call, token, now)
             if token.finish is not None:
                 ends[token.name] = ends.get(token.name, 0) + 1
         for name, num in ends.items():
@@ -218,17 +218,17 @@ class Calls:
 
     def drain(self) -> None:
         """Lets the engine refuse further requests."""
-        self._event(Drain(self._events))
+        self._send_event(Drain(self._events))
 
     def stop(self) -> None:
         """Ends the ranks."""
-        self._event(End(self._events))
+        self._send_event(End(self._events))
 
-    def _event(self, event: Message) -> None:
+    def _send_event(self, event: Message) -> None:
         self._events += 1
         self._send(event)
 
-    def _record(self, call: Call, token: Token, now: float) -> None:
+    def _record_token(self, call: Call, token: Token, now: float) -> None:
         at = call.names[token.name]
         choice = call.starts[at] + token.choice
         if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
@@ -237,18 +237,18 @@ class Calls:
                 if call.first is None and not call.embeds:
                     call.first = now
                     self._metrics.observe("vllm:time_to_first_token_seconds", waited)
-                num = self._started(call, token.name)
+                num = self._record_start(call, token.name)
                 self._metrics.add("vllm:prompt_tokens", num)
                 self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
             if not call.embeds:
-                self._drawn(call, choice, now)
+                self._record_drawn(call, choice, now)
         if token.finish in ("stop", "length") and not call.embeds:
             self._metrics.add("vllm:request_success", label=token.finish)
         call.put(Piece(choice, token))
         if not call.left:
-            self._ended(call, now)
+            self._record_end(call, now)
 
-    def _ended(self, call: Call, now: float) -> None:
+    def _record_end(self, call: Call, now: float) -> None:
         self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
         if call.ran is None:  # it never ran
             return
@@ -258,14 +258,14 @@ class Calls:
             self._metrics.observe("vllm:request_prefill_time_seconds", call.first - call.ran)
             self._metrics.observe("vllm:request_decode_time_seconds", now - call.first)
 
-    def _drawn(self, call: Call, choice: int, now: float) -> None:
+    def _record_drawn(self, call: Call, choice: int, now: float) -> None:
         call.drawn += 1
         self._metrics.add("vllm:generation_tokens")
         if (last := call.last.get(choice)) is not None:
             self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
         call.last[choice] = now
 
-    def _started(self, call: Call, name: str) -> int:
+    def _record_start(self, call: Call, name: str) -> int:
         """Takes a prompt out of those that wait, and returns the number of its tokens."""
         num = call.waiting.pop(name, 0)
         self.waiting -= num

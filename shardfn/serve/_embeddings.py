@@ -64,7 +64,7 @@ def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> 
         tokens: tokens of all inputs.
     """
     rows = [
-        {"object": "embedding", "index": i, "embedding": _written(vector, inputs.encoded)}
+        {"object": "embedding", "index": i, "embedding": _write_vector(vector, inputs.encoded)}
         for i, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -76,5 +76,5 @@ def _check_number(num: int) -> None:
         raise ApiError(400, f"input has {num} entries; it must have at most {_MOST}.", "input")
 
 
-def _written(vector: bytes, encoded: bool) -> Any:
+def _write_vector(vector: bytes, encoded: bool) -> Any:
     return base64.b64encode(vector).decode() if encoded else array("f", vector).tolist()

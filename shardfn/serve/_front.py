@@ -55,7 +55,7 @@ class Ranks(Protocol):
         """Ends them."""
 
 
-def _server(app: Any, settings: Settings) -> Any:
+def _make_server(app: Any, settings: Settings) -> Any:
     """Returns a server of uvicorn whose signals the front takes."""
     import uvicorn
 
@@ -109,7 +109,7 @@ class Front:
             The exit status: 0 after a signal, or 1 if a rank has ended, or its own status if that came before the model
             was ready.
         """
-        server = _server(self.app.asgi(), self.settings)
+        server = _make_server(self.app.asgi(), self.settings)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             await self._ranks.start()
@@ -125,7 +125,7 @@ class Front:
         self._signal.set()
 
     async def _until_the_end(self, serving: asyncio.Future[None]) -> int:
-        reading = asyncio.ensure_future(self._read())
+        reading = asyncio.ensure_future(self._read_messages())
         ended = asyncio.ensure_future(self._ranks.first_end())
         signalled = asyncio.ensure_future(self._signal.wait())
         try:
@@ -133,13 +133,13 @@ class Front:
             if reading.done() and (error := reading.exception()) is not None:
                 self._report(f"shardfn serve: error: the front has failed: {type(error).__name__}: {error}")
             if not signalled.done() or reading.done() or ended.done():
-                return await self._lost(ended)
-            return await self._drained(ended)
+                return await self._end_lost(ended)
+            return await self._drain_calls(ended)
         finally:
             for task in (reading, ended, signalled):
                 task.cancel()
 
-    async def _read(self) -> None:
+    async def _read_messages(self) -> None:
         """Hands on the messages of the first rank, until it ends."""
         with contextlib.suppress(EOFError):
             while True:
@@ -147,9 +147,9 @@ class Front:
                 if isinstance(message, Report):
                     self.calls.report(message)
                 elif isinstance(message, Ready):
-                    self._begin(message)
+                    self._begin_serving(message)
 
-    def _begin(self, ready: Ready) -> None:
+    def _begin_serving(self, ready: Ready) -> None:
         settings = self.settings
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
@@ -161,7 +161,7 @@ class Front:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
 
-    async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+    async def _end_lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
         # A process closes its sockets before its status is known. One that has not begun has no clients that wait.
         patience = 1.0 if self.app.model is not None else _LAST_STEPS
@@ -173,34 +173,34 @@ class Front:
         self.app.closed = f"Rank {rank} of the engine has ended, {how}; the server ends."
         self.calls.fail_all(ApiError(503, self.app.closed, code="engine_dead"))
         self._report(f"shardfn serve: error: rank {rank} has ended {how}")
-        await self._quiet(_LAST_WORDS)
+        await self._wait_quiet(_LAST_WORDS)
         return 1 if begun or status <= 0 else status
 
-    async def _drained(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+    async def _drain_calls(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Lets requests in progress end, for some time."""
         self.app.closed = ENDING
         self._report(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
         self.calls.drain()
-        waiting = asyncio.ensure_future(self._quiet(self.settings.drain_seconds))
-        again = asyncio.ensure_future(self._again())
+        waiting = asyncio.ensure_future(self._wait_quiet(self.settings.drain_seconds))
+        again = asyncio.ensure_future(self._wait_signals())
         await asyncio.wait({waiting, again, ended}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         again.cancel()
         if ended.done():
-            return await self._lost(ended)
+            return await self._end_lost(ended)
         self.calls.fail_all(ApiError(503, "The server ends; this request was cancelled.", code="server_ends"))
-        await self._quiet(_LAST_WORDS)
+        await self._wait_quiet(_LAST_WORDS)
         if self.app.model is not None:
             self.calls.stop()
             await self._ranks.all_end(_LAST_STEPS)
         return 0
 
-    async def _again(self) -> None:
+    async def _wait_signals(self) -> None:
         while self.signals < 2:
             self._signal.clear()
             await self._signal.wait()
 
-    async def _quiet(self, seconds: float) -> None:
+    async def _wait_quiet(self, seconds: float) -> None:
         """Waits until no call is in progress, no longer than some seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -259,7 +259,7 @@ def serve(
 
     log = Log(report)
 
-    async def main() -> int:
+    async def run_front() -> int:
         front = Front(settings, text, Processes(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
@@ -267,6 +267,6 @@ def serve(
 
     try:
         with reporting_records(log):
-            return asyncio.run(main())
+            return asyncio.run(run_front())
     finally:
         log.close()

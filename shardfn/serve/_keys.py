@@ -38,17 +38,17 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest_key(key) for key in keys]
 
     def admit(self, header: str | None) -> bool:
         """Returns whether an `Authorization` header has one of the keys."""
         if not self._digests:
             return True
         kind, _, given = (header or "").partition(" ")
-        mine = _digest(given.strip())
+        mine = _digest_key(given.strip())
         found = [hmac.compare_digest(mine, digest) for digest in self._digests]  # all of them
         return any(found) and kind.lower() == "bearer"
 
 
-def _digest(key: str) -> bytes:
+def _digest_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -131,14 +131,14 @@ class Inbox:
         Raises:
             EOFError: the front has ended.
         """
-        self._fill(wait=False)
-        found = self._whole()
+        self._fill_buffer(wait=False)
+        found = self._take_whole()
         while wait and not found:
-            self._fill(wait=True)
-            found = self._whole()
+            self._fill_buffer(wait=True)
+            found = self._take_whole()
         return found
 
-    def _fill(self, *, wait: bool) -> None:
+    def _fill_buffer(self, *, wait: bool) -> None:
         """Reads all bytes that are there."""
         some = False
         while True:
@@ -155,7 +155,7 @@ class Inbox:
             self._data += data
             some = True
 
-    def _whole(self) -> list[Message]:
+    def _take_whole(self) -> list[Message]:
         found, at = list[Message](), 0
         while len(self._data) - at >= _LENGTH:
             end = at + _LENGTH + int.from_bytes(self._data[at : at + _LENGTH], "little")

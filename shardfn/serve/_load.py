@@ -83,21 +83,21 @@ async def measure(url: str, model: str, arrivals: Sequence[Arrival], key: str = 
     """
     began = time.monotonic()
 
-    async def one(arrival: Arrival) -> Delays:
+    async def measure_arrival(arrival: Arrival) -> Delays:
         await asyncio.sleep(max(0.0, began + arrival.seconds - time.monotonic()))
-        return await _sent(url, model, arrival, key)
+        return await _send_arrival(url, model, arrival, key)
 
-    return list(await asyncio.gather(*map(one, arrivals)))
+    return list(await asyncio.gather(*map(measure_arrival, arrivals)))
 
 
-async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
+async def _send_arrival(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     body: dict[str, Any] = {"model": model, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens, "seed": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     import h11
 
     begin, times, texts, tokens, rest = time.monotonic(), list[float](), list[str](), 0, b""
     try:
-        async for data in _answer(url, key, json.dumps(body).encode()):
+        async for data in _read_answer(url, key, json.dumps(body).encode()):
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if event == b"data: [DONE]":
@@ -117,7 +117,7 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens, "".join(texts))
 
 
-async def _answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
+async def _read_answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
     """Returns the pieces of an answer's body, by a connection of its own."""
     import h11
 

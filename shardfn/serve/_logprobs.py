@@ -39,14 +39,14 @@ class Speller:
 
     def spell(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Spelled:
         """Returns the next token."""
-        made, text, begin = self._one(token, logprob), self._growing.add(token), self._offset
+        made, text, begin = self._spell_token(token, logprob), self._growing.add(token), self._offset
         self._offset += len(text)
         if self._holds:  # bytes that turn out to be no character are a text of their own before it
             begin = max(begin, self._offset - len(made.text))
         self._holds = not text
-        return made._replace(offset=begin, top=[self._one(*x) for x in top])
+        return made._replace(offset=begin, top=[self._spell_token(*x) for x in top])
 
-    def _one(self, token: int, logprob: float | None) -> Spelled:
+    def _spell_token(self, token: int, logprob: float | None) -> Spelled:
         data = None if self._spelling.bytes_of is None else self._spelling.bytes_of(token)
         return Spelled(self._spelling.decode([token]), data, logprob)
 
@@ -62,9 +62,9 @@ def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
         [{'a': -0.5, 'b': -1.5}]
     """
     return {
-        "tokens": [_named(t) for t in tokens],
+        "tokens": [_name_token(t) for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": [_by_text([*t.top, t]) for t in tokens] if num else None,
+        "top_logprobs": [_group_texts([*t.top, t]) for t in tokens] if num else None,
         "text_offset": [t.offset for t in tokens],
     }
 
@@ -77,15 +77,18 @@ def newer(tokens: list[Spelled], num: int) -> dict[str, Any]:
         [{'token': 'b', 'logprob': -1.5, 'bytes': [98], 'top_logprobs': []}]
     """
     del num
-    return {"content": [{**_row(t), "top_logprobs": [_row(x) for x in t.top]} for t in tokens], "refusal": None}
+    return {
+        "content": [{**_make_row(t), "top_logprobs": [_make_row(x) for x in t.top]} for t in tokens],
+        "refusal": None,
+    }
 
 
-def _row(token: Spelled) -> dict[str, Any]:
+def _make_row(token: Spelled) -> dict[str, Any]:
     data = None if token.data is None else list(token.data)
     return {"token": token.text, "logprob": token.logprob, "bytes": data}
 
 
-def _named(token: Spelled) -> str:
+def _name_token(token: Spelled) -> str:
     """Returns the text of a token, or its bytes as OpenAI writes them where they are no text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
@@ -93,10 +96,10 @@ def _named(token: Spelled) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data or b"")
 
 
-def _by_text(tokens: Sequence[Spelled]) -> dict[str, float] | None:
+def _group_texts(tokens: Sequence[Spelled]) -> dict[str, float] | None:
     """Returns log probabilities by text: of tokens with the same text the most probable one. None without a value."""
     found: dict[str, float] = {}
     for token in tokens:
         if token.logprob is not None:
-            found.setdefault(_named(token), token.logprob)
+            found.setdefault(_name_token(token), token.logprob)
     return found or None

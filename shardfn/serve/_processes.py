@@ -69,7 +69,7 @@ class Processes:
             mine, theirs = socket.socketpair()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
             errors, into = os.pipe()
-            self._forwarding.append(asyncio.ensure_future(_forward(errors, self._report)))
+            self._forwarding.append(asyncio.ensure_future(_forward_lines(errors, self._report)))
             with theirs, open(into, "wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(theirs.fileno()),
@@ -122,7 +122,7 @@ class Processes:
         for writer in self._writers:
             with contextlib.suppress(Exception):
                 writer.close()
-        await asyncio.gather(*map(_end, self._running))
+        await asyncio.gather(*map(_end_process, self._running))
         if self._forwarding:
             await asyncio.wait(self._forwarding, timeout=_PATIENCE)  # a process of a rank's own may keep its stderr
         for task in self._forwarding:
@@ -137,7 +137,7 @@ class Processes:
         return not left
 
 
-async def _forward(end: int, report: Callable[[str], None]) -> None:
+async def _forward_lines(end: int, report: Callable[[str], None]) -> None:
     """Reports the lines of a pipe until it is closed; of a bar that is drawn over itself the last state."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -155,7 +155,7 @@ async def _forward(end: int, report: Callable[[str], None]) -> None:
         transport.close()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_process(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), _PATIENCE)
     except TimeoutError:

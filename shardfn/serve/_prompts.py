@@ -45,7 +45,7 @@ def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
     Raises:
         ApiError: a message is wrong, the tokenizer has no template, or the text can never fit.
     """
-    messages = _messages(given)
+    messages = _read_messages(given)
     if model.text.chat is None:
         text = f"the tokenizer of {model.name!r} has no chat template; use /v1/completions."
         raise ApiError(400, text, "messages", "no_chat_template")
@@ -76,14 +76,14 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+def _read_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
     if not given.get("messages"):
         how = "is empty" if "messages" in given else "is missing"
         raise ApiError(400, f"messages {how}; give one message at least.", "messages", "missing_parameter")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
 
 
-def _message(message: Any, at: str) -> dict[str, str]:
+def _read_message(message: Any, at: str) -> dict[str, str]:
     """Returns a message as templates read it."""
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
@@ -95,10 +95,10 @@ def _message(message: Any, at: str) -> dict[str, str]:
     # Clients send back an answer without a text as null.
     content = given.get("content", "") if role == "assistant" else get_required(given, "content", at)
     more = {name: given[name] for name in ("name", "reasoning", "reasoning_content") if name in given}
-    return {"role": _SYNONYMS.get(role, role), "content": _content(content, f"{at}.content"), **more}
+    return {"role": _SYNONYMS.get(role, role), "content": _read_content(content, f"{at}.content"), **more}
 
 
-def _content(content: Any, at: str) -> str:
+def _read_content(content: Any, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -39,13 +39,13 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
         refused, stops = dict[str, str](), False
-        for _ in range(_of_all(engine.mesh, len(waiting))):
+        for _ in range(_count_events(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            refused |= _enter(engine, event, embeds)
+            refused |= _enter_event(engine, event, embeds)
         tokens = engine.step()
-        vectors = _vectors(engine, tokens, embeds)
+        vectors = _take_vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
             before, running = set(running), engine.running
@@ -56,7 +56,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             return
 
 
-def _of_all(mesh: Mesh, num: int) -> int:
+def _count_events(mesh: Mesh, num: int) -> int:
     """Returns the number of events that all ranks have."""
     if mesh.size == 1:
         return num
@@ -66,7 +66,7 @@ def _of_all(mesh: Mesh, num: int) -> int:
         return min(comms.control.exchange(num))
 
 
-def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
+def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
     """Passes an event on, and returns the reason if the engine refuses a request, by its name."""
     match event:
         case Add(_, name, request) | Embed(_, name, request, _):
@@ -87,7 +87,7 @@ def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
     return {}
 
 
-def _vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
+def _take_vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
     """Returns the embeddings that are done with these tokens."""
     done = [token.name for token in tokens if token.name in embeds and token.finish == "length"]
     return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}

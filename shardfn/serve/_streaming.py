@@ -42,13 +42,13 @@ class EventStream:
         how = ""
         scope.setdefault("state", {})["events"] = True  # so that a connection may write comments
         try:
-            await while_connected(self._send(send), receive)
+            await while_connected(self._send_events(send), receive)
         except Disconnected:
             how = "disconnected"
         finally:
             self._ended(how)
 
-    async def _send(self, send: "Send") -> None:
+    async def _send_events(self, send: "Send") -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -76,7 +76,7 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
                 async with asyncio.timeout(seconds):
                     await state["flow"].drain()
             except TimeoutError as error:
-                _drop(state["transport"])
+                _drop_connection(state["transport"])
                 raise Stalled from error
 
     async def send_pieces(message: "Message") -> None:
@@ -90,7 +90,7 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
     return send_pieces
 
 
-def _drop(transport: asyncio.Transport) -> None:
+def _drop_connection(transport: asyncio.Transport) -> None:
     """Closes a connection and drops the bytes that the client has not read, also those in the kernel."""
     end = transport.get_extra_info("socket")
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -103,7 +103,7 @@ async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") ->
     Raises:
         Disconnected: the client has left. The work was cancelled.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -116,6 +116,6 @@ async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") ->
                 await task
 
 
-async def _left(receive: "Receive") -> None:
+async def _wait_disconnect(receive: "Receive") -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -37,7 +37,7 @@ def plain(kind: str, prompt: Sequence[int]) -> Tensor:
     """The states of one forward."""
     one = model(**KINDS[kind][0])
     with torch.no_grad():
-        return gpt._hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
+        return gpt._compute_hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
 
 
 def engine(kind: str, blocks: int | None = None, **more: Any) -> Engine:

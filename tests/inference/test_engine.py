@@ -92,8 +92,8 @@ def test_streams_are_read_in_turns_beside_other_calls() -> None:
 
 
 def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, advance = engine(), Engine._advance
-    monkeypatch.setattr(Engine, "_advance", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
+    one, advance = engine(), Engine._advance_step
+    monkeypatch.setattr(Engine, "_advance_step", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
     with pytest.raises(KeyboardInterrupt):
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()

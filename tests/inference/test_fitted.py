@@ -51,7 +51,7 @@ def test_it_has_less_error_of_outputs_than_rounding() -> None:
     made, rows, name = decoder(config), text(32), "blocks.0.w_up"
     moments = _fitted.Moments({name: 64}, full=True)
     for row in rows.tolist():
-        _fitted._run(made, made.pack(params), row, moments)
+        _fitted._run_row(made, made.pack(params), row, moments)
     h, w = moments.mean(name), params["blocks"][0]["w_up"]
     assert h is not None
 

@@ -95,7 +95,7 @@ def test_the_laws_hold_for_ten_thousand_steps() -> None:
 
 @pytest.mark.nightly
 def test_the_laws_hold_where_all_keys_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_file, "_key", lambda fields: bytes(16))
+    monkeypatch.setattr(pool_file, "_make_key", lambda fields: bytes(16))
     assert laws(60, 40) >= 1000
 
 

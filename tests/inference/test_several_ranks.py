@@ -72,14 +72,14 @@ def test_stories_on_three_ranks() -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_stories_beside_a_slow_rank() -> None:
-    advance = Engine._advance
+    advance = Engine._advance_step
 
     def late(self: Engine) -> None:
         if self.mesh.rank == 1 and self._state.step % 3 == 1:
             time.sleep(0.03)  # longer than a wait spins
         advance(self)
 
-    with mock.patch.object(Engine, "_advance", late):
+    with mock.patch.object(Engine, "_advance_step", late):
         tell(2, "gpt2", 3)
 
 
