@@ -20,11 +20,11 @@ Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
 
 
 class Adapters:
-    """Adapters by name. Those of equal content are kept once.
+    """Adapters by name. Adapters of equal content are kept once.
 
     Args:
-        decoder: the model.
-        device: where its weights are.
+        decoder: model.
+        device: device of the model's weights.
     """
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were added."""
+        """Returns the names in the order of addition."""
         return list(self._names)
 
     def add(self, name: Any, given: Any) -> None:
@@ -48,7 +48,7 @@ class Adapters:
 
         Raises:
             TypeError: the name is no str, or `given` no pair of a `LoRA` and its values.
-            ValueError: there is one of this name, or it does not fit the model.
+            ValueError: the name is taken, or the adapter does not fit the model.
         """
         if not isinstance(name, str):
             raise TypeError(f"an adapter's name is a {type(name).__name__}; it must be a str.")
@@ -94,10 +94,7 @@ class Adapters:
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
     def of_padding(self, bucket: int) -> LowRank | None:
-        """Returns the adapters of a plan of padding.
-
-        As `of` for a plan in which one is used, or None if there are none.
-        """
+        """Returns the adapters of a plan of padding, as if a row used an adapter, or None if there are no adapters."""
         return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
     def _keep_adapters(self, names: dict[str, Adapter]) -> None:
@@ -107,10 +104,10 @@ class Adapters:
 
 
 def adapter_of_each(adapter: Any, num: int) -> list[Any]:
-    """Returns the adapter of each of some prompts.
+    """Returns the adapter of each prompt. A single name is the adapter of all prompts.
 
     Raises:
-        ValueError: their numbers differ.
+        ValueError: the numbers of adapters and prompts differ.
     """
     if adapter is None or isinstance(adapter, str):
         return [adapter] * num

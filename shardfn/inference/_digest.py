@@ -10,10 +10,10 @@ from ._state import Sequence, State
 
 
 def digest(state: State) -> bytes:
-    """Eight bytes of all fields of a state, in one canonical encoding: equal states have equal digests on all ranks.
+    """Returns eight bytes of all fields of a state, in one canonical encoding.
 
-    `state.chain` is cheaper, as it covers only inputs and plans. This one also sees a field that was altered and has
-    not yet changed a plan.
+    Equal states have equal digests on all ranks. `state.chain` is cheaper, and covers only inputs and plans. The digest
+    also sees a field that was altered and has not yet changed a plan.
 
     Example:
         >>> from shardfn.inference import Limits, digest, start
@@ -29,7 +29,7 @@ def digest(state: State) -> bytes:
 
 
 def field_digests(state: State) -> dict[str, bytes]:
-    """Returns a digest of each field, by name: ranks exchange these when their digests differ.
+    """Returns a digest of each field, by name. Ranks exchange field digests when their states differ.
 
     Example:
         >>> from shardfn.inference import Limits, field_digests, start
@@ -40,7 +40,7 @@ def field_digests(state: State) -> dict[str, bytes]:
 
 
 def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str | None:
-    """Returns the name of the first field that differs or that only one side has, or None if all are equal.
+    """Returns the name of the first field that differs or is missing on one side, or None if all are equal.
 
     Example:
         >>> first_difference({"step": b"1", "time": b"2"}, {"step": b"1", "time": b"3"})
@@ -50,7 +50,7 @@ def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> 
 
 
 def _list_fields(state: State) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of all fields: first plain ones, then sequences, then the pool. Integers have eight bytes."""
+    """Yields names and bytes of all fields: plain fields, then sequences, then the pool. Integers have eight bytes."""
     plain = "limits tokenizer step number version pending time draining arrivals"
     for name in plain.split():
         yield name, repr(getattr(state, name)).encode()

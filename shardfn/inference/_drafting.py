@@ -1,7 +1,7 @@
-"""Drafts of a step: rows that a plan has beside those of known tokens, last in priority.
+"""Speculative decoding in a step: rows of drafts next to the rows of known tokens, last in priority.
 
-Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts` and one, and
-beyond that only rows that would be padding. A drafter that computes proposes none there, as its proposals take time.
+Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts + 1` rows, and
+beyond only padding rows. A drafter that computes proposes none there, as proposals take time.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from ._plan import Rows
 from ._state import Chunk, Sequence, State
 from ._trees import Tree
 
-Permit = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a grammar that the grammar permits
+Permit = Callable[[Context, Tree], Tree]  # function that keeps the drafts permitted by a sequence's grammar
 
 
 def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> list[Rows]:
     """Returns the chunks of a plan, with drafts for sequences that draw.
 
-    Without `cut`, for those without a grammar alone.
+    Without `cut`, only sequences without a grammar have drafts.
     """
     spare = _count_spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
@@ -31,9 +31,10 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
 
 
 def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, drawn: Seq[int]) -> None:
-    """Counts the drafts of a step, keeps the accepted ones, and returns the blocks that only rejected ones had.
+    """Counts the drafts of a step, keeps the accepted drafts, and returns the blocks of rejected drafts to the pool.
 
-    The accepted drafts of a tree need not be its first: the next step moves their keys and values to their positions.
+    The accepted drafts of a tree need not be its first drafts. The next step moves their keys and values to their
+    positions.
     """
     drafted, block, blocks = chunk.drafts, state.limits.block, sequence.blocks
     state.moves += chunk.moves(accepted, drawn, lambda at: blocks[at // block] * block + at % block)
@@ -57,7 +58,10 @@ def _count_spare(state: State, chunks: list[Rows]) -> int:
 
 
 def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
-    """Returns the most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
+    """Returns the most drafts of a chunk.
+
+    0 unless the chunk is the last known token of a sequence that may have drafts.
+    """
     sequence = chunk.sequence
     num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
@@ -70,7 +74,7 @@ _Found = dict[int, Tree]  # by the number of a chunk
 
 
 def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Returns each sequence may have its part of the rows that those before it have left."""
+    """Returns proposals of one sequence after another, each within the rows that the sequences before have left."""
     assert state.drafter is not None
     found: _Found = {}
     for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
@@ -84,7 +88,7 @@ def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], 
 
 
 def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Returns each sequence may have an equal part of the rows, and what others do not want of theirs."""
+    """Returns proposals of all sequences at once. Each may have an equal part of the rows, and unclaimed rows."""
     assert isinstance(state.drafter, Computes)
     mosts: dict[int, int] = {}
     for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
@@ -108,7 +112,7 @@ def _check_proposal(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
 
 
 def _cut_excluded(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
-    """Leaves out drafts that grammars exclude: they cannot be drawn. A proposal of such drafts alone was rejected."""
+    """Drops drafts that grammars exclude. A proposal with only excluded drafts counts as rejected."""
     kept: _Found = {}
     for i, drafts in found.items():
         one = chunks[i].sequence
@@ -121,7 +125,7 @@ def _cut_excluded(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
 
 
 def _trim_drafts(state: State, rows: int, found: _Found) -> None:
-    """Leaves the last drafts out where that saves more padding than it loses drafts."""
+    """Drops the last drafts where fewer padding rows outweigh the lost drafts."""
     excess = state.limits.excess(rows + sum(map(len, found.values())), least=rows)
     for i in reversed(list(found)):
         cut = min(excess, len(found[i]))
@@ -130,7 +134,7 @@ def _trim_drafts(state: State, rows: int, found: _Found) -> None:
 
 
 def _add_drafts(state: State, chunk: Rows, drafts: Tree) -> Rows:
-    """Returns a chunk with drafts for which there are blocks. No sequence loses its own for them."""
+    """Returns a chunk with the drafts for which there are free blocks. No sequence is preempted for drafts."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft
     while len(sequence.blocks) * block < first + len(drafts) and pool.available:

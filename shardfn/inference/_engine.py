@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, over one pure step and one schedule.
 
 The law, for an exact decoder: however requests are batched, chunked, cached, shared, preempted or sharded, the logits
-of each token are bit for bit those of one forward of its sequence alone.
+of each token equal, bit for bit, the logits of one forward of the single sequence.
 """
 
 import itertools
@@ -44,33 +44,32 @@ from ._texts import Texts
 
 
 class Engine:
-    """Generates tokens for many requests at once. All ranks of the mesh make the same calls.
+    """Generator of tokens for many requests at once (continuous batching). All ranks of the mesh make the same calls.
 
     Args:
-        decoder: the model.
+        decoder: model.
         params: parameters: whole tensors, equal on all ranks, or `GlobalTensor`s of any layout on the mesh.
         mesh: mesh from `make_mesh`. None is one device.
-        limits: the sizes. Default: `limits_of(decoder)`.
-        runner: the graphs of an engine of the same decoder and mesh, to be shared. Its limits may have more blocks.
-        tokenizer: tokenizer as `detokenizer` takes: tokens then have their text, and requests may have stop strings and
-            grammars. Equal on all ranks.
-        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones. Equal
-            on all ranks. The engine takes a copy.
-        adapters: by name, `(lora, values)` as of `add_adapter`.
-        weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
-            while the layer before computes, so that a model may be larger than the memory. Bits are the same.
-        disk: the directory for "disk", which no other engine uses. Each rank makes one of its own in it.
-        cache: the memory of keys and values, "device" or "host": a step brings the blocks of its sequences in a layer
-            while the layer before computes, so that the cache may be larger than the device's memory. Bits are the
-            same.
-        routes: records the experts that each token has chosen, for `Completion.routes`.
+        limits: sizes. Default: `limits_of(decoder)`.
+        runner: graphs of an engine of the same decoder and mesh, to be shared. The runner's limits may have more
+            blocks.
+        tokenizer: tokenizer, as `detokenizer` takes it, equal on all ranks. With a tokenizer, tokens have their text,
+            and requests may have stop strings and grammars.
+        drafter: drafter for speculative decoding, equal on all ranks: several tokens a step, and the same tokens as
+            without a drafter. The engine takes a copy.
+        adapters: adapters by name, `(lora, values)` as of `add_adapter`.
+        weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
+            while the layer before computes, so that a model may be larger than the device's memory. Bits are the same.
+        disk: directory for "disk", used by no other engine. Each rank makes a subdirectory.
+        cache: memory of the KV cache, "device" or "host". A step brings the blocks of its sequences in a layer while
+            the layer before computes, so that the cache may be larger than the device's memory. Bits are the same.
+        routes: whether to record the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters, or an
-            adapter's, are not those of the model, or there is a drafter, and `limits.drafts` is 0, or it is a model of
-            another vocabulary, or `routes` of a decoder without experts, or weights or cache are not kept in such a
-            memory.
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters or an
+            adapter do not fit the model, or there is a drafter and `limits.drafts` is 0, or the drafter has another
+            vocabulary, or `routes` of a decoder without experts, or weights or cache cannot be in such a memory.
 
     Example:
         >>> from shardfn import core
@@ -114,7 +113,7 @@ class Engine:
         self._adding: dict[str, None] = {}  # names, in order
         self._results: Results | None = None  # of the plan in flight
         self._names = itertools.count()
-        # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
+        # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all other requests.
         self._awaited: dict[str, list[Token]] = {}
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
@@ -136,7 +135,7 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its log probabilities: float64 where parameters and cache are float64, else float32."""
+        """Returns the dtype of log probabilities: float64 where parameters and cache are float64, else float32."""
         return torch.float64 if self.limits.cache_dtype == "float64" else torch.float32
 
     @property
@@ -171,25 +170,25 @@ class Engine:
 
     @property
     def routes(self) -> tuple[int, int]:
-        """Returns the layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
+        """Returns the layers whose experts are recorded, and a token's choices in each. Zeros without `routes=True`."""
         return (0, 0) if self._routes is None else self._routes.shape
 
     def counts(self) -> dict[str, int]:
-        """Numbers of running and waiting requests, and of free, held and cached blocks."""
+        """Returns numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
 
     @property
     def guesses(self) -> Guesses:
-        """Counts of steps of a sequence with drafts, of drafts, and of those that were accepted."""
+        """Returns counts of steps of a sequence with drafts, of drafts, and of accepted drafts."""
         return self._state.guesses
 
     @property
     def cache_use(self) -> CacheUse:
-        """Counts of tokens that were looked for and found in the cache, and of sequences that lost their blocks."""
+        """Returns counts of prefix caching, such as tokens found in the cache, and of preemptions."""
         return self._state.use
 
     def memory(self) -> MemoryPlan:
-        """Returns the bytes that this rank needs, as planned from the graph of the largest bucket, without penalties.
+        """Returns the bytes for this rank, as planned from the graph of the largest bucket, without penalties.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -205,18 +204,19 @@ class Engine:
         adapters: bool = False,
         later: bool = False,
     ) -> None:
-        """Captures the graphs of all buckets, and builds the C++ of their kernels, so that no later step does.
+        """Captures the graphs of all buckets, and builds the C++ of the kernels, so that no later step does.
 
-        Where ranks of one machine start together, one of them builds a file, and the others wait for it.
+        Where ranks of one machine start together, one rank builds a file, and the other ranks wait.
 
         Args:
-            penalties: also those of steps in which a request has penalties, biases, or wants the most probable tokens;
-                without them the first such step is slow.
-            grammars: likewise.
-            embeddings: also those of steps that embed, beside requests without penalties and grammars.
-            adapters: also all of these with the present adapters.
-            later: whether only the plain graphs of the smallest and the largest bucket are captured now. Each call of
-                `capture_next` then captures another one, and a step captures the graph that it needs.
+            penalties: whether to capture also graphs of steps in which a request has penalties, biases, or wants the
+                most probable tokens. Otherwise the first such step is slow.
+            grammars: whether to capture also graphs of steps in which a request has a grammar.
+            embeddings: whether to capture also graphs of steps that embed, next to requests without penalties and
+                grammars.
+            adapters: whether to capture also all of these graphs with the present adapters.
+            later: whether to capture now only the plain graphs of the smallest and the largest bucket. Each call of
+                `capture_next` then captures a further graph, and a step captures a missing graph.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -233,7 +233,7 @@ class Engine:
                 low = self._adapters.of_padding(bucket) if adapters else None
                 each.append(graph_kinds(bucket, low=low, routed=self._routes is not None, **kinds))
             first = [each[0][0], each[-1][0]] if later else []
-            # Plain graphs of all buckets come before those of rarer steps.
+            # Plain graphs of all buckets come before graphs of rarer steps.
             rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
             self._uncaptured = deque([*first, *rest])
             num = len(first) if later else len(rest)
@@ -243,10 +243,10 @@ class Engine:
                     wait.update()
 
     def capture_next(self) -> bool:
-        """Captures a graph that `warm_up(later=True)` has left, if there is one. Collective.
+        """Captures a graph that `warm_up(later=True)` has left, if there is such a graph. Collective.
 
         Returns:
-            Whether there was one.
+            Whether a graph was captured.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -257,7 +257,7 @@ class Engine:
         return True
 
     def _list_kernels(self, penalties: bool, adapters: bool) -> list[str]:
-        """Returns the ops of all steps, by their folders. Those whose C++ takes long to build come first."""
+        """Returns the ops of all steps, by their folders. Ops whose C++ takes long to build come first."""
         always = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]
         chosen = ["grouped_product", "gather_rows"] if self._chooses else []
         return always + chosen + ["grouped_product"] * adapters + ["penalise"] * penalties
@@ -269,17 +269,17 @@ class Engine:
 
         Args:
             prompt: token ids.
-            sampling: how its tokens are drawn. Default: `Sampling()`.
-            name: name of the request; default one of the engine's.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of one.
+            sampling: rule of drawing tokens. Default: `Sampling()`.
+            name: name of the request. Default: a name of the engine's choice.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter.
 
         Returns:
             The name.
 
         Raises:
             TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
-            ValueError: a value is out of range, the request can never fit, or another of this name is in progress or
-                has an embedding that was not taken, or the grammar is refused.
+            ValueError: a value is out of range, the request can never fit, or another request of this name is in
+                progress or has an embedding that was not taken, or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
         """
         return self._enter_request(self._make_request(prompt, sampling, **more), name)
@@ -313,39 +313,40 @@ class Engine:
         self._make_request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled". The name of one that has ended is passed over.
+        """Ends a request as "cancelled". The name of an ended request is passed over.
 
-        The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
+        The next step ends the request, after the token that the last step has drawn. The request may also end by that
+        token.
         """
         check_name(name)
         self._events.append(Cancel(self._next_number, name))
 
     def tick(self, time: int) -> None:
-        """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
+        """Sets the clock's reading for deadlines, in milliseconds, equal on all ranks."""
         check_time(time)
         self._events.append(Clock(self._next_number, time))
 
     def drain(self) -> None:
-        """Ends requests that are added from here on as "refused". Those in progress go on."""
+        """Ends requests that are added from here on as "refused". Requests in progress go on."""
         self._events.append(Drain(self._next_number))
 
     def update_weights(self, params: PyTree, *, recompute: bool = True) -> int:
-        """Changes the weights. No block of the cache that older ones computed is used again.
+        """Changes the weights. No block of the cache that older weights computed is used again.
 
         Args:
-            params: parameters as those of the engine, of the same layout.
-            recompute: True lets requests in progress go on at once under the new weights, with their cache computed
-                anew; their tokens remain. False ends those that have begun under the old weights first.
+            params: parameters of the layout of the engine's.
+            recompute: whether requests in progress go on at once under the new weights, with their KV cache recomputed
+                and their tokens kept. False ends requests that have begun under the old weights first.
 
         Returns:
-            The version of the new weights; each token names the version that computed it.
+            The version of the new weights. Each token names the version that computed it.
 
         Raises:
             RuntimeError: the engine is closed.
             ValueError: the parameters are of another model. The message lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
-        if recompute:  # the next step changes to this version at once: those that have waited until now never run
+        if recompute:  # the next step changes to the version at once, and versions that have waited never run
             self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
         self._weights[self._newest] = packed
@@ -353,10 +354,10 @@ class Engine:
         return self._newest
 
     def step(self) -> list[Token]:
-        """Takes what has happened since the last step, and runs the next one, and returns the tokens of the last one.
+        """Takes what has happened since the last step, runs the next step, and returns the tokens of the last step.
 
-        Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone:
-        also the last ones of a stream that was closed.
+        Tokens of requests of `stream` and `generate` are returned only by those calls. All other tokens are returned
+        only here, also the last tokens of a stream that was closed.
 
         Raises:
             RankError: ranks hold different states. The message names the first field that differs.
@@ -369,7 +370,7 @@ class Engine:
     def stream(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any
     ) -> Generator[Token, None, None]:
-        """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
+        """Adds a request and yields its tokens. The engine steps for all requests in between.
 
         Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call. The
         next `step` returns the tokens that were not read.
@@ -387,19 +388,20 @@ class Engine:
         *,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[Any]:
-        """Completes prompts. Requests that are in progress go on beside them.
+        """Completes prompts. Requests in progress go on in the same steps.
 
         Args:
-            prompts: token ids of each.
-            sampling: one for all, or one for each.
-            adapter: the name of one for all, or one for each, where None is the model without one.
+            prompts: token ids of each prompt.
+            sampling: one `Sampling` for all prompts, or a sequence with a `Sampling` for each.
+            adapter: name of one adapter for all prompts, or a sequence with a name for each, where None is the model
+                without an adapter.
 
         Returns:
-            For each prompt a `Completion`; for requests of n > 1 choices a list of n.
+            For each prompt a `Completion`, or for a request of n > 1 choices a list of n.
 
         Raises:
             TypeError: as `add`.
-            ValueError: a request is out of range, or can never fit; none was begun then.
+            ValueError: a request is out of range, or can never fit. No request was begun then.
         """
         prompts = list(prompts)
         hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
@@ -422,19 +424,20 @@ class Engine:
         normalize: bool = False,
         adapter: str | Sequence[str | None] | None = None,
     ) -> Float32[Tensor, "n d"]:
-        """Embeddings of prompts: the hidden states that the head multiplies, pooled.
+        """Returns embeddings of prompts: the hidden states that the head multiplies, pooled.
 
-        Requests that are in progress go on beside them. The bits of an embedding are those of the prompt alone, if the
-        decoder is exact. A mean wants a row for each token, so that a step takes `Limits.running` tokens of it at most.
+        Requests in progress go on in the same steps. The bits of an embedding do not depend on the other prompts, if
+        the decoder is exact. A mean wants a row for each token, so that a step takes at most `Limits.running` tokens of
+        a mean.
 
         Args:
-            prompts: token ids of each, fewer than the context.
+            prompts: token ids of each prompt, fewer than the context.
             pooling: "last", the state of the last token, or "mean", of all tokens: a sum in the order of positions.
-            normalize: whether embeddings have the length 1; zeros stay zeros.
+            normalize: whether embeddings have the length 1. Zeros stay zeros.
             adapter: see `generate`.
 
         Returns:
-            On the CPU.
+            Embeddings on the CPU.
 
         Raises:
             TypeError: as `add`.
@@ -468,7 +471,7 @@ class Engine:
     def add_embedding(
         self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
     ) -> str:
-        """Puts a prompt in line whose embedding is wanted. `embedding` has it once `step` has returned its end.
+        """Puts a prompt in line for an embedding. `embedding` returns the result once `step` has returned the end.
 
         Args:
             prompt: token ids, fewer than the context.
@@ -500,10 +503,10 @@ class Engine:
         return name
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
-        """Returns the embedding of a request of `add_embedding` that has ended as "length". It is returned once.
+        """Returns, once, the embedding of a request of `add_embedding` that has ended as "length".
 
         Raises:
-            ValueError: there is no such request, it is in progress, or it has ended otherwise.
+            ValueError: there is no such request, or the request is in progress, or has ended otherwise.
         """
         check_pooling("last", normalize)
         if name not in self._embeddings or self._is_known(name):
@@ -512,11 +515,12 @@ class Engine:
         return self._embeddings.result(name, normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
-        """Lets requests have an adapter. The next step with one captures graphs anew.
+        """Lets requests have an adapter. The next step with an adapter captures graphs again.
 
         Args:
             name: name for requests.
-            given: `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)` returns.
+            given: pair `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)`
+                returns.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -547,8 +551,7 @@ class Engine:
     def close(self) -> None:
         """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
 
-        Calls that step or need its weights are refused from here on. A `Runner` that was given has a `close` of its
-        own.
+        Calls that step or need weights are refused from here on. A given `Runner` has a separate `close`.
 
         Example:
             >>> from shardfn import core
@@ -573,7 +576,7 @@ class Engine:
         return name
 
     def _forget_request(self, name: str) -> None:
-        """Ends a request that nothing waits for any more."""
+        """Ends a request whose tokens no call waits for any more."""
         if self._awaited.pop(name, None) is not None and self._is_known(name):
             self.cancel(name)
 

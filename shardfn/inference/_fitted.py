@@ -2,8 +2,8 @@
 
     codes of fitted[name] == fit_blocks(w, codes, H),  H = mean of x x^T over the layer's inputs x
 
-Rounding keeps fitted values. So they are passed on as any weights are, and wherever they are rounded to these codes,
-in an engine, a step or a file, the codes are the fitted ones.
+Rounding keeps fitted values. So fitted weights are passed on as any weights are. Wherever they are rounded to the same
+codes, in an engine, a step or a file, the codes are the fitted codes.
 
 T tokens, K inputs, N outputs.
 """
@@ -48,24 +48,24 @@ def fit_codes(
     *,
     compensate: bool = True,
 ) -> PyTree:
-    """Parameters whose linear layers have values of codes with a small error of their outputs.
+    """Returns parameters whose linear layers have values of codes with a small error of their outputs.
 
     Rounding to the same codes keeps these values: by `decoder(config, codes=)` and `hf_decoder(model, codes=)`, and
-    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. They have to be float32
-    until then. Other leaves, tables of embeddings and the head are the given ones.
+    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. Parameters have to be
+    float32 until then. Other leaves, tables of embeddings and the head are returned as given.
 
-    Every rank computes them all, and has the same.
+    Every rank computes all parameters, and has the same result.
 
     Args:
-        decoder: the model, exact, without codes and without `tp`.
+        decoder: model, exact, without codes and without `tp`.
         params: parameters. `GlobalTensor`s are gathered, which is collective.
-        codes: the policy, as for the decoder that will serve them.
+        codes: policy, as for the decoder that will serve the parameters.
         rows: token ids of some text, such as 16 rows of 512, like the text that the model will see.
-        compensate: whether a weight also makes up for the errors of those before it (GPTQ), else each input's size
+        compensate: whether a weight also makes up for the errors of earlier weights (GPTQ). Otherwise each input's size
             weighs the error of its weights.
 
     Raises:
-        ValueError: the decoder's layers are not known one by one, or the policy or a row does not fit it.
+        ValueError: the decoder's layers are not known one by one, or the policy or a row does not fit the decoder.
 
     Example:
         >>> import shardfn as sf
@@ -96,11 +96,11 @@ def fit_codes(
 
 
 class Moments:
-    """The mean of x x^T of the inputs of some layers. It takes the place of adapters, and adds nothing.
+    """Mean of x x^T of the inputs of some layers. Moments take the place of adapters, and add nothing.
 
     Args:
-        inputs: by layer, their number K.
-        full: [K, K], else the diagonal alone.
+        inputs: number K by layer.
+        full: whether moments are [K, K]. Otherwise only the diagonal.
     """
 
     def __init__(self, inputs: Mapping[str, int], *, full: bool) -> None:
@@ -111,7 +111,7 @@ class Moments:
     def added(
         self, name: str, x: Tensor, y: Tensor, *, axis: Axes = None, joins: bool = False, cut: bool = False
     ) -> Tensor:
-        """Returns the result of a layer, whose inputs count."""
+        """Returns the result of a layer, and counts its inputs."""
         del axis, joins, cut
         if name in self.sites:
             x_TK = x.reshape(-1, x.shape[-1]).float()
@@ -121,7 +121,7 @@ class Moments:
         return y
 
     def mean(self, name: str) -> Tensor | None:
-        """None for a layer that has seen no input."""
+        """Returns the mean of a layer, or None for a layer that has seen no input."""
         return self._sums.pop(name) / self._counts[name] if name in self._sums else None
 
 
@@ -138,7 +138,7 @@ class _Site(NamedTuple):
 def _find_sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
 ) -> Iterator[_Site]:
-    """Yields the weights that the policy has codes for and that have none yet, in the order of layers.
+    """Yields the weights that have codes by the policy and none yet, in the order of layers.
 
     Raises:
         ValueError: lists the layers whose weights are no leaves.
@@ -165,7 +165,7 @@ def _split_layers(x: Tensor) -> int:
 
 
 def _split_sites(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
-    """Sites whose moments are kept together."""
+    """Yields the sites whose moments are kept together."""
     part, size = list[_Site](), 0
     for site in sites:
         nbytes = 4 * site.sizes.inputs**2

@@ -1,6 +1,6 @@
-"""The hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, beside the schedule.
+"""Hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, next to the schedule.
 
-A step calls each hook of all followers before the next one, in the order of their fields, from `ends` on.
+A step calls each hook of all followers before the next hook, in the order of their fields, from `ends` on.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ def _return_empty(*given: Any) -> dict[Any, Any]:
 
 
 class Follower(NamedTuple):
-    """Hooks. `Follower()` is the identity. They are pure functions of calls that all ranks make alike.
+    """Hooks, pure functions of calls that are equal on all ranks. `Follower()` is the identity.
 
     Attributes:
-        admit: refuses a request, or returns a value for `begin`. The request may never begin.
-        begin: takes the name of a request that begins, and that value.
-        ends: the ends of choices with tokens that were drawn. It has those that earlier followers have found.
-        before: takes the state before the schedule takes these tokens.
-        moved: takes the moves of keys and values that the next step begins with.
-        fields: fields of the `Token` of an output.
-        take: takes the outputs of the last plan.
-        columns: the arguments of `Runner.run` for the next plan.
-        ran: takes that plan and its results.
+        admit: check of a request, with a value for `begin` as its result. The request may never begin.
+        begin: hook for a request that begins, with its name and the value of `admit`.
+        ends: hook for drawn tokens, with the ends of choices as its result. The ends of earlier followers are given.
+        before: hook with the state before the schedule takes the drawn tokens.
+        moved: hook for the moves of keys and values at the beginning of the next step.
+        fields: hook for an output, with fields of a `Token` as its result.
+        take: hook for the outputs of the last plan.
+        columns: hook for the next plan, with arguments of `Runner.run` as its result.
+        ran: hook for a plan and the plan's results.
     """
 
     admit: Callable[[Request], Any] = _do_nothing
@@ -50,7 +50,7 @@ class Follower(NamedTuple):
 
 
 def together(followers: Sequence[Follower]) -> Follower:
-    """One follower that calls each hook of several, in their order.
+    """Returns one follower that calls each hook of several followers, in order.
 
     Example:
         >>> first = Follower(ends=lambda drawn, ends: {("a", 0, 5): "stop"})

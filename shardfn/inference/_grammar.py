@@ -1,4 +1,4 @@
-"""Grammars that a request's text must have: values, which are compiled before a request is admitted."""
+"""Grammars that a request's text must have: values, compiled before a request is admitted."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ MOST_REMAINDERS = 5000
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that a text must be in, from its first character to its last. Made by one of three functions.
+    """Language that a text must be in, from its first character to its last. Three functions make grammars.
 
     Args:
         kind: "json_schema", "regex" or "lark".
-        text: the schema, the expression or the grammar.
+        text: schema, regular expression or grammar.
 
     Raises:
         TypeError: the text is not a string.
@@ -46,10 +46,10 @@ class Grammar:
         """Returns the grammar of JSON texts that have a schema, with properties in the order of the schema.
 
         Between two parts of a text there are at most 20 characters of white space. The schema may have another rule,
-        as `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
+        for example `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
 
         Raises:
-            ValueError: it is not JSON.
+            ValueError: the schema is not JSON.
 
         Example:
             >>> Grammar.json_schema({"type": "integer"}).text
@@ -60,7 +60,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """Texts that match a regular expression as a whole, in the syntax of Rust's `regex`.
+        """Returns the grammar of texts that match a regular expression as a whole, in the syntax of Rust's `regex`.
 
         Example:
             >>> Grammar.regex("yes|no").kind
@@ -70,7 +70,9 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
-        """Texts of a context-free grammar in llguidance's variant of Lark's syntax, from the rule `start` on.
+        """Returns the grammar of texts of a context-free language, in llguidance's variant of Lark's syntax.
+
+        Texts begin with the rule `start`.
 
         Example:
             >>> Grammar.lark('start: "a" start "b" | "ab"').kind
@@ -80,10 +82,10 @@ class Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuses a schema that is not JSON, or whose compilation would take long though it is short.
+    """Refuses a schema that is not JSON, or whose compilation would take long, such as a large `multipleOf`.
 
     Raises:
-        ValueError: it is such a one.
+        ValueError: the schema is refused.
 
     Example:
         >>> check_grammar(Grammar.json_schema({"type": "integer", "multipleOf": 99991}))
@@ -110,7 +112,7 @@ def _dump_schema(schema: Any) -> str:
 
 
 def _list_schemas(grammar: Grammar) -> Iterator[Any]:
-    """Yields the schemas of a grammar. Those within a Lark grammar follow %json."""
+    """Yields the schemas of a grammar. Schemas within a Lark grammar follow %json."""
     text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         if grammar.kind == "json_schema":

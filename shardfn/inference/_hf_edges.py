@@ -1,8 +1,8 @@
-"""The layers of a model of transformers between which a rank's own features need not be joined.
+"""Layers of a model of transformers between which a rank's features need not be joined.
 
-Each weight is cut by its outputs, so ranks may join the results of each layer: that is right for any code. Models of
-transformers declare between which layers their code also runs on a part of the heads or features, in `_tp_plan`. A
-declaration is used if a probe finds that it holds: a forward in which one rank of several has its part alone.
+Each weight is cut by outputs, so ranks may join the results of each layer, which is right for any code. Models of
+transformers declare in `_tp_plan` between which layers their code also runs on a part of the heads or features. A
+declaration is used if a probe confirms it: a forward in which a single rank of several has only its part.
 
 T tokens, H query heads, G key heads, K head dim.
 """
@@ -25,12 +25,12 @@ _KINDS = {"colwise": Edge.ENTER, "rowwise": Edge.LEAVE}
 
 
 def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: int) -> dict[str, Edge]:
-    """Linear layers that need not join their features, by the names of their weights.
+    """Returns the linear layers that need not join their features, by the names of their weights.
 
     Args:
-        function: the model.
-        linear: the weights of its linear layers, [inputs, outputs] where the value is True.
-        key_heads: key heads of each layer of attention. Ranks divide them.
+        function: model.
+        linear: weights of the linear layers, [inputs, outputs] where the value is True.
+        key_heads: number of key heads of each layer of attention. Ranks divide the key heads.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,7 +107,7 @@ class _Forward:
 def _list_problems(
     function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, Edge], ranks: int
 ) -> Iterator[str]:
-    """Reasons for which a rank cannot run its part alone: errors of the model's code, or other bits."""
+    """Yields the reasons why a rank cannot run only its part: errors of the model's code, or different bits."""
     whole = _Forward(function, linear, edges)
     logits = whole()
     for rank in range(ranks):
@@ -122,6 +122,6 @@ def _list_problems(
 
 
 def _attend_stand_in(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
-    """In place of attention a function of the same heads."""
+    """Returns, in place of attention, a function of the same heads."""
     del scores
     return q_1THK + (k_1TGK - v_1TGK).repeat_interleave(q_1THK.shape[2] // k_1TGK.shape[2], dim=2)

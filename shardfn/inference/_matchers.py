@@ -1,7 +1,7 @@
-"""Where the texts of requests are in their grammars, by llguidance: which tokens may come next.
+"""Places of requests' texts in their grammars, by llguidance: the tokens that may come next.
 
-A matcher is a function of its grammar and tokens: each choice has one of its own, as copies share a cache whose limits
-one of them could exhaust for the others. All limits count steps, and none reads a clock, so that ranks agree.
+A matcher is a function of its grammar and tokens. Each choice has a separate matcher, as copies share a cache whose
+limits one copy could exhaust for the rest. All limits count steps, and none reads a clock, so that ranks agree.
 
 References:
     llguidance, https://github.com/guidance-ai/llguidance
@@ -28,10 +28,10 @@ Allowed = Bool[np.ndarray, " vocab"]
 
 
 class Matcher:
-    """The place of one choice's text in its grammar.
+    """Place of one choice's text in its grammar.
 
     Attributes:
-        allowed: which tokens may come next: not a single one after an error, so that none is drawn then.
+        allowed: permitted next tokens. None are permitted after an error, so that no token is drawn then.
     """
 
     allowed: Allowed
@@ -46,19 +46,19 @@ class Matcher:
         return self._inner.get_error().partition("\n<")[0].strip()
 
     def take(self, token: int, *, last: bool = False) -> str | None:
-        """Goes on by a token.
+        """Advances by a token.
 
         Args:
             token: token that was drawn.
-            last: whether no other one is drawn.
+            last: whether no further token is drawn.
 
         Returns:
-            "stop" where the text is complete, and nothing can follow; "error" where the token is not in the grammar.
+            "stop" where the text is complete, and nothing can follow. "error" where the token is not in the grammar.
         """
         if self._inner.is_error():
-            return "error"  # a draft before it was accepted, and met a limit
+            return "error"  # a draft before the token was accepted, and met a limit
         if token in self._stop_tokens:
-            return None  # the text ends before it
+            return None  # the text ends before the token
         if not self._inner.consume_token(token) or self._inner.is_error():
             self.allowed = np.zeros_like(self.allowed)
             return "error"
@@ -75,27 +75,27 @@ class Matcher:
 
 
 class Ahead:
-    """A matcher that goes along drafts, and returns.
+    """Matcher that goes along drafts, and returns.
 
-    It shares nothing with the choice's own matcher, whose limits then count drawn tokens alone, so that drafts change
-    no end. Where this one meets a limit, the choice has no drafts any more.
+    The limits of the choice's matcher count only drawn tokens, since nothing is shared with this matcher, so that
+    drafts change no end. Where this matcher meets a limit, the choice has no drafts any more.
     """
 
     def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
         self._num = 0  # tokens that were drawn
-        self._path: list[int] = []  # drafts that were consumed after them
+        self._path: list[int] = []  # drafts that were consumed after the drawn tokens
 
     def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: Tree) -> tuple[Tree, list[Allowed]]:
         """Returns the drafts that the grammar permits.
 
         Args:
-            tokens: tokens that were drawn so far: those of the last call, and more.
-            allowed: which tokens may come next.
+            tokens: drawn tokens so far: the tokens of the last call, and further tokens.
+            allowed: permitted next tokens.
             drafts: drafts that may branch.
 
         Returns:
-            The drafts, and for each of them which tokens may come after it.
+            The drafts, and for each draft the permitted next tokens.
         """
         kept: Tree = NO_DRAFTS
         masks: list[Allowed] = []
@@ -120,7 +120,7 @@ class Ahead:
         return not self._inner.is_error()
 
     def _compute_after(self, tree: Tree) -> Allowed | None:
-        """Which tokens may come after the last draft: not a single one where the text ends; None beyond a limit."""
+        """Returns the tokens that may come after the last draft: none where the text ends. None beyond a limit."""
         path = tree.ancestors(len(tree) - 1)
         shared = 0
         while shared < len(self._path) and self._path[shared] == path[shared]:
@@ -144,7 +144,7 @@ class Ahead:
 
 
 def _compute_mask(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
-    """Which tokens may come next, and whether the text is complete."""
+    """Returns the permitted next tokens, and whether the text is complete."""
     bits = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
     if inner.is_error():
         bits[:] = False
@@ -154,15 +154,15 @@ def _compute_mask(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allow
 
 
 class Compiler:
-    """Compiles grammars for a vocabulary.
+    """Compiler of grammars for a vocabulary.
 
     Args:
         detokenizer: detokenizer of the tokenizer.
-        vocab: the number of logits.
+        vocab: number of logits.
 
     Raises:
         ImportError: llguidance is missing.
-        ValueError: tokens of this tokenizer have no bytes of their own.
+        ValueError: tokens of the tokenizer have no bytes by themselves.
     """
 
     def __init__(self, detokenizer: Detokenizer, vocab: int) -> None:
@@ -207,7 +207,7 @@ class Compiler:
 
 
 def _white_space(schema: str) -> dict[str, str]:
-    """Returns the rule of white space for a schema that has none of its own, which this one would override."""
+    """Returns the rule of white space for a schema that has none. A rule of the schema is never overridden."""
     given = json.loads(schema)
     own = given.get("x-guidance") if isinstance(given, dict) else None
     has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
@@ -219,12 +219,15 @@ def _shorten_problem(problem: str) -> str:
 
 
 def _choose_end(vocab: int) -> int:
-    """Returns the id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
+    """Returns the id of an undrawn token that ends texts. Its bit is set where the text is complete."""
     return vocab + 256
 
 
 def _make_tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
-    """Returns the vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
+    """Returns the vocabulary, with a further token for each byte, so that every text has tokens.
+
+    No model draws the further tokens.
+    """
     assert detokenizer.bytes_of is not None
     found = [detokenizer.bytes_of(token) for token in range(vocab)]
     tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]
@@ -240,7 +243,7 @@ def _make_tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance asks for it."""
+    """Vocabulary in the form that llguidance reads."""
 
     def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
@@ -248,7 +251,7 @@ class _Vocabulary:
         self.tokenize: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Returns the tokens of a text that a grammar forces: the longest ones first."""
+        """Returns the tokens of a text that a grammar forces, the longest tokens first."""
         if not isinstance(text, str):
             raise TypeError("text is not a str")  # llguidance then passes strings
         return self.tokenize(text) if self.tokenize is not None else []

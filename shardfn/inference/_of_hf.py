@@ -1,8 +1,8 @@
 """Unmodified models of transformers as decoders of an engine.
 
 An exact decoder computes linear layers by `kernels.row_linear` from weights that are packed once, and the functions
-whose bits depend on the number of rows in another form. Whether this makes the whole model exact is not assumed: a
-probe computes tokens alone and beside others, and compares bits.
+whose bits depend on the number of rows in another form. Whether the whole model is then batch-invariant is not assumed:
+a probe computes tokens by themselves and next to other tokens, and compares bits.
 
 T tokens, R rows whose logits are wanted, V vocabulary.
 """
@@ -44,9 +44,9 @@ _PACKED = (torch.float32, torch.bfloat16)
 _SIZES = (2, 3, 4, 6, 8, 11, 16, 21)
 _BLOCK = 8
 
-# A linear layer, from its input and its bias.
+# Function of a linear layer, from input and bias.
 _Run = Callable[[Tensor, Tensor | None], Tensor]
-# Served weights: "params" in the places of the module's own, and "packed", panels of weights that embeddings read, too.
+# Served weights: "params" in place of the module's, and "packed", panels of weights that embeddings read, too.
 Served = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -61,35 +61,38 @@ def hf_decoder(
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Returns the decoder of an unmodified causal model of transformers, and its parameters.
 
-    Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
-    layer passes. All other code is the model's own.
+    Each layer's attention reads and writes the engine's KV cache, by the scale, window, bound of scores and sinks that
+    the layer passes. All other code is the model's code.
 
     On several ranks each weight of a linear layer is cut by its outputs, and ranks copy results from one another. So
-    logits have the bits of one device on any number of ranks that divides the key heads.
+    logits have the bits of one device on any number of ranks that divides the key heads, for example 1, 2 or 4 ranks
+    with 4 key heads.
 
     Args:
-        model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so do
-            not change it while engines do. Its own weights stay in memory beside the packed ones, unless `params` has
-            others.
-        exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
-            that it does not. False leaves the model's own linear layers and activations. None is exact where possible.
-        tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
-        tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model, or codes
-            by regular expressions found in names of parameters, the first that fits: `{"embed|head": "int8", "":
-            "int4"}`. Logits are those of the rounded weights, bit for bit. A table of embeddings that is also the head
-            is rounded, too.
-        params: the weights, by name, in place of the model's, which may be on "meta": deferred ones, as
-            `interop.module_from_hf` has them, are read by an engine alone, each rank its own parts. A probe then runs
-            on random values, in the memory of one leaf of each shape.
+        model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
+            so do not change the model while engines do. Its weights stay in memory next to the packed weights, unless
+            `params` has other weights.
+        exact: whether each token's logits must have the same bits next to any other tokens (batch-invariant). True is
+            an error where a probe finds other bits. False leaves the model's linear layers and activations. None is
+            exact where possible.
+        tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
+        tokenizer: tokenizer of the prompts, to check that the model has its tokens.
+        codes: "int8" or "int4" for the weights of linear layers, which needs an exact model, or codes by regular
+            expressions found in names of parameters, of which the first that fits counts, for example `{"embed|head":
+            "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table of embeddings
+            that is also the head is rounded, too.
+        params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
+            `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
+            values, in the memory of one leaf of each shape.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
 
     Raises:
-        TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need it, or
-            the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists all.
+        TypeError: the object is not a model of transformers.
+        ValueError: the model cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need,
+            or the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists
+            all.
 
     Example:
         >>> import torch
@@ -138,20 +141,20 @@ def hf_decoder(
 
 @dataclass
 class _Shape:
-    """The sizes of a model, and the uses of its parameters, as one call of it shows them."""
+    """Sizes of a model, and the uses of its parameters, as one call of the model shows them."""
 
     vocab: int = 0
     kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
     routes: tuple[int, int] = (0, 0)  # layers with experts, and a token's choices in each
     uses: WeightUses = field(default_factory=lambda: WeightUses({}))
-    groups: list[list[str]] = field(default_factory=list)  # weights that one input is multiplied by
+    groups: list[list[str]] = field(default_factory=list)  # weights multiplied by one input
 
 
 def _measure_shape(function: DecodingFunction) -> _Shape:
-    """Runs a model on two tokens.
+    """Runs a model on two tokens, and returns its sizes.
 
     Raises:
-        ValueError: its layers have different caches, or no attention was asked for.
+        ValueError: layers have different caches, or no attention was asked for.
     """
     shape = _Shape(uses=WeightUses(function.params))
 
@@ -190,7 +193,7 @@ def _make_decoder(
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
     inputs = {name: like[name].numel() // num for name, num in nums.items()}
-    # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
+    # A weight that other functions read, too, is whole on all ranks, next to the panels of this rank's outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
     specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
     specs |= dict.fromkeys(function.experts, P(tp))
@@ -210,7 +213,7 @@ def _make_decoder(
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
-    # A layer that is called twice, or cut by its inputs, stays alone.
+    # A layer that is called twice, or cut by its inputs, stays separate.
     calls = [name for group in shape.groups for name in group]
     alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is Edge.LEAVE)}
     groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
@@ -269,7 +272,7 @@ def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
 def _attend_heads(
     bodies: Sequence[nn.Body], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
 ) -> Tensor:
-    """Attention of this rank's heads; of all, if the layer has not left the others to other ranks."""
+    """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]
     if not isinstance(body, Paged):
         raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
@@ -315,7 +318,7 @@ def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], spec
 
 
 def _explain_unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
-    """Reasons for which no exact form of a model is tried."""
+    """Yields the reasons for which no exact form of a model is tried."""
     dtypes = {function.params[name].dtype for name in uses.linear} - set(_PACKED)
     if dtypes:
         yield f"weights are of {', '.join(map(str, dtypes))}; packed ones are of {_PACKED[0]} or {_PACKED[1]}"
@@ -323,7 +326,7 @@ def _explain_unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[
 
 @torch.no_grad()
 def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
-    """Yields the first row whose bits depend on the rows beside it, if one of the probe's does."""
+    """Yields the first row of a probe whose bits depend on the other rows, if there is such a row."""
     served, device, seen = decoder.pack(params), _get_device(params), dict[int, Tensor]()
     most = max(_SIZES)
     cache = [torch.zeros(decoder.cache.layer_shape(most + 1, _BLOCK), device=device)]
@@ -331,7 +334,7 @@ def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUs
     tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
     for order in ([0], [1], *map(_order_rows, _SIZES)):
         row_T = torch.tensor(order, dtype=torch.int32, device=device)
-        # Each row is a sequence of its own, whose earlier keys and values are 0.
+        # Each row is a separate sequence with earlier keys and values 0.
         position_T = row_T % min(decoder.context, _BLOCK)
         plan = (row_T + 1) * _BLOCK + position_T, position_T, row_T, tables
         bodies = [Paged(x, *plan) for x in cache]
@@ -344,7 +347,7 @@ def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUs
 
 
 def _order_rows(num: int) -> list[int]:
-    """Rows 0 and 1 among others, in another order for each number."""
+    """Returns rows 0 and 1 among other rows, in another order for each number."""
     at = num // 2
     return [*range(at, num), *range(at)][:: -1 if num % 2 else 1]
 

@@ -1,4 +1,4 @@
-"""Requests, and the one table of ranges that admission checks."""
+"""Requests, and the one table of ranges for admission."""
 
 import math
 import operator
@@ -43,31 +43,32 @@ _MEANT = {
 @explains_fields(**_MEANT)
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. A draw sees these values, its logits, and (seed, choice, position).
+    """Rule of drawing a request's tokens. A draw sees these values, its logits, and (seed, choice, position).
 
     Args:
-        max_tokens: the most tokens that are drawn.
-        temperature: 0 draws the most probable token.
-        top_k: draws among this number of most probable tokens; 0 among all.
-        top_p: draws among the fewest tokens that have this probability together.
-        min_p: leaves out tokens less probable than this part of the most probable one.
-        presence_penalty: subtracted from logits of tokens drawn before.
-        frequency_penalty: subtracted from logits once for each time that a token was drawn before.
-        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-        seed: equal seeds draw equal tokens: give several requests of one prompt different ones, or ask for n choices.
-        n: choices, each drawn with a key of its own; they share the blocks of their prompt.
-        stop_tokens: drawing one of them ends a choice, for the reason "stop". It has no text.
-        stop: strings. The token that completes one ends a choice, for the reason "stop", and the text ends before the
-            string. At most 16 of at most 256 characters. The engine needs a tokenizer.
+        max_tokens: most tokens that are drawn.
+        temperature: divisor of logits. 0 draws the most probable token.
+        top_k: number of most probable tokens that are drawn from. 0 is all.
+        top_p: probability of the fewest tokens that are drawn from.
+        min_p: least probability of a token, as a part of the most probable token's.
+        presence_penalty: number subtracted from logits of tokens drawn before.
+        frequency_penalty: number subtracted from logits once for each time that a token was drawn before.
+        repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of negative logits.
+        seed: seed of draws. Equal seeds draw equal tokens: give several requests of one prompt different seeds, or ask
+            for n choices.
+        n: number of choices, each drawn with a separate key. Choices share the blocks of their prompt.
+        stop_tokens: tokens that end a choice, for the reason "stop". A stop token has no text.
+        stop: strings. The token that completes a string ends a choice, for the reason "stop", and the text ends before
+            the string. At most 16 strings of at most 256 characters. The engine needs a tokenizer.
         include_stop: whether the text ends after the stop string, or the stop token's text, instead.
-        grammar: the language of the text. The choice ends as "stop" where nothing can follow, and stop tokens are drawn
+        grammar: language of the text. The choice ends as "stop" where nothing can follow, and stop tokens are drawn
             only where the text may end. A text that `max_tokens` or a stop string ends may be incomplete. The engine
             needs a tokenizer.
-        prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
-            even where a prefix is cached.
-        logit_bias: pairs of a token and a number from -100 to 100, which is added to its logit after the penalties,
+        prompt_logprobs: whether the log probability of each token of the prompt is wanted. Its positions are then
+            computed, even where a prefix is cached.
+        logit_bias: pairs of a token and a number from -100 to 100, added to the token's logit after the penalties,
             before temperature and filters. Each token once, at most 1024.
-        top_logprobs: also wants the most probable tokens at each position, at most 20, under the raw logits.
+        top_logprobs: number of most probable tokens that are wanted at each position, at most 20, under the raw logits.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
@@ -109,15 +110,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt and the rule of its continuation.
 
     Args:
         prompt: token ids.
-        sampling: how tokens are drawn.
-        priority: larger ones come first, until `Limits.age` steps have passed.
-        deadline: the reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
-        adapter: a digest of the adapter's content, or empty: part of the key of a block's content.
-        salt: caller's bytes: requests share blocks only with those of the same salt.
+        sampling: rule of drawing tokens.
+        priority: number by which larger come first, until `Limits.age` steps have passed.
+        deadline: reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
+        adapter: digest of the adapter's content, or empty: part of the key of a block's content.
+        salt: caller's bytes. Requests share blocks only with requests of the same salt.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -176,7 +177,7 @@ def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     """Returns the ids of a prompt.
 
     Raises:
-        TypeError: it is no sequence of integers.
+        TypeError: the prompt is no sequence of integers.
 
     Example:
         >>> ids_of([5, 6])
@@ -189,12 +190,12 @@ def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Refuses a request that has a value out of range, or that could never end.
+    """Refuses a request with a value out of range, or without an end.
 
-    A request that passes ends in a bounded number of steps, also if others keep arriving.
+    A request that passes ends in a bounded number of steps, also if other requests keep arriving.
 
     Raises:
-        ValueError: names the field, its value, and the range.
+        ValueError: names the field, the value, and the range.
 
     Example:
         >>> limits = Limits(vocab=100, context=64, blocks=9, block=16)

@@ -1,8 +1,8 @@
-"""One step of the schedule: `(state, events, drawn tokens) -> (state, plan, outputs)`.
+"""One step of continuous batching: `(state, events, drawn tokens) -> (state, plan, outputs)`.
 
-A pure function of its arguments: it reads no clock, no memory and no hash of Python's, and walks no set, so that ranks
-which receive the same events hold the same state. It is Dynamic SplitFuse [1] with shared prefixes, priorities and
-preemption by recomputation.
+The step is a pure function of its arguments. It reads no clock, no memory and no hash of Python's, and walks no set, so
+that ranks with the same events hold the same state. The schedule is Dynamic SplitFuse [1], which is chunked prefill,
+with prefix caching [2], priorities and preemption by recomputation.
 
 References:
     [1] Holmes et al., DeepSpeed-FastGen, 2024, https://arxiv.org/abs/2401.08671
@@ -33,10 +33,10 @@ class Output(NamedTuple):
     Args:
         name: name of the request.
         choice: choice of the request.
-        position: position of the token in the sequence; below the prompt's length if it is a scored one.
-        token: drawn, or scored, or None for an end without a token.
+        position: position of the token in the sequence, below the prompt's length for a scored token.
+        token: drawn or scored token, or None for an end without a token.
         row: row of the plan that was in flight, for the log probability, or None without a token.
-        version: version of the parameters that computed it.
+        version: version of the parameters that computed the token.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
     """
 
@@ -52,15 +52,15 @@ class Output(NamedTuple):
 def advance(
     state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Permit | None = None
 ) -> tuple[State, Plan | None, list[Output]]:
-    """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
+    """Takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
     Args:
-        state: is donated: it cannot be advanced again. `state.copy()` keeps one.
-        events: numbered from `state.number` on.
-        drawn: for each wanted row of the last plan the drawn token, any token id for a row that scores, and -1 where
-            logits were not finite: that choice ends as "error".
-        cut: `(context, drafts) -> drafts`, the drafts of a sequence with a grammar that its grammar permits. It follows
-            from these calls alone. Without it, requests with a grammar have no drafts.
+        state: state, which is donated: it cannot be advanced again. `state.copy()` keeps a state.
+        events: events numbered from `state.number` on.
+        drawn: drawn token for each wanted row of the last plan, any token id for a row that scores, and -1 where logits
+            were not finite: such a choice ends as "error".
+        cut: function `(context, drafts) -> drafts` that keeps the drafts that a sequence's grammar permits. The result
+            follows only from these calls. Without `cut`, requests with a grammar have no drafts.
 
     Returns:
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
@@ -104,7 +104,7 @@ def advance(
 
 
 def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
-    """All checks precede all changes."""
+    """Checks events and drawn tokens. All checks precede all changes."""
     if state.consumed:
         raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
     rows = sum(len(chunk.positions) for chunk in state.flight)
@@ -148,7 +148,7 @@ _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
 def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
-    """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
+    """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
         known, own, ends = len(sequence.tokens), chunk.own(drawn, first), False
         for row, p in chunk.valid(own):
@@ -167,7 +167,7 @@ def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Out
 def _take_token(
     state: State, sequence: Sequence, place: int, token: int, row: int, stops: _Stops, outputs: list[Output]
 ) -> bool:
-    """Appends or scores one token, and returns whether the choice ends with it."""
+    """Appends or scores one token, and returns whether the choice ends with the token."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
     stop = stops.get((sequence.name, sequence.choice, place))
     if token < 0 or stop == "error":
@@ -191,7 +191,7 @@ def _take_token(
 
 
 def _record_blocks(state: State, sequence: Sequence) -> None:
-    """Makes blocks known that the last plan has filled."""
+    """Records the blocks that the last plan has filled, for prefix caching."""
     full = sequence.computed // state.limits.block
     if full <= sequence.recorded:
         return
@@ -211,7 +211,7 @@ def _take_event(state: State, event: Event, outputs: list[Output]) -> None:
         case Cancel(_, name):
             _finish_sequences(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
         case Stop():
-            pass  # it was taken with its token
+            pass  # taken with its token
         case Clock(_, time):
             state.time = max(state.time, time)
         case Weights(_, version, recompute):
@@ -238,10 +238,10 @@ def _make_end(name: str, choice: int, state: State, reason: str, position: int =
 
 
 def _renew_version(state: State, version: int) -> None:
-    """Changes the version: no block that was computed before is used again."""
+    """Changes the version. No block that was computed before is used again."""
     for sequence in state.running[:]:
         state.preempt(sequence)
-        sequence.preempted = -1  # it may be admitted in this step
+        sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
         sequence.contents = []
     state.pool.forget()

@@ -1,4 +1,4 @@
-"""One block of the transformer, on this rank's part of it: x += attn(norm(x)), x += mlp(norm(x)), and its dropout.
+"""One block of the transformer, on this rank's part of the block: x += attn(norm(x)), x += mlp(norm(x)), and dropout.
 
 B batch, T tokens, D model, H heads.
 """
@@ -40,11 +40,11 @@ def block(
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen | None]:
-    """Returns the stream after one layer, and the facts of its router if it has experts.
+    """Returns the stream after one layer, and the facts of its router if the layer has experts.
 
-    `p` has its leaves. `table` has attention's arguments for positions and documents. `bias_E` is in the choice alone.
-    `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of the router's;
-    with `load` the facts have metrics.
+    `p` has the layer's leaves. `table` has attention's arguments for positions and documents. `bias_E` counts only in
+    the choice. `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of
+    the router's. With `load` the facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _add_dropout(config, table, key, index_B)
@@ -57,7 +57,7 @@ def block(
         y_BTD = y_BTD if "w_down" not in p else y_BTD + _apply_mlp(config, along, p, h_BTD)
     else:
         feed = functools.partial(_feed_forward, config, along)
-        # Those leaves alone: a tiled function has all of its parameters gathered at once.
+        # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.
         y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
     return x_BTD + dropout(config, along, k2, y_BTD, index_B), seen
 
@@ -94,7 +94,7 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
 
 
 def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Attention's arguments for the positions of tokens, of all heads."""
+    """Returns attention's arguments for the positions of tokens, of all heads."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if config.position == "rope" and config.exact:
         return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
@@ -120,7 +120,7 @@ def _check_numbers(what: str, index_B: Tensor | None) -> Tensor:
     """Returns the samples' global numbers.
 
     Raises:
-        ValueError: they are missing.
+        ValueError: numbers are missing.
     """
     if index_B is None:
         raise ValueError(
@@ -131,7 +131,7 @@ def _check_numbers(what: str, index_B: Tensor | None) -> Tensor:
 
 
 def dropout(config: Config, along: Along, key: Tensor | None, x_BTD: Tensor, index_B: Tensor | None) -> Tensor:
-    """Dropout by global position; `x_BTD` itself without a key."""
+    """Returns `x_BTD` after dropout by global position, or unchanged without a key."""
     if key is None or config.dropout == 0:
         return x_BTD
     index_B = _check_numbers(f"dropout {config.dropout}", index_B)

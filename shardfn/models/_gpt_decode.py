@@ -1,4 +1,4 @@
-"""The GPT on tokens of many sequences at once, whose keys and values are kept by the bodies of attention.
+"""The GPT on tokens of many sequences at once. The bodies of attention keep their keys and values (KV cache).
 
 T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V vocabulary.
 """
@@ -24,12 +24,12 @@ from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
 
 
 class Decoded(NamedTuple):
-    """The results of `decode`.
+    """Results of `decode`.
 
     Attributes:
         logits: logits of the rows.
-        hidden: the states of the rows that the head multiplies.
-        experts: experts of each token, in each of the m layers that have some.
+        hidden: states of the rows that the head multiplies.
+        experts: experts of each token, in each of the m layers with experts.
     """
 
     logits: Float[Tensor, "r v"]
@@ -48,21 +48,21 @@ def decode(
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
 ) -> Decoded:
-    """Logits of some of the tokens of several sequences, with the hidden states and experts behind them.
+    """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
-    Each layer's attention is computed by a body of its own, which keeps the layer's keys and values from one call to
-    the next, and knows which tokens belong together. So a sequence may be passed in any parts, beside any others.
+    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from one call to the
+    next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other sequences
+    (continuous batching).
 
     Args:
-        config: the shape; causal, without `layout`.
+        config: shape, causal, without `layout`.
         params: parameters from `pack`.
         tokens_T: ids.
         positions_T: positions of each token in its sequence, below `max_len`.
-        rows_R: the tokens whose logits are wanted.
-        bodies: one for each layer.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        then: function for weights of an exact config, by names such as "blocks.0.wq", the function that
-            `ExactWeight.then` is.
+        rows_R: tokens whose logits are wanted.
+        bodies: bodies of attention, one for each layer.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        then: functions for weights of an exact config, by names such as "blocks.0.wq". Each is an `ExactWeight.then`.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -113,7 +113,7 @@ def decode(
 
 
 def _drop_losses(config: Config) -> Config:
-    """Returns the config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
+    """Returns the config with routers over only this rank's tokens, as the axes of a training batch are not here."""
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, axes=None, z=0.0))
@@ -121,7 +121,7 @@ def _drop_losses(config: Config) -> Config:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rotating(nn.Local):
-    """A body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
+    """Body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
 
     inner: nn.Body
     cos_TK: Tensor
@@ -138,23 +138,25 @@ class _Rotating(nn.Local):
 
 
 def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
-    """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
+    """Returns parameters as `decode` takes them.
+
+    Separate layers, with the weights of exact layers as `row_linear` reads them.
 
     A function of each rank's blocks. `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too. A
     weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a GGUF
-    file. These are not rounded again. A table of embeddings is in codes where it is tied to the head.
+    file. Such blocks are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`, or this rank's blocks of them.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit. "int8",
-            "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that
-            fits: `{"embed|head": "int8", "": "int4"}`.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        codes: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded weights,
+            bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq" and
+            "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
-        TypeError: leaves of an exact model are float16, or some are float64 and others not. The message lists all. Or
-            float64 has codes.
+        TypeError: leaves of an exact model are float16, or only some are float64. The message lists all. Or float64 has
+            codes.
         ValueError: leaves are missing, unknown, or of another model. The message lists all. Or codes of layers that are
             not exact, or whose groups of inputs lie on several ranks.
 
@@ -239,7 +241,7 @@ def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
-    """Returns the rotations of all positions: computed once, being much work for one token."""
+    """Returns the rotations of all positions, computed once, as they are much work for one token."""
     if config.position != "rope":
         return {}
     embed = params["embed"]
@@ -253,7 +255,7 @@ _BY_INPUTS = ("wo", "w_down")
 
 
 def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
-    """Panels of a weight, whose dims of heads count as one."""
+    """Returns the panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
     if matrix.dtype == torch.uint8:
@@ -266,7 +268,7 @@ def _get_head(config: Config) -> str:
 
 
 def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
-    """Packed leaves as weights of layers."""
+    """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
     head = _get_head(config)
 
@@ -281,7 +283,7 @@ def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
+    """Returns inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
 
     Example:
         >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
@@ -300,7 +302,7 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def check_decodable(config: Config) -> None:
-    """Refuses a config whose tokens do not look back alone, one after another.
+    """Refuses a config that cannot be decoded token by token, for example with `causal=False`.
 
     Raises:
         ValueError: names the setting.

@@ -37,17 +37,19 @@ from shardfn.nn import ExactWeight
 
 from ._gpt_config import Config
 
-Params = Any  # a dict as `init` makes it; optree types its results as its own PyTree
+Params = Any  # a dict from `init`, as optree types its results as optree's PyTree
 
 
 def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
-    """Fresh parameters: weights normal(0, 0.02), those that write to the residual stream by 1 / sqrt(2 L) smaller.
+    """Returns fresh parameters.
 
-    Drawn by `shardfn.core`'s functions, so inside `deferred()` the leaves are deferred.
+    Weights normal(0, 0.02), and smaller by 1 / sqrt(2 L) where they write to the residual stream.
+
+    `shardfn.core`'s functions draw the leaves, so inside `deferred()` the leaves are deferred.
 
     Args:
-        config: the shape.
-        key: the key; leaf i is drawn with `fold_in(key, i)`.
+        config: shape.
+        key: key. Leaf i is drawn with `fold_in(key, i)`.
 
     Returns:
         float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}. Weights are [out, in]. With
@@ -66,15 +68,15 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
-    """Returns the compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
+    """Returns the compute layout: `P()`, whole, for every leaf. Of stacked blocks, the layout of each layer.
 
-    With `tp` that of Megatron: heads, features of the MLP and the vocabulary are cut along it, and `apply` and `loss`
-    are to get the same as their `axis`.
+    With `tp` the layout is Megatron's: heads, features of the MLP and the vocabulary are cut along `tp`, and `apply`
+    and `loss` must get the same as their `axis`.
 
     Args:
-        config: the shape.
-        tp: the mesh axes of tensor parallelism. None: every leaf is whole.
-        pp: the axis along which the layers of a pipeline lie, for `stages`. None: every rank has all layers.
+        config: shape.
+        tp: mesh axes of tensor parallelism. None: every leaf is whole.
+        pp: axis along which the layers of a pipeline lie, for `stages`. None: every rank has all layers.
 
     Raises:
         ValueError: `pp` of blocks that are not stacked.
@@ -95,12 +97,12 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
 
 
 def weight(config: Config, w: Any) -> Any:
-    """Returns a weight of a linear layer as the config computes it. One that is exact already is unchanged."""
+    """Returns a weight of a linear layer as the config computes it. An exact weight is unchanged."""
     return ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, ExactWeight) else w
 
 
 def check_blocks(config: Config, params: Params, axis: Axes) -> None:
-    """Compares every leaf with this rank's block of it under `specs(config, tp=axis)`.
+    """Compares every leaf with this rank's block under `specs(config, tp=axis)`.
 
     Raises:
         ValueError: lists every leaf that is another block, by path.
@@ -118,7 +120,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
 
 
 def check_leaves(config: Config, params: Params, axis: Axes) -> None:
-    """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with those of the config.
+    """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with the config's leaves.
 
     Leaves of bytes are blocks of codes along the last dim, as from `kernels.code_blocks`.
 
@@ -175,7 +177,7 @@ def num_params(config: Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BlockShape:
-    """The shape of a rank's block of a leaf."""
+    """Shape of a rank's block of a leaf."""
 
     shape: tuple[int, ...]
 
@@ -220,7 +222,7 @@ def _stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) ->
 
 
 def join_layers(layers: Sequence[Params]) -> Params:
-    """Returns the leaves of layers as those of one block: the names of several begin with the layer's place in it.
+    """Returns the leaves of layers as leaves of one block. Names of several layers begin with the layer's place.
 
     Example:
         >>> join_layers([{"w": 1}, {"w": 2}])
@@ -232,7 +234,7 @@ def join_layers(layers: Sequence[Params]) -> Params:
 
 
 def layers_of(config: Config, block: Params) -> list[Params]:
-    """Returns the leaves of each layer of a block; the inverse of `join_layers`."""
+    """Returns the leaves of each layer of a block, the inverse of `join_layers`."""
     num = config.layers_a_block
     if num == 1:
         return [block]

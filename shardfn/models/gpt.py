@@ -61,25 +61,25 @@ def apply(
     bias: Float[Tensor, "m e"] | None = None,
     at: Int[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b _ v"]:
-    """Logits of the next token at each position, or at some of them.
+    """Returns logits of the next token at each position, or at some positions.
 
     x = embed[tokens] (+ position); for each block x += attn(norm(x)), x += mlp(norm(x)); logits = norm(x) head^T.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
-        tokens_BT: T <= max_len; where `config.attention` cuts the sequence, this rank's.
-        key: turns dropout on.
-        index_B: global numbers of the samples; needed where dropout is on.
-        wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
-        chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
-            of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
-        bias: biases of the experts in each of the m layers that have some, in the choice alone: `model_state["bias"]`
+        tokens_BT: ids, T <= max_len. Where `config.attention` cuts the sequence, this rank's ids.
+        key: key that turns dropout on.
+        index_B: global numbers of the samples, needed where dropout is on.
+        wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        chosen: experts of each token in each layer with experts, in place of the routers' choices, such as the experts
+            of `rl.Rollout.routes`. -1 is a choice without an expert. The routers' weights and gradients are as before.
+        bias: biases of the experts in each of the m layers with experts, used only in the choice: `model_state["bias"]`
             of `models.moe`, which a config with `bias_rate` needs.
-        at: the positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no
-            others. None is all of them.
+        at: positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no other
+            positions. None is all positions.
 
     Returns:
         [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,
@@ -87,7 +87,7 @@ def apply(
 
     Raises:
         ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices or
-            biases of other experts, no biases where experts have some, or `at` where a rank has only some of the
+            biases of other experts, no biases where experts have biases, or `at` where a rank has only some of the
             tokens.
 
     Example:
@@ -111,10 +111,10 @@ def choices(
     chosen: Int[Tensor, "b t m k"] | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> Int64[Tensor, "b t m k"]:
-    """Returns the experts of each token in each of the m layers that have some, as `apply` uses them.
+    """Returns the experts of each token in each of the m layers with experts, as `apply` uses them.
 
     Args:
-        config: the shape, with experts.
+        config: shape, with experts.
         params: see `apply`.
         tokens_BT: see `apply`.
         axis: see `apply`.
@@ -151,25 +151,29 @@ def loss(
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> Any:
-    """Mean cross entropy of each token given those before it; without `causal`, of the "targets" given all tokens.
+    """Returns the mean cross entropy of each token given earlier tokens.
 
-    Sequences that are cut, packed or padded have unequal numbers of targets that count, so there it is a WeightedMean.
+    Without `causal`, of the "targets" given all tokens.
+
+    Sequences that are cut, packed or padded have unequal numbers of targets that count, for example 5 and 3, so that
+    the result is a WeightedMean.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
         batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
-            "segment_ids", int64 [B, T + 1], tokens attend to those of their own document. Or as `shifted` and
+            "segment_ids", int64 [B, T + 1], tokens attend only to tokens of their document. Or as `shifted` and
             `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
             "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
-            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes it of lengths.
-        key: turns dropout on.
-        wrap: applied to the block function.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
-        tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
-        bias: biases as of `apply`. `models.moe.loss` takes it from the model state, and counts the choices that move
-            it.
+            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths.
+        key: key that turns dropout on.
+        wrap: function applied to the block function.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        tile: function applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled,
+            tiles=8)`.
+        bias: biases as of `apply`. `models.moe.loss` takes biases from the model state, and counts the choices that
+            move biases.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
@@ -178,7 +182,7 @@ def loss(
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`. A model that looks ahead and a batch without "targets", whose tokens it would see, or
             with a "mask" without "segment_ids", by which tokens leave out padding. A "mask" that does not fit the
-            tokens; "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
+            tokens. "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
             rank's tokens together.
 
     Example:
@@ -205,19 +209,19 @@ def loss_and_seen(
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> tuple[Any, Seen | None]:
-    """`loss`, and the facts of all routers. `models.moe.loss` makes metrics of them.
+    """Returns `loss`, and the facts of all routers. `models.moe.loss` makes metrics of the facts.
 
     Args:
-        config: config as of `loss`.
-        params: parameters as of `loss`.
-        batch: batch as of `loss`.
-        key: key as of `loss`.
-        load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
-        wrap: as of `loss`.
-        axis: axis as of `loss`.
-        sequence: sequence as of `loss`.
-        tile: tile as of `loss`.
-        bias: biases as of `loss`.
+        config: see `loss`.
+        params: see `loss`.
+        batch: see `loss`.
+        key: see `loss`.
+        load: whether `Seen.metrics` are computed. Over axes each layer then sends E counts.
+        wrap: see `loss`.
+        axis: see `loss`.
+        sequence: see `loss`.
+        tile: see `loss`.
+        bias: see `loss`.
 
     Example:
         >>> import shardfn.core as core
@@ -239,9 +243,8 @@ def loss_and_seen(
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns the batch with each token's successor as "targets", so that sequences can be cut.
 
-    Unchanged if it has them.
-
-    The successor of a document's last token does not count, and padding does not.
+    A batch with "targets" is returned unchanged. The successor of a document's last token does not count, and padding
+    does not.
 
     Args:
         batch: {"tokens": int64 [B, T + 1], "segment_ids"?: int64 [B, T + 1], "mask"?: bool [B, T + 1], ...}.
@@ -269,14 +272,14 @@ _OF_TOKENS = ("tokens", "targets", "segment_ids", "mask")
 
 
 def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """This rank's tokens of whole rows, as `config.attention` cuts them: `shifted`, and then cut.
+    """Returns this rank's tokens of whole rows, as `config.attention` cuts them: `shifted`, and then cut.
 
-    The step's spec for each is `P("dp", config.attention.axes)`.
+    The step's spec for each entry is `P("dp", config.attention.axes)`.
 
     Args:
-        config: the shape.
+        config: shape.
         batch: whole rows, as `loss` takes them.
-        mesh: the mesh of the step.
+        mesh: mesh of the step.
 
     Example:
         >>> import shardfn.core as core
@@ -300,9 +303,9 @@ class Stages(NamedTuple):
     """The loss in three parts, as a pipeline takes them.
 
     Attributes:
-        first: `first(params, batch[, key]) -> h`: embeds the tokens.
-        block: `block(p, h[, key]) -> h`: one layer; p has its leaves.
-        last: `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
+        first: function `first(params, batch[, key]) -> h` that embeds the tokens.
+        block: function `block(p, h[, key]) -> h` of one layer. p has the layer's leaves.
+        last: function `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
     """
 
     first: Callable[..., Any]
@@ -318,25 +321,26 @@ def stages(
     sequence: bool = False,
     loss: LogitsLoss | None = None,
 ) -> Stages:
-    """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
+    """Returns `loss` as parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
     Stages send the residual stream, the positions and documents of the tokens, and with dropout the samples' numbers. A
-    pipeline gives each layer a key of its own, so its dropout masks differ from those of `loss`.
+    pipeline gives each layer a separate key, so dropout masks differ from `loss`'s masks.
 
     Args:
-        config: the shape. Its blocks are stacked.
-        wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens.
-        loss: `loss(logits, batch)`, in place of the mean cross entropy, such as one of `shardfn.rl`: a 0-d tensor or a
-            WeightedMean, and with `has_aux` an aux. The logits are those of `apply` for all of `batch["tokens"]`, a
-            part of V on each rank of `axis`. As with `apply`, no balance of experts is added. The batch may have "at"
-            and "routes", which are `at` and `chosen` of `apply`; stages then also send the routes, as int32.
+        config: shape with stacked blocks.
+        wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        loss: function `loss(logits, batch)`, in place of the mean cross entropy, such as a loss of `shardfn.rl`: to a
+            0-d tensor or a WeightedMean, and with `has_aux` an aux. The logits are `apply`'s for all of
+            `batch["tokens"]`, a part of V on each rank of `axis`. As with `apply`, no balance of experts is added. The
+            batch may have "at" and "routes", which are `at` and `chosen` of `apply`. Stages then also send the routes,
+            as int32.
 
     Raises:
-        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on; `loss` with
-            a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or routes of
-            other experts.
+        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on, or `loss`
+            with a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
+            routes of other experts.
 
     Example:
         >>> import shardfn.core as core
@@ -439,17 +443,17 @@ def generate(
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
-    Every step runs the model on the last `max_len` tokens. A `layout` must take any number of them (`padded=True`). The
-    noise is a function of (key, step), so all ranks that hold the same prompt sample the same.
+    Every step runs the model on the last `max_len` tokens. A `layout` must take any number of tokens (`padded=True`).
+    The noise is a function of (key, step), so all ranks that hold the same prompt sample the same tokens.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
-        prompt_BT: at least one token.
-        num_tokens: the number to append.
-        key: the key of the noise.
-        temperature: 0 takes the likeliest token.
-        axis: the mesh axes along which the leaves are cut, as in `apply`.
+        prompt_BT: prompts of at least one token.
+        num_tokens: number of tokens to append.
+        key: key of the noise.
+        temperature: divisor of logits. 0 takes the likeliest token.
+        axis: mesh axes along which the leaves are cut, as in `apply`.
         bias: see `apply`.
 
     Returns:
@@ -582,7 +586,7 @@ def _get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     """Returns the global positions of this rank's tokens.
 
     Raises:
-        ValueError: the sequence is longer than the model's longest, or these are not this rank's tokens of it.
+        ValueError: the sequence is longer than the model's longest, or the tokens are not this rank's part.
     """
     T = tokens_BT.shape[1]
     length = nn.whole_length(config.attention, T)
@@ -622,7 +626,7 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
     """Refuses entries of a batch that a mean cross entropy does not use.
 
     Raises:
-        ValueError: names them.
+        ValueError: names the entries.
     """
     if given := [name for name in ("at", "routes") if name in batch]:
         raise ValueError(
@@ -677,7 +681,7 @@ def _rows_at(config: Config, along: _Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
 def _make_table(
     config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None
 ) -> dict[str, Any]:
-    """Attention's arguments for positions and documents: of this rank's tokens and all heads."""
+    """Returns attention's arguments for positions and documents: of this rank's tokens and all heads."""
     causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     mask = causal if config.causal else nn.Full()
     if config.layout is not None:

@@ -26,7 +26,7 @@ ModelState = dict[str, Tensor]
 
 
 def gpt_moe(**changes: Any) -> gpt.Config:
-    """GPT-2 small with GShard's experts in every second layer, with `changes`.
+    """Returns GPT-2 small with GShard's experts in every second layer, with `changes`.
 
     Example:
         >>> gpt_moe(num_layers=4).expert_layers
@@ -39,7 +39,7 @@ def gpt_moe(**changes: Any) -> gpt.Config:
 
 
 def mixtral_like(**changes: Any) -> gpt.Config:
-    """Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
+    """Returns Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
 
     Example:
         >>> mixtral_like(num_layers=2).experts.num
@@ -53,9 +53,9 @@ def mixtral_like(**changes: Any) -> gpt.Config:
 
 
 def qwen3_moe_like(**changes: Any) -> gpt.Config:
-    """Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
+    """Returns Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
 
-    Queries and keys are not normalised, as they are there.
+    Queries and keys are not normalised, although they are in Qwen3.
 
     Example:
         >>> qwen3_moe_like(num_layers=2).experts.top_k
@@ -71,9 +71,9 @@ def qwen3_moe_like(**changes: Any) -> gpt.Config:
 
 
 def deepseek_v3_like(**changes: Any) -> gpt.Config:
-    """DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared one, balanced by biases.
+    """Returns DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared expert, balanced by biases.
 
-    Its attention is that of Llama, not DeepSeek's latent one. The loss has a state: `init_state`, `loss`, `finish`.
+    Attention is Llama's, not DeepSeek's latent attention. The loss has a state: `init_state`, `loss`, `finish`.
 
     Example:
         >>> deepseek_v3_like(num_layers=5).expert_layers
@@ -96,16 +96,16 @@ def loss(
     axes: Axes = None,
     **options: Any,
 ) -> Any:
-    """`gpt.loss` and the metrics of the routers; where experts have a bias, with the model state, too.
+    """Returns `gpt.loss` and the metrics of the routers. Where experts have a bias, with the model state, too.
 
         loss(config, params, batch[, key]) -> (loss, aux)
         loss(config, params, model_state, batch[, key]) -> (loss, aux, model_state)        with bias_rate > 0
 
     Args:
-        config: the shape, with experts.
+        config: shape, with experts.
         params: parameters as from `gpt.init`.
-        rest: the model state if experts have a bias, the batch, and the key that turns dropout on.
-        axes: the batch's axes, over which the choices of experts are counted for their biases.
+        rest: model state if experts have a bias, the batch, and the key that turns dropout on.
+        axes: axes of the batch, over which the choices of experts are counted for their biases.
         options: options of `gpt.loss`.
 
     Raises:
@@ -158,17 +158,17 @@ def stages(
     sequence: bool = False,
     loss: gpt.LogitsLoss | None = None,
 ) -> gpt.Stages:
-    """`gpt.stages` of experts with a bias, which each stage keeps for its own layers.
+    """Returns `gpt.stages` of experts with a bias, which each stage keeps for its layers.
 
     The model state is `PipelineState(blocks=moe.init_state(config))`, with the spec `PipelineState(P(), P("pp"), P())`.
 
     Args:
-        config: the shape, with experts that have a bias. Its blocks are stacked.
-        axes: the batch's axes, over which the choices of experts are counted.
-        wrap: as of `gpt.stages`.
-        axis: axis as of `gpt.stages`.
-        sequence: sequence as of `gpt.stages`.
-        loss: loss as of `gpt.stages`.
+        config: shape with stacked blocks, and with experts that have a bias.
+        axes: axes of the batch, over which the choices of experts are counted.
+        wrap: see `gpt.stages`.
+        axis: see `gpt.stages`.
+        sequence: see `gpt.stages`.
+        loss: see `gpt.stages`.
 
     Raises:
         ValueError: experts have no bias, or as `gpt.stages`.
@@ -202,10 +202,10 @@ def stages(
 def finish(config: gpt.Config, model_state: Any) -> Any:
     """Returns the model state after a step.
 
-    Biases moved once by the counts of all microbatches, and the counts cleared.
+    Biases have moved once by the counts of all microbatches, and the counts are cleared.
 
-    It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`; in a pipeline its state is a
-    `PipelineState`.
+    The function is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`. In a pipeline the
+    state is a `PipelineState`.
 
     Example:
         >>> config = deepseek_v3_like(num_layers=4)

@@ -1,7 +1,9 @@
-"""Rollouts of several turns: an answer calls a tool, whose tokens go into it, and the model goes on behind them.
+"""Rollouts of several turns.
 
-The places of the tokens that the model drew are those of the rollout, so that every loss of this room learns from them
-alone, and sees the tool's tokens as it sees a prompt's.
+An answer calls a tool, whose tokens go into the answer, and the model goes on behind them.
+
+The rollout has the places of the tokens that the model drew, so that every loss of this room learns only from these
+tokens, and sees the tool's tokens as it sees a prompt's.
 """
 
 import dataclasses
@@ -25,14 +27,14 @@ from ._shapes import check_shapes
 
 
 class Conversations(NamedTuple):
-    """A rollout of answers that call a tool, and the failures of the tool.
+    """Rollout of answers that call a tool, and the failures of the tool.
 
     Attributes:
-        rollout: without rewards. `lengths`, `logprobs` and `versions` are of the tokens that the model drew, and
-            `places` has where they are in `ids`.
+        rollout: rollout without rewards. `lengths`, `logprobs` and `versions` are of the tokens that the model drew,
+            and `places` has their places in `ids`.
         calls: calls of the tool, in each answer.
-        counts: "raised", "late", "invalid" (no list of ids) and "died" (its process ended), of all calls.
-        first: the first failure, with its error, empty if nothing failed.
+        counts: "raised", "late", "invalid" (no list of ids) and "died" (the process ended), of all calls.
+        first: first failure, with its error, empty if nothing failed.
         failed: calls in each answer that failed, by kind in the order of `FAILURES`.
     """
 
@@ -81,34 +83,35 @@ def converse(
     seconds: float = 10.0,
     workers: int = 1,
 ) -> Conversations:
-    """Answers to prompts, `sampling.n` to each, in which the model may call a tool; without rewards.
+    """Returns answers to prompts, `sampling.n` to each, in which the model may call a tool. Rewards are missing.
 
     Where the model draws one of `call_tokens`, the tool gets the ids of the prompt and of the answer so far, and its
     result is put behind them. The answer ends by a stop token, or where `sampling.max_tokens` are drawn, `calls` are
-    used up, or the row has no room for a result and one more token. An answer is the same beside any other ones if the
-    tool is a function of its arguments.
+    used up, or the row has no room for a result and a further token. An answer is the same next to any other answers if
+    the tool is a function of its arguments.
 
-    Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its
+    Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
     cache. With an exact model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the whole
     conversation has the bits of the rollout's log probabilities.
 
     Args:
         engine: see `sample`. Several ranks divide the calls of the tool, and have the same results.
-        prompts: ids of each.
+        prompts: ids of each prompt.
         sampling: see `sample`. `max_tokens` is T, the most tokens that the model draws in an answer.
-        tool: `tool(prompt, answer) -> ids`. It runs in a fork of this process, as the function of `score`.
-        call_tokens: ids that call the tool; none of them is a stop token.
+        tool: function `tool(prompt, answer) -> ids`, run in a fork of this process, as the function of `score`.
+        call_tokens: ids that call the tool. None of them is a stop token.
         key: key of this iteration.
-        start: the number of the first prompt, where ranks or calls have prompts of their own.
+        start: number of the first prompt, where ranks or calls have different prompts.
         length: L, the same on all ranks. Default: the engine's context.
         since: see `sample`.
-        calls: the most calls in an answer.
+        calls: most calls in an answer.
         failed: ids that take the place of a result where the tool fails.
-        seconds: the limit of a call.
-        workers: processes.
+        seconds: limit of a call.
+        workers: number of processes.
 
     Raises:
-        ValueError: as `sample`, or no token calls the tool, one of them is a stop token, or a number is out of range.
+        ValueError: as `sample`, or no token calls the tool, or such a token is a stop token, or a number is out of
+            range.
         RuntimeError: as `sample`.
         NotImplementedError: this system has no fork.
 
@@ -151,15 +154,15 @@ def converse(
 
 
 def call_metrics(calls_B: Int[Tensor, " b"], failed_BK: Int[Tensor, "b kinds"]) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: means over the answers of all ranks.
+    """Returns metrics for a loss's aux: means over the answers of all ranks.
 
     Args:
         calls_B: `Conversations.calls`.
         failed_BK: `Conversations.failed`.
 
     Returns:
-        "calls" of an answer; "calls_raised", "calls_late", "calls_invalid" and "calls_died", those among them that
-        failed so.
+        "calls" of an answer, and "calls_raised", "calls_late", "calls_invalid" and "calls_died", the failed calls by
+        kind.
 
     Raises:
         ValueError: shapes do not fit.
@@ -223,7 +226,7 @@ def _draw_answers(
         dataclasses.replace(
             sampling,
             n=1,
-            seed=talk.seed,  # draws also depend on their positions, so turns share it
+            seed=talk.seed,  # draws also depend on their positions, so turns share the seed
             max_tokens=min(sampling.max_tokens - len(talk.places), length - len(talk.ids)),
             stop_tokens=(*sampling.stop_tokens, *call_tokens),
         )

@@ -1,7 +1,7 @@
 """Calls of a function in Python that may fail: each has a time limit, and failures are outcomes.
 
-Calls run in forks of this process, which are ended if they take too long. So a function needs no file of its own, and
-nothing that it does, a crash among it, reaches the run.
+Calls run in forks of this process, which are ended if they take too long. So a function needs no separate file, and
+nothing that a function does, such as a crash, reaches the run.
 """
 
 import collections
@@ -29,13 +29,13 @@ PATIENCE = 10.0
 
 
 class Called(NamedTuple):
-    """A function that is called in forks.
+    """Function that is called in forks.
 
     Attributes:
-        who: the function of this room that calls it, for errors.
+        who: function of this room that makes the calls, for errors.
         function: function of a row's arguments.
-        accept: function from its result to the outcome's value, by an error where it is invalid.
-        wanted: a result that is accepted, for texts: "a finite number".
+        accept: function from a result to the outcome's value, by an error where the result is invalid.
+        wanted: description of a result that is accepted, such as "a finite number".
     """
 
     who: str
@@ -93,17 +93,17 @@ def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 class _Worker:
-    """A fork that calls the function for some rows in turn."""
+    """Fork that calls the function for some rows in turn."""
 
     def __init__(self, called: Called, calls: Sequence[Any], rows: collections.deque[int], seconds: float) -> None:
-        self.rows = rows  # without an outcome yet; the first one is being computed
+        self.rows = rows  # without an outcome yet, the first in progress
         self.pipe, theirs = Pipe(duplex=False)
         self.pid = _fork_worker(called, calls, list(rows), seconds, self.pipe, theirs)
         theirs.close()
         self.since = time.monotonic()
 
     def end(self) -> None:
-        """Ends the fork, wherever it is."""
+        """Ends the fork, at any point of its work."""
         self.pipe.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended
             os.killpg(self.pid, signal.SIGKILL)

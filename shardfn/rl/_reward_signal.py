@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 
 class RewardSignal(NamedTuple):
-    """Announces rollouts from which nothing is learnt: a pure value that each rollout turns into the next one.
+    """Announcer of rollouts from which nothing is learnt: a pure value that each rollout turns into the next value.
 
-    If all advantages of all ranks are 0, as where the answers to each prompt have equal rewards, the loss of a policy
-    has no gradient. A single rollout of this kind is common. `patience` of them in a row are announced by a warning.
+    If all advantages of all ranks are 0, for example where the answers to each prompt have equal rewards, the loss of a
+    policy has no gradient. A single rollout of this kind is common. `patience` of them in a row are announced by a
+    warning.
 
     Attributes:
         patience: number of rollouts in a row without a signal after which there is a warning, and again after as many.

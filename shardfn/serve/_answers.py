@@ -1,4 +1,4 @@
-"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while they come."""
+"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while tokens come."""
 
 import json
 import secrets
@@ -16,16 +16,17 @@ from ._model import Model
 
 
 class Form(NamedTuple):
-    """The words in which two routes answer differently.
+    """Words in which two routes answer differently.
 
     Attributes:
         prefix: prefix of the answer's id.
-        whole: the name of an answer's object.
-        chunk: the name of a piece's object.
+        whole: name of an answer's object.
+        chunk: name of a piece's object.
         opens: whether each choice begins with a piece that has its role.
-        text: a choice's fields for its whole text.
-        delta: a choice's fields for a further text.
-        logprobs: logprobs from tokens with their log probabilities, and the number of most probable ones beside each.
+        text: function from a whole text to a choice's fields.
+        delta: function from a further text to a choice's fields.
+        logprobs: function from tokens with log probabilities, and the number of most probable tokens of each, to
+            fields.
     """
 
     prefix: str
@@ -55,13 +56,13 @@ _FAILURES = {
 
 
 class Answer:
-    """The answer to one call.
+    """Answer to one call.
 
     Args:
-        form: form of its route.
-        model: model that answers.
-        asked: the body's meaning.
-        call: tokens.
+        form: form of the route.
+        model: model of the answer.
+        asked: meaning of the body.
+        call: call with its tokens.
     """
 
     def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
@@ -69,7 +70,7 @@ class Answer:
         self._spellers = dict[int, Speller]()  # by choice
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
         seeds = [request.sampling.seed for request in asked.requests]
-        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn their own
+        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn separate seeds
         self._head |= {} if self._seeds else {"seed": seeds[0]}
 
     async def whole(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Answer:
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. Those that are due at one time come as one."""
+        """Yields the events of a stream. Events due at one time come as one piece."""
         if self._form.opens:
             first = {"delta": {"role": "assistant", "content": ""}}
             yield b"".join(self._make_event(i, first, [], None) for i in range(self._call.starts[-1]))
@@ -146,7 +147,7 @@ class Answer:
         return self._spellers[choice]
 
     def _list_due(self, pieces: list[Piece]) -> list[bytes]:
-        """One event for each choice that has something new."""
+        """Returns one event for each choice that has something new."""
         made = []
         for choice in dict.fromkeys(piece.choice for piece in pieces):
             mine = [piece for piece in pieces if piece.choice == choice]
@@ -178,7 +179,7 @@ def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> N
 
     Args:
         pieces: pieces of a call.
-        grammar: grammar of its requests.
+        grammar: grammar of the call's requests.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.

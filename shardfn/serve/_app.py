@@ -32,7 +32,7 @@ _SHORT = 1 << 16  # bytes of a body that is read at once
 
 
 class App:
-    """The answers of a server to HTTP.
+    """Answers of a server to HTTP.
 
     Args:
         settings: settings of the server.
@@ -40,8 +40,8 @@ class App:
         metrics: metrics of the server.
 
     Attributes:
-        model: None until the ranks are ready.
-        closed: the reason why no request is taken any more; "" while they are.
+        model: model, or None until the ranks are ready.
+        closed: reason why no request is taken any more, or "" while requests are taken.
     """
 
     def __init__(self, settings: Settings, calls: Calls, metrics: Metrics) -> None:
@@ -50,7 +50,7 @@ class App:
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()
-        # Short bodies do not wait for the tokens of long ones.
+        # Short bodies do not wait for the tokens of long bodies.
         self._reading, self._reading_long = (
             concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text") for _ in "ab"
         )
@@ -97,7 +97,7 @@ class App:
             self._metrics.add("shardfn:stalled")
 
     async def _admit_client(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answers a client that has a key and means this server; refuses others."""
+        """Answers a client that has a key and means this server, and refuses all other clients."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
@@ -174,7 +174,7 @@ class App:
             while pieces := await call.take():
                 raise_failures(pieces)
             vectors = [call.vectors[i] for i in range(len(inputs.requests))]
-            # Megabytes of numbers, which others do not wait for.
+            # Megabytes of numbers, made in a thread so that no other request waits.
             return await asyncio.to_thread(
                 lambda: json_response(embeddings_answer(inputs, vectors, call.prompt_tokens))
             )
@@ -186,17 +186,17 @@ class App:
         self._open_model()
         _check_address(request)
         data = await _read_body(request, self._settings)
-        model = self._open_model()  # the server may end meanwhile
+        model = self._open_model()  # the server may end in between
         loop, thread = asyncio.get_running_loop(), self._reading if len(data) <= _SHORT else self._reading_long
         asked = await loop.run_in_executor(thread, lambda: read(read_json(data), model))
         self._open_model()
         return model, asked
 
     async def _send_whole(self, call: Call, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
-        """Returns an answer that is sent once it is whole.
+        """Returns a whole answer.
 
         Raises:
-            ApiError: the call has failed, or its client has left.
+            ApiError: the call has failed, or the client has left.
         """
         how = ""
         try:
@@ -238,7 +238,7 @@ async def _read_body(request: "Request", settings: Settings) -> bytes:
     from starlette.requests import ClientDisconnect
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # forms of pages of other sites cannot send it
+    if kind != "application/json":  # forms of pages of other sites cannot send JSON
         raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise ApiError(415, f"Content-Encoding is {coding[:60]!r}; send the body as it is.")
@@ -267,7 +267,7 @@ async def _answer_error(request: "Request", error: Exception) -> "Response":
 
 
 async def _answer_unserved(request: "Request", error: Exception) -> "Response":
-    """Returns a path or a method that is not served."""
+    """Returns the answer to a path or a method that is not served."""
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)

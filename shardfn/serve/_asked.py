@@ -22,8 +22,8 @@ class Asked(NamedTuple):
 
     Attributes:
         model: name of the model that the client has given.
-        requests: requests of the engine, one for each prompt. All have the same sampling but for the seed. In place of
-            an adapter's digest they have its name, which the ranks look up.
+        requests: requests of the engine, one for each prompt. All have the same sampling except for the seed. In place
+            of an adapter's digest a request has the adapter's name, which the ranks look up.
         stream: whether the answer comes in pieces.
         usage: whether the last piece has the usage.
         logprobs: number of most probable tokens that the answer has next to each token, or None for an answer without
@@ -117,7 +117,7 @@ def _make_asked(
         sampling = replace(sampling, grammar=grammar)
         requests = [replace(request, sampling=sampling) for request in requests]
         check_fields(requests, model.limits, given)
-    if draws_seed:  # equal prompts of one request are drawn apart
+    if draws_seed:  # equal prompts of one request have different draws
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:
@@ -127,7 +127,7 @@ def _make_asked(
 
 
 def _list_stops(given: str | list[str]) -> tuple[str, ...]:
-    """Returns the stop strings. An empty string in their place is none."""
+    """Returns the stop strings. An empty string in their place is no stop string."""
     return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
@@ -167,7 +167,7 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
 
 
 def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
-    """Returns the language of the text. It is compiled here, so that a wrong one never reaches the engine."""
+    """Returns the language of the text, compiled here, so that a wrong grammar never reaches the engine."""
     schema = _get_schema(given["response_format"]) if "response_format" in given else None
     if schema is None and "regex" not in given:
         return None
@@ -179,7 +179,7 @@ def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[
         raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
     try:
         made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
-        model.compiler.compile(made, stop_tokens)  # as the engine will: it refuses a text that no token can begin
+        model.compiler.compile(made, stop_tokens)  # as the engine will: a text that no token can begin is refused
     except ValueError as error:
         raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
     return made

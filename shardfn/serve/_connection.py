@@ -1,8 +1,8 @@
 """Connections of HTTP, with limits that uvicorn leaves to a proxy: their number, and the time for the headers.
 
 A client may close its writing half after a request, and still read the answer. A client that has left looks the same
-until something is written: so a connection without a writing half is written to every few seconds, a note that has no
-meaning: an interim response 100, or a comment in a stream of events.
+until something is written. So every few seconds a note without meaning is written to a connection without a writing
+half: an interim response 100, or a comment in a stream of events.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
-        """One connection."""
+        """One connection of a client."""
 
         _deadline: asyncio.TimerHandle | None = None
         _half = False  # whether the client has closed its writing half
 
         def connection_made(self, transport: Any) -> None:
-            """Refuses the connection above the limit, else the headers of its first request are due."""
+            """Refuses the connection above the limit, else starts the time limit for its first headers."""
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # `flow.drain` waits until nothing is left
             self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
@@ -42,7 +42,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
             self._await_headers(True)
 
         def data_received(self, data: bytes) -> None:
-            """Headers that have begun are due."""
+            """Starts the time limit for headers that have begun."""
             super().data_received(data)
             self._await_headers(self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
 

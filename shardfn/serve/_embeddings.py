@@ -13,7 +13,7 @@ from ._fields import EMBEDDINGS, read_fields
 from ._model import Model, adapter_of
 from ._prompts import read_prompts
 
-_MOST = 2048  # inputs of one body, as OpenAI has it
+_MOST = 2048  # most inputs of one body, as in OpenAI's interface
 _FORMATS = ("float", "base64")
 
 
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         model: model as the client has named it.
-        requests: one for each input.
+        requests: requests, one for each input.
         encoded: whether vectors are written as base64.
     """
 

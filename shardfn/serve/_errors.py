@@ -31,7 +31,7 @@ def refusal(reason: str) -> "ApiError":
     """Returns the answer to a request that the engine refuses: the same request will be refused again.
 
     Args:
-        reason: the engine's, which begins with a name.
+        reason: reason of the engine, which begins with a name.
 
     Example:
         >>> refusal("stop_tokens[0] is 9; it must be an integer from 0 to 8.").param
@@ -43,13 +43,13 @@ def refusal(reason: str) -> "ApiError":
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """Answer other than success.
 
     Args:
         status: status of HTTP.
         message: message for the client's user.
-        param: the field of the body that is wrong.
-        code: a word for programs. Default: that of the status, if it has one.
+        param: field of the body that is wrong.
+        code: word for programs. Default: the status's word, if there is one.
         headers: headers of the answer, such as `Retry-After`.
 
     Example:

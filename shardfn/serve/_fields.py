@@ -1,8 +1,8 @@
 """Bodies of requests: JSON, read strictly, and one table of the fields that are served or refused.
 
-A field that is not served is refused by its name, and so is one that is unknown, doubled or of another type. Clients
-send many fields of OpenAI's and vLLM's interfaces with values that ask for nothing, for example `tools: []`: the tables
-list these values, which have no effect. Ranges are those of `check_request`, the same for Python and HTTP.
+A field that is not served is refused by name, and so is a field that is unknown, doubled or of another type. Clients
+send many fields of OpenAI's and vLLM's interfaces with values that ask for nothing, for example `tools: []`. The tables
+list such values, which have no effect. Ranges are the ranges of `check_request`, the same for Python and HTTP.
 """
 
 import json
@@ -15,12 +15,12 @@ from ._errors import ApiError
 
 
 class Kind(NamedTuple):
-    """A type of a field.
+    """Type of a field.
 
     Attributes:
         name: type in words.
-        has: whether a value is of the type.
-        served: False for a field that is read and has no effect.
+        has: function that tells whether a value is of the type.
+        served: whether the field has an effect. False for a field that is read and ignored.
     """
 
     name: str
@@ -52,7 +52,7 @@ ANY = Kind("a value", lambda value: True)
 
 
 def neutral_kind(*values: Any) -> Kind:
-    """Returns the type of a field that is not served, whose values are those that ask for nothing.
+    """Returns the type of a field that is not served, with the values that ask for nothing.
 
     Example:
         >>> neutral_kind(False).has(False), neutral_kind(False).has(True), neutral_kind(False).has(0)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def read_keys(path: pathlib.Path) -> tuple[str, ...]:
-    """Returns the keys of a file, one in each line, empty lines and those that begin with # are left out.
+    """Returns the keys of a file, a key in each line. Empty lines and lines that begin with # are left out.
 
     Raises:
-        ValueError: the file has no key, or one with a space or other than ASCII characters.
-        OSError: it cannot be read.
+        ValueError: the file has no key, or a key with a space or other than ASCII characters.
+        OSError: the file cannot be read.
     """
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
@@ -24,12 +24,12 @@ def read_keys(path: pathlib.Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """The keys that open a server.
+    """Keys that open a server.
 
     The time of a comparison depends neither on the place of a difference nor on the key that is equal.
 
     Args:
-        keys: without any, every client is admitted.
+        keys: keys. Without keys, every client is admitted.
 
     Example:
         >>> keys = Keys(["secret"])

@@ -10,11 +10,11 @@ class Spelled(NamedTuple):
     """A token with its log probability.
 
     Attributes:
-        text: text of the token alone.
-        data: bytes of the token, or None for a token without bytes of its own.
+        text: text of the single token.
+        data: bytes of the token, or None for a token without bytes by itself.
         logprob: log probability under the raw logits, or None for the first token of a prompt.
         offset: place in the choice's text at which the token begins.
-        top: most probable tokens at its position.
+        top: most probable tokens at the token's position.
     """
 
     text: str
@@ -25,12 +25,12 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """Spells the tokens of one choice.
+    """Speller of the tokens of one choice.
 
     Args:
-        spelling: texts of tokens one by one, also of special ones.
+        spelling: texts of single tokens, also of special tokens.
         texts: texts of choices.
-        prompt: tokens before the first one that is spelled.
+        prompt: tokens before the first token that is spelled.
     """
 
     def __init__(self, spelling: Detokenizer, texts: Detokenizer, prompt: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class Speller:
         """Returns the next token."""
         made, text, begin = self._spell_token(token, logprob), self._growing.add(token), self._offset
         self._offset += len(text)
-        if self._holds:  # bytes that turn out to be no character are a text of their own before it
+        if self._holds:  # bytes that turn out to be no character are a separate text before the token
             begin = max(begin, self._offset - len(made.text))
         self._holds = not text
         return made._replace(offset=begin, top=[self._spell_token(*x) for x in top])
@@ -70,7 +70,7 @@ def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
 
 
 def newer(tokens: list[Spelled], num: int) -> dict[str, Any]:
-    """Those of `/v1/chat/completions`.
+    """Returns the form of `/v1/chat/completions`.
 
     Example:
         >>> newer([Spelled("b", b"b", -1.5)], 0)["content"]
@@ -89,7 +89,7 @@ def _make_row(token: Spelled) -> dict[str, Any]:
 
 
 def _name_token(token: Spelled) -> str:
-    """Returns the text of a token, or its bytes as OpenAI writes them where they are no text."""
+    """Returns the text of a token, or its bytes as OpenAI writes them where the bytes are no text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
     except UnicodeDecodeError:
@@ -97,7 +97,7 @@ def _name_token(token: Spelled) -> str:
 
 
 def _group_texts(tokens: Sequence[Spelled]) -> dict[str, float] | None:
-    """Returns log probabilities by text: of tokens with the same text the most probable one. None without a value."""
+    """Returns log probabilities by text. Of tokens with equal text the most probable counts. None without a value."""
     found: dict[str, float] = {}
     for token in tokens:
         if token.logprob is not None:

@@ -43,10 +43,10 @@ _LABELS = {"vllm:request_success": "finished_reason", "shardfn:answers": "status
 
 
 class Metrics:
-    """The numbers of a server.
+    """Numbers of a server.
 
     Args:
-        model: the label `model_name` of each.
+        model: label `model_name` of each number.
 
     Example:
         >>> metrics = Metrics("gpt")

@@ -1,4 +1,4 @@
-"""The page at `/`: one file, whose policy lets it run its own script alone and reach its own server alone."""
+"""The page at `/`: one file, with a policy that permits only the page's script, and only calls of its server."""
 
 import base64
 import hashlib
@@ -38,6 +38,6 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _digest_element(html: str, tag: str) -> str:
-    """Returns the digest of the page's one element of a tag."""
+    """Returns the digest of the page's single element of a tag."""
     [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

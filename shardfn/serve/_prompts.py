@@ -20,7 +20,7 @@ def read_prompts(
         given: fields of the body.
         model: model of the server.
         field: name of the field.
-        check_number: refuses a number of prompts, before any of them becomes tokens.
+        check_number: function that refuses a number of prompts, before a prompt becomes tokens.
 
     Raises:
         ApiError: the field is missing, of another form, or has a text that can never fit.
@@ -58,7 +58,7 @@ def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
 
 
 def _check_bytes(text: str, model: Model, field: str, where: str) -> None:
-    """Refuses a text of more bytes than the tokens of a context can have: its tokens would take long to find."""
+    """Refuses a text of more bytes than the tokens of a context can have, before the slow work of the tokenizer."""
     context = model.limits.context
     if model.longest and len(text) * 4 > context * model.longest:  # a character has at most four bytes
         size = len(text.encode())

@@ -1,8 +1,8 @@
 """A rank of a server: steps of an engine whose events come from the front.
 
-The front numbers the events and sends each to all ranks. Before a step the ranks exchange how many they have received,
-and take those that all of them have: so each event enters the same step everywhere. A rank without work sleeps in the
-read of its own socket, and the others are never waited for then.
+The front numbers the events and sends each to all ranks. Before a step the ranks exchange the numbers of received
+events, and take the events that all ranks have, for example 5 events where two ranks have 5 and 7. So each event enters
+the same step on all ranks. A rank without work sleeps in the read of its socket, and no other rank is waited for then.
 """
 
 import socket
@@ -17,12 +17,12 @@ from ._link import Embed, End, Inbox, Message, Ready, Report, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
-    """Serves until the front has sent `End`. All ranks of the engine's mesh call it.
+    """Serves until the front has sent `End`. All ranks of the engine's mesh call the function.
 
     Args:
-        engine: idle.
+        engine: idle engine.
         end: this rank's end of its pair of sockets. See `Front`.
-        ready: the first rank sends it at once.
+        ready: message that the first rank sends at once.
 
     Raises:
         EOFError: the front has ended.
@@ -67,7 +67,7 @@ def _count_events(mesh: Mesh, num: int) -> int:
 
 
 def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
-    """Passes an event on, and returns the reason if the engine refuses a request, by its name."""
+    """Passes an event on, and returns the reason if the engine refuses a request, by the request's name."""
     match event:
         case Add(_, name, request) | Embed(_, name, request, _):
             adapter = request.adapter.decode() or None  # its name: the front has no digests

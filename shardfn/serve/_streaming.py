@@ -1,4 +1,4 @@
-"""Answers to clients that may leave or stall: sent in pieces, each of which the client must take in time."""
+"""Answers to clients that may leave or stall, sent in pieces. The client must take each piece in time."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ class Stalled(Exception):
 
 
 class EventStream:
-    """Sends events. The client's leaving, or a piece that it does not take in time, ends them.
+    """Sender of events. The events end when the client leaves, or does not take a piece in time.
 
     Args:
         events: pieces of the answer.
-        ended: is called at the end, with "" or "disconnected".
+        ended: function called at the end, with "" or "disconnected".
     """
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[str], None]) -> None:
@@ -59,9 +59,9 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
     """Returns a function that sends an answer piece by piece, and waits for the client to take each.
 
     Args:
-        send: sends a message, or puts it in the buffer of its connection.
-        scope: scope of the request, whose state has the connection.
-        seconds: time in which a piece must be taken.
+        send: function that sends a message, or puts the message in the buffer of a connection.
+        scope: scope of the request. The scope's state has the connection.
+        seconds: time in which a client must take a piece.
 
     The function raises `Stalled` if a piece is not taken. The connection is closed then.
     """
@@ -98,7 +98,7 @@ def _drop_connection(transport: asyncio.Transport) -> None:
 
 
 async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") -> Any:
-    """Returns the result of some work, if the client is there until it is done. The body must have been read.
+    """Returns the result of some work, if the client is there until the work is done. The body must have been read.
 
     Raises:
         Disconnected: the client has left. The work was cancelled.
