@@ -51,13 +51,13 @@ class Adapters:
             ValueError: the name is taken, or the adapter does not fit the model.
         """
         if not isinstance(name, str):
-            raise TypeError(f"an adapter's name is a {type(name).__name__}; it must be a str.")
+            raise TypeError(f"an adapter's name must be a str, got a {type(name).__name__}.")
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], LoRA)):
             raise TypeError(
-                f"adapter {name!r} is a {type(given).__name__}; pass (lora, values), as lora.load_peft returns them."
+                f"adapter {name!r} is a {type(given).__name__}. Pass (lora, values), as lora.load_peft returns them."
             )
         if name in self._names:
-            raise ValueError(f"an adapter named {name!r} is there; remove it first, or give the new one another name.")
+            raise ValueError(f"an adapter named {name!r} is there. Remove it first, or give the new one another name.")
         if not self._decoder.linear:
             raise ValueError(f"adapter {name!r}: adapters are served by exact decoders alone, and this one is not.")
         try:
@@ -112,5 +112,5 @@ def adapter_of_each(adapter: Any, num: int) -> list[Any]:
     if adapter is None or isinstance(adapter, str):
         return [adapter] * num
     if len(each := list(adapter)) != num:
-        raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
+        raise ValueError(f"{num} prompts and {len(each)} adapters. Give one for all, or one each.")
     return each

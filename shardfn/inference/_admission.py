@@ -21,7 +21,7 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
         limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
     if drafter is not None and not limits.drafts:
         raise ValueError(
-            f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
+            f"limits.drafts is 0, and the drafter is {drafter!r:.80}. Try limits_of(..., drafts={DRAFTS})."
         )
     if isinstance(drafter, Computes):
         drafter.check(limits)
@@ -42,7 +42,7 @@ def request_of(
         raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
     fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter"))}
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
+        raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)
     check_request(request, limits)
     return request
@@ -57,7 +57,7 @@ def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling()] * num
     if len(each := list(sampling)) != num:
-        raise ValueError(f"generate: {num} prompts and {len(each)} samplings; give one for all, or one each.")
+        raise ValueError(f"generate: {num} prompts and {len(each)} samplings. Give one for all, or one each.")
     return each
 
 
@@ -68,4 +68,4 @@ def check_name(name: Any) -> None:
         TypeError: the name is of another type.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        raise TypeError(f"name must be a str, got a {type(name).__name__}.")

@@ -88,7 +88,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
     """
     gpt.check_decodable(config)
     if codes is not None and not config.exact:
-        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact; take Config(exact=True).")
+        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact. Take Config(exact=True).")
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 

@@ -107,7 +107,7 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
         return _make_library_detokenizer(inner, special)
     if not hasattr(tokenizer, "decode") or not hasattr(tokenizer, "vocab_size"):
         raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; pass one of transformers, of tokenizers or of shardfn.data, an"
+            f"tokenizer is a {type(tokenizer).__name__}. Pass one of transformers, of tokenizers or of shardfn.data, an"
             " object with vocab_size and decode(ids), or a list with the bytes of each id."
         )
     return _make_window_detokenizer(tokenizer, special)

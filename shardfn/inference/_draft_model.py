@@ -78,7 +78,7 @@ class DraftModel:
         """
         if limits.vocab != self.limits.vocab:
             raise ValueError(
-                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}; take a small"
+                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}. Take a small"
                 " model with the tokenizer of the large one."
             )
 

@@ -103,7 +103,7 @@ class Ngram:
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
-            raise ValueError(f"shortest is {self.shortest}; it must be from 1 to longest, which is {self.longest}.")
+            raise ValueError(f"shortest must be from 1 to longest = {self.longest}, got {self.shortest}.")
 
     def propose(self, context: Context, most: int) -> list[int]:
         """Returns the tokens after the last earlier occurrence."""

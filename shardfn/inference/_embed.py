@@ -93,7 +93,7 @@ class Embeddings:
         """
         check_pooling(pooling, False)
         if not self.possible:
-            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
+            raise ValueError("embed: this decoder does not give its hidden states. Take an exact one.")
         return Pooled(pooling).sampling
 
     def begin(self, names: Sequence[str], pooling: str) -> None:
@@ -135,9 +135,9 @@ def check_pooling(pooling: str, normalize: bool) -> None:
         ValueError: names the argument.
     """
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
+        raise ValueError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}.")
     if type(normalize) is not bool:
-        raise ValueError(f"normalize is {normalize!r}; it must be True or False.")
+        raise ValueError(f"normalize must be True or False, got {normalize!r}.")
 
 
 def check_end(number: int, finish: str | None) -> None:

@@ -291,10 +291,10 @@ class Engine:
             name = next(name for name in names if not self._is_known(name) and name not in self._embeddings)
         check_name(name)
         if self._is_known(name):
-            raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
+            raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
         if name in self._embeddings:
             raise ValueError(
-                f"the embedding of a request named {name!r} was not taken; call embedding({name!r}) first, or give the"
+                f"the embedding of a request named {name!r} was not taken. Call embedding({name!r}) first, or give the"
                 " new request another name."
             )
         self._events.append(Add(self._next_number, name, request))
@@ -456,7 +456,7 @@ class Engine:
         check_pooling(pooling, normalize)
         prompts = list(prompts)
         if not prompts:
-            raise ValueError("embed: 0 prompts; pass one at least.")
+            raise ValueError("embed: 0 prompts. Pass one at least.")
         each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
         requests = [self._make_request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._await_request(self._enter_request(request)) for request in requests]
@@ -511,7 +511,7 @@ class Engine:
         check_pooling("last", normalize)
         if name not in self._embeddings or self._is_known(name):
             how = "is in progress" if name in self._embeddings else "has no embedding"
-            raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
+            raise ValueError(f"the request {name!r:.80} {how}. Call add_embedding, and step until it ends.")
         return self._embeddings.result(name, normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
@@ -529,7 +529,7 @@ class Engine:
         """
         if self.dtype == torch.float64:
             raise ValueError(
-                f"adapter {name!r}: adapters are added in float32, and this engine is in float64; merge it into the"
+                f"adapter {name!r}: adapters are added in float32, and this engine is in float64. Merge it into the"
                 " parameters by LoRA.merge, or take float32."
             )
         self._adapters.add(name, given)
@@ -545,7 +545,7 @@ class Engine:
         coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
         users = sorted({user for user, request in running + coming if request.adapter == digest})
         if users:
-            raise ValueError(f"adapter {name!r} is of requests in progress, {users}; cancel them, or wait.")
+            raise ValueError(f"adapter {name!r} is of requests in progress, {users}. Cancel them, or wait.")
         self._adapters.remove(name)
 
     def close(self) -> None:
@@ -562,7 +562,7 @@ class Engine:
             >>> engine.close()
             >>> engine.generate([[5, 6, 7]])
             Traceback (most recent call last):
-            RuntimeError: this engine is closed; make another one.
+            RuntimeError: this engine is closed. Make another one.
         """
         self._closed = True
         self._weights, self._cache, self._results = {}, [], None
@@ -615,12 +615,12 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this engine is closed; make another one.")
+            raise RuntimeError("this engine is closed. Make another one.")
 
     def _advance_step(self) -> None:
         self._check_open()
         if self._failed is not None:
-            raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
+            raise RuntimeError("a step of this engine failed before. Make another engine.") from self._failed
         try:
             found = self._run_step()
         except BaseException as error:

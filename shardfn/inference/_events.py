@@ -113,7 +113,7 @@ def check_time(time: Any) -> None:
         ValueError: the reading is another value.
     """
     if type(time) is not int or not 0 <= time < 1 << 63:
-        raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
+        raise ValueError(f"time must be an integer from 0 to {(1 << 63) - 1}, in milliseconds, got {time!r}.")
 
 
 Event = Stop | Add | Cancel | Clock | Weights | Drain

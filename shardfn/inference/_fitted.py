@@ -212,22 +212,22 @@ def _gather_whole(x: Any) -> Tensor:
 def _check_fit(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_codes: this decoder does not show its linear layers; make it exact: Config(exact=True), or"
+            "fit_codes: this decoder does not show its linear layers. Make it exact: Config(exact=True), or"
             " hf_decoder(model, exact=True)."
         )
     if decoder.cache.axis is not None:
         raise ValueError(
-            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}; pass one without tp=, and serve the result"
+            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}. Pass one without tp=, and serve the result"
             " with any."
         )
     if codes is None:
-        raise ValueError("fit_codes: codes=None rounds nothing; pass 'int8', 'int4' or codes by regular expressions.")
+        raise ValueError("fit_codes: codes=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions.")
     check_policy(codes, [*decoder.linear, *paths], "fit_codes")
     if not rows:
-        raise ValueError("fit_codes: there are no rows of tokens; pass some text, such as 16 rows of 512 tokens.")
+        raise ValueError("fit_codes: there are no rows of tokens. Pass some text, such as 16 rows of 512 tokens.")
     for i, row in enumerate(rows):
         if not 1 <= len(row) <= decoder.context or not all(0 <= token < decoder.vocab for token in row):
             raise ValueError(
-                f"fit_codes: row {i} has {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}; it must"
-                f" have 1 to {decoder.context}, from 0 to {decoder.vocab - 1}."
+                f"fit_codes: row {i} must have 1 to {decoder.context} tokens from 0 to {decoder.vocab - 1}, got"
+                f" {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}."
             )

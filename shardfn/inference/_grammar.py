@@ -35,11 +35,11 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"grammar.kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
+            raise ValueError(f"grammar.kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         if not isinstance(self.text, str):
-            raise TypeError(f"grammar.text is a {type(self.text).__name__}; it must be a str.")
+            raise TypeError(f"grammar.text must be a str, got a {type(self.text).__name__}.")
         if (size := len(self.text.encode("utf-8", "replace"))) > MOST_BYTES:
-            raise ValueError(f"grammar.text has {size} bytes; it must have at most {MOST_BYTES}.")
+            raise ValueError(f"grammar.text must have at most {MOST_BYTES} bytes, got {size}.")
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> "Grammar":
@@ -90,7 +90,7 @@ def check_grammar(grammar: Grammar) -> None:
     Example:
         >>> check_grammar(Grammar.json_schema({"type": "integer", "multipleOf": 99991}))
         Traceback (most recent call last):
-        ValueError: grammar: multiples of 99991 need 99991 states; at most 5000 are compiled.
+        ValueError: grammar: multiples of 99991 need 99991 states, and at most 5000 are compiled.
     """
     multiples = [Decimal(x) for schema in _list_schemas(grammar) for x in _list_multiples(schema)]
     if not multiples:
@@ -100,7 +100,7 @@ def check_grammar(grammar: Grammar) -> None:
     if states > MOST_REMAINDERS:
         listed = ", ".join(str(x) for x in multiples[:3])
         raise ValueError(
-            f"grammar: multiples of {listed} need {states} states; at most {MOST_REMAINDERS} are compiled."
+            f"grammar: multiples of {listed} need {states} states, and at most {MOST_REMAINDERS} are compiled."
         )
 
 

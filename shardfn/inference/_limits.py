@@ -50,7 +50,7 @@ class Limits:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
         sizes = self.buckets
         if (
             not sizes
@@ -58,11 +58,11 @@ class Limits:
             or sizes[0] < 1
             or any(a >= b for a, b in pairwise(sizes))
         ):
-            raise ValueError(f"buckets are {sizes}; they must be positive integers and ascend.")
+            raise ValueError(f"buckets must be positive integers and ascend, got {sizes}.")
         if self.running >= sizes[-1]:
             raise ValueError(
                 f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"
-                " least, so that a prompt advances beside all decodes; add a larger bucket or lower `running`."
+                " least, so that a prompt advances beside all decodes. Add a larger bucket or lower `running`."
             )
 
     @property

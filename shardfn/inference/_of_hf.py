@@ -113,12 +113,12 @@ def hf_decoder(
     shape = _measure_shape(probed)
     if tokenizer is not None and len(tokenizer) > shape.vocab:
         raise ValueError(
-            f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
+            f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}. Pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
     if codes is not None:
         if exact is False:
-            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
+            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers. Leave out exact=False.")
         exact = True
         check_policy(codes, list(shape.uses.linear), "hf_decoder")
     reasons = list(_explain_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]

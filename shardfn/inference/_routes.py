@@ -35,7 +35,7 @@ class Routes:
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
         if decoder.routes == (0, 0):
             raise ValueError(
-                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known; leave it out,"
+                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known. Leave it out,"
                 " or take the decoder of a model with experts."
             )
         self._block, self.shape = limits.block, decoder.routes

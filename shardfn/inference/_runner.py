@@ -68,15 +68,15 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
     """
     context = decoder.context if context is None else context
     if "blocks" in sizes:
-        raise ValueError("limits_of: blocks follow from cache_bytes; pass that, or make Limits(...) of your own.")
+        raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
     one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
     raise_all(ValueError, "limits_of:", _misfits(decoder, one))
     each = decoder.cache.num_bytes(one) // 2
     held, least = cache_bytes // each, 1 + one.width
     if held < least:
         raise ValueError(
-            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context};"
-            f" give {least * each} bytes or more, or take a shorter context."
+            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context}."
+            f" Give {least * each} bytes or more, or take a shorter context."
         )
     blocks = min(held, one.running * one.width + 1)
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
@@ -227,11 +227,11 @@ class Runner:
         """
         if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
             other = "decoder" if decoder is not self._decoder else "mesh"
-            raise ValueError(f"engine: the runner is of another {other}; pass the one that it was made with.")
+            raise ValueError(f"engine: the runner is of another {other}. Pass the one that it was made with.")
         if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
             self._limits, blocks=2, age=0
         ):
-            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}; make another runner.")
+            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}. Make another runner.")
 
     def packed(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
         """The served form of parameters.

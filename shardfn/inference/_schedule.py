@@ -106,27 +106,29 @@ def advance(
 def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
     """Checks events and drawn tokens. All checks precede all changes."""
     if state.consumed:
-        raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
+        raise DonatedError("This state was advanced before. Advance its successor, or a copy: state.copy().")
     rows = sum(len(chunk.positions) for chunk in state.flight)
     if len(drawn) != rows:
-        raise ValueError(f"drawn has {len(drawn)} tokens; the plan in flight wants {rows}, one for each of its rows.")
+        raise ValueError(
+            f"drawn must have {rows} tokens, one for each wanted row of the plan in flight, got {len(drawn)}."
+        )
     for i, token in enumerate(drawn):
         if not -1 <= token < state.limits.vocab:
-            raise ValueError(f"drawn[{i}] is {token}; it must be from 0 to {state.limits.vocab - 1}, or -1.")
+            raise ValueError(f"drawn[{i}] must be from 0 to {state.limits.vocab - 1}, or -1, got {token}.")
     names, version = set[str](), state.version if state.pending is None else state.pending
     for i, event in enumerate(events):
         if event.number != state.number + i:
             raise ValueError(f"event {event.number} came where event {state.number + i} was expected.")
         if isinstance(event, Add):
             if event.name in state.names or event.name in names:
-                raise ValueError(f"a request named {event.name!r} is in progress; give the new one another name.")
+                raise ValueError(f"a request named {event.name!r} is in progress. Give the new one another name.")
             names.add(event.name)
             check_request(event.request, state.limits)
         elif isinstance(event, Clock):
             check_time(event.time)
         elif isinstance(event, Weights):
             if event.version <= version:
-                raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
+                raise ValueError(f"version must be above {version}, the last version, got {event.version}.")
             version = event.version
         elif isinstance(event, Stop):
             if event.finish not in ("stop", "error"):

@@ -84,7 +84,7 @@ def decode(
     """
     check_decodable(config)
     if len(bodies) != config.num_layers:
-        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
+        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis, then)
     config = _drop_losses(config)
@@ -203,7 +203,7 @@ def _check_exact(params: Params, codes: CodePolicy) -> None:
     if named and all(x.dtype == torch.float64 for _, x in named):
         if codes is not None:
             raise TypeError(
-                f"pack: codes={codes!r} of leaves in float64; convert them: tree_map(lambda x: x.float(), params)"
+                f"pack: codes={codes!r} of leaves in float64. Convert them: tree_map(lambda x: x.float(), params)"
             )
         return
     known = torch.float32, torch.bfloat16, torch.uint8
@@ -221,17 +221,17 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
         kind, codes = name.rpartition(".")[2], codes_of(policy, name)
         if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _get_head(config))):
             raise ValueError(
-                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read; decode it."
+                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read. Decode it."
             )
         if kind in _BY_INPUTS and codes is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
             inputs = x.shape[1:].numel()
             if inputs % GROUP:
                 raise ValueError(
                     f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
-                    f" {GROUP} share a scale; take fewer ranks, or no codes."
+                    f" {GROUP} share a scale. Take fewer ranks, or no codes."
                 )
     if policy is not None and not config.exact:
-        raise ValueError(f"pack: codes={policy!r} of layers that are not exact; take Config(exact=True).")
+        raise ValueError(f"pack: codes={policy!r} of layers that are not exact. Take Config(exact=True).")
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
@@ -310,11 +310,11 @@ def check_decodable(config: Config) -> None:
     if not config.causal:
         raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
     if config.layout is not None:
-        raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
+        raise ValueError("decode: the masks of `layout` are those of whole sequences. Leave it out.")
     if config.experts is not None and config.experts.bias_rate > 0:
         raise ValueError(
             f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
             " no parameters; such a model is not served."
         )
     if not isinstance(config.attention, nn.Dense):
-        raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")
+        raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Take attention=Dense().")

@@ -63,7 +63,7 @@ def mixture(
     if cut and config.exact:
         raise ValueError(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
-            f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
+            f" experts, whose sums have other bits. Use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
     options = {
         "bias": bias_E,
@@ -119,7 +119,7 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
         if experts is not None and experts.bias_rate > 0:
             raise ValueError(
                 f"experts with bias_rate={experts.bias_rate} are chosen by biases, which lie in the model state, and"
-                ' bias is missing; pass bias=model_state["bias"], or train by models.moe.loss.'
+                ' bias is missing. Pass bias=model_state["bias"], or train by models.moe.loss.'
             )
         return
     wanted = None if experts is None else (len(config.expert_layers), experts.num)
@@ -143,7 +143,7 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
         own = "their own" if along.sequence is not None else "the same"
         remedy = "Tokens or Weights" if along.sequence is not None else "Sum, or sequence=True"
         raise ValueError(
-            f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}; use {remedy}."
+            f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}. Use {remedy}."
         )
     return False
 

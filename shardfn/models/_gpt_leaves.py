@@ -89,7 +89,7 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
     tree = tree_map(lambda leaf: leaf.spec(tp), _list_leaves(config))
     if pp is not None:
         if not config.stacked:
-            raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers; use Config(stacked=True).")
+            raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers. Use Config(stacked=True).")
         return _stack_blocks(config, tree, lambda same: P(pp, *same[0]))
     return (
         _stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree

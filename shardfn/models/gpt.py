@@ -134,7 +134,7 @@ def choices(
     _, seen = _compute_hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
     if seen is None:
         raise ValueError(
-            "choices: the config has experts=None, so tokens choose none; give it models.moe.Experts(...)."
+            "choices: the config has experts=None, so tokens choose none. Give it models.moe.Experts(...)."
         )
     return seen.experts.unflatten(1, tokens_BT.shape).permute(1, 2, 0, 3)
 
@@ -378,11 +378,11 @@ def stages_and_seen(
         ValueError: the blocks are not stacked, or `loss` with a `loss_tile`.
     """
     if not config.stacked:
-        raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
+        raise ValueError("stages: a pipeline runs stacked layers. Use Config(stacked=True).")
     if loss is not None and config.loss_tile is not None:
         raise ValueError(
             f"stages: loss={loss} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile at a"
-            " time; take loss_tile=None."
+            " time. Take loss_tile=None."
         )
 
     def get_along(num_tokens: int) -> _Along:
@@ -508,7 +508,7 @@ def _check_batch(batch: Any) -> None:
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ValueError(
             f'the "mask" of a batch is {mask.dtype} of shape {tuple(mask.shape)}, and its tokens have shape'
-            f" {tuple(tokens.shape)}; give each token a bool, False for padding."
+            f" {tuple(tokens.shape)}. Give each token a bool, False for padding."
         )
 
 
@@ -531,7 +531,7 @@ def _compute_hidden(
     chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
     check_bias(config, bias)
     if tile is not None and along.sequence is not None:
-        raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
+        raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together. Drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
     positions_T = _get_positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
@@ -592,7 +592,7 @@ def _get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     length = nn.whole_length(config.attention, T)
     if length > config.max_len:
         raise ValueError(
-            f"a sequence of {length} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
+            f"a sequence of {length} tokens for Config(max_len={config.max_len}). Cut it or raise max_len."
         )
     return nn.own_positions(config.attention, T, tokens_BT.device)
 
@@ -611,12 +611,12 @@ def _embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T
 def _shift_targets(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     if not config.causal and "targets" not in batch:
         raise ValueError(
-            'Config(causal=False): each token sees the next, which cannot be its target; give the batch "targets": the'
+            'Config(causal=False): each token sees the next, which cannot be its target. Give the batch "targets": the'
             ' tokens that are masked in its "tokens", and -100 elsewhere.'
         )
     if not config.causal and "mask" in batch and "segment_ids" not in batch:
         raise ValueError(
-            'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention; give the'
+            'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention. Give the'
             ' batch "segment_ids", in which padding has a number of its own.'
         )
     return shifted(batch)
@@ -673,7 +673,7 @@ def _rows_at(config: Config, along: _Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
         cause = f"{config.attention}" if config.attention.axes else "sequence=True"
         raise ValueError(
             f"apply(at=) of shape {tuple(at_BS.shape)} takes positions of whole rows, and with {cause} a rank has only"
-            " some tokens of each; drop one."
+            " some tokens of each. Drop one."
         )
     return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 

@@ -185,7 +185,7 @@ def stages(
         tensor(32)
     """
     if not _has_bias(config):
-        raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0); use gpt.stages.")
+        raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0). Use gpt.stages.")
     first, run, last = gpt.stages_and_seen(config, axis, sequence, loss)
 
     def run_layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
@@ -234,7 +234,7 @@ def num_active_params(config: gpt.Config) -> int:
 
 def _get_experts(config: gpt.Config) -> Experts:
     if config.experts is None:
-        raise ValueError(f"the model has no experts; give it some, as in {mixtral_like.__name__}().")
+        raise ValueError(f"the model has no experts. Give it some, as in {mixtral_like.__name__}().")
     return config.experts
 
 

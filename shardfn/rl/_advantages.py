@@ -69,9 +69,9 @@ def group_advantages(
     check_numbers("group_advantages", eps=eps)
     whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
     if size < 1 or len(whole) % size:
-        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
+        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}. Pass whole groups.")
     if baseline not in ("mean", "others"):
-        raise ValueError(f'baseline is {baseline!r}; it must be "mean" or "others".')
+        raise ValueError(f'baseline must be "mean" or "others", got {baseline!r}.')
     _warn_without_rewards(whole)
     # In float64 the square of no reward in float32 overflows.
     of_all = _compare_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()

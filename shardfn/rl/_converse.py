@@ -192,20 +192,20 @@ def _check_conversation(
     for name, ids in (("call_tokens", call_tokens), ("failed", failed)):
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab]
         if wrong:
-            raise ValueError(f"converse: {name} has {wrong[0]!r}; pass ids from 0 to {vocab - 1}.")
+            raise ValueError(f"converse: {name} has {wrong[0]!r}. Pass ids from 0 to {vocab - 1}.")
     both = sorted(set(call_tokens) & set(sampling.stop_tokens))
     if both or not call_tokens:
         raise ValueError(
-            f"converse: call_tokens are {list(call_tokens)}, and stop_tokens {list(sampling.stop_tokens)}; pass one at"
+            f"converse: call_tokens are {list(call_tokens)}, and stop_tokens {list(sampling.stop_tokens)}. Pass one at"
             " least that calls the tool, and ends no answer."
         )
     if length > context:
         raise ValueError(
-            f"converse: length is {length}, and the engine's context {context}; pass a shorter length, or limits of a"
+            f"converse: length is {length}, and the engine's context {context}. Pass a shorter length, or limits of a"
             " longer context."
         )
     if calls < 1:
-        raise ValueError(f"converse: calls is {calls}; pass 1 at least, or take sample for answers without a tool.")
+        raise ValueError(f"converse: calls is {calls}. Pass 1 at least, or take sample for answers without a tool.")
 
 
 def _ids_below(vocab: int) -> Callable[[Any], list[int]]:

@@ -76,7 +76,7 @@ def outcomes_of(
         )
     if not hasattr(os, "fork"):
         raise NotImplementedError(
-            f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork; call the"
+            f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork. Call the"
             " function yourself, and for rewards pass rollout._replace(rewards=...)."
         )
     own = range(len(calls)) if mesh is None else range(mesh.axis_index(axis), len(calls), mesh.axis_size(axis))

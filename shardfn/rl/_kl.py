@@ -52,7 +52,7 @@ def kl(
             return x * x / 2
         case "k3":
             return x.expm1() - x
-    raise ValueError(f'estimator is {estimator!r}; it must be "k1", "k2" or "k3".')
+    raise ValueError(f'estimator must be "k1", "k2" or "k3", got {estimator!r}.')
 
 
 def follow_divergence(beta: float, divergence: float, target: float, *, rate: float = 0.1, most: float = 0.2) -> float:

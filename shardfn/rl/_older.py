@@ -39,11 +39,11 @@ def truncated_weights(
         ValueError: `truncate` is not positive, or without effect.
     """
     if not truncate > 0:
-        raise ValueError(f"{who}: truncate is {truncate}; it must be positive, such as {TRUNCATE}.")
+        raise ValueError(f"{who}: truncate must be positive, such as {TRUNCATE}, got {truncate}.")
     if behaviour_BT is None:
         if truncate != TRUNCATE:
             raise ValueError(
-                f"{who}: truncate is {truncate} without behaviour_BT, so it has no effect; pass both, or leave it out."
+                f"{who}: truncate is {truncate} without behaviour_BT, so it has no effect. Pass both, or leave it out."
             )
         return old_BT.new_ones(())
     mask_BT = answer_mask(lengths_B, old_BT.shape[1])

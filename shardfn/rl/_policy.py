@@ -370,5 +370,5 @@ def _check_choices(
     check_numbers("grpo", "0 or more", beta=beta)
     if (reference is None) != (beta == 0):
         raise ValueError(
-            f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference; pass both or neither."
+            f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference. Pass both or neither."
         )

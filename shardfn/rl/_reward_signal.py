@@ -36,7 +36,7 @@ class RewardSignal(NamedTuple):
             ValueError: patience is not 1 or more.
         """
         if self.patience < 1:
-            raise ValueError(f"RewardSignal: patience is {self.patience}; it must be 1 or more.")
+            raise ValueError(f"RewardSignal: patience must be 1 or more, got {self.patience}.")
         waited = self.waited + 1 if float(flat) >= 1 else 0
         if waited and waited % self.patience == 0:
             warnings.warn(

@@ -151,7 +151,7 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         found = sorted(set(rollout.versions[row][mask[row]].tolist()))
         raise ValueError(
             f"check_versions: the answer of row {row} was drawn by version {', '.join(map(str, found))}, and from"
-            f" {newest - behind} to {newest} are expected; draw it again after update_weights, or pass a larger behind."
+            f" {newest - behind} to {newest} are expected. Draw it again after update_weights, or pass a larger behind."
         )
 
 

@@ -125,7 +125,7 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
-                f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
+                f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it. Begin it"
                 " with a token, such as that of the beginning of a text."
             )
         if len(prompt) + width > min(length, context):

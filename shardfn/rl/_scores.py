@@ -70,7 +70,7 @@ def score(
     """
     num = len(rollout.ids)
     if given is not None and len(given) != num:
-        raise ValueError(f"score: {len(given)} values are given for {num} rows; pass one for each.")
+        raise ValueError(f"score: {len(given)} values are given for {num} rows. Pass one for each.")
     calls = [(*rollout.tokens(row), *(() if given is None else (given[row],))) for row in range(num)]
     called = Called("score", reward, _check_finite, "a finite number")
     outcomes = outcomes_of(called, calls, seconds=seconds, workers=workers, mesh=mesh, axis=axis)

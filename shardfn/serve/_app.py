@@ -230,7 +230,7 @@ def _describe_model(name: str, model: Model) -> dict[str, Any]:
 def _check_address(request: "Request") -> None:
     """Refuses fields after a question mark: no route has any."""
     if (name := next(iter(request.query_params), None)) is not None:
-        raise ApiError(400, f"{name[:60]} is not served in the address; give fields in the body.", name[:60])
+        raise ApiError(400, f"{name[:60]} is not served in the address. Give fields in the body.", name[:60])
 
 
 async def _read_body(request: "Request", settings: Settings) -> bytes:
@@ -239,9 +239,9 @@ async def _read_body(request: "Request", settings: Settings) -> bytes:
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # forms of pages of other sites cannot send JSON
-        raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
+        raise ApiError(415, f"Content-Type must be 'application/json', got {kind[:60]!r}.")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise ApiError(415, f"Content-Encoding is {coding[:60]!r}; send the body as it is.")
+        raise ApiError(415, f"Content-Encoding is {coding[:60]!r}. Send the body as it is.")
     large = ApiError(413, f"The body has more than {settings.max_body} bytes, the most that this server takes.")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:

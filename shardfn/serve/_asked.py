@@ -52,14 +52,14 @@ def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
     adapter = adapter_of(given, model)
     top, n, echo = given.get("logprobs"), given.get("n", 1), given.get("echo", False)
     if top is not None and not 0 <= top <= _OLDER_TOP:
-        raise ApiError(400, f"logprobs is {top}; it must be an integer from 0 to {_OLDER_TOP}.", "logprobs")
+        raise ApiError(400, f"logprobs must be an integer from 0 to {_OLDER_TOP}, got {top}.", "logprobs")
     if given.get("best_of", n) != n:
         text = f"best_of is {given['best_of']}, which is not served; leave it out, or give {n}, the value of n."
         raise ApiError(400, text, "best_of", "unsupported_parameter")
 
     def check_number(num: int) -> None:
         if num * n > model.max_choices:
-            text = f"n is {n}: {num * n} choices; they must be at most {model.max_choices}."
+            text = f"n must give at most {model.max_choices} choices, got {num * n} for n={n} and {num} prompts."
             raise ApiError(400, text, "n")
 
     prompts = read_prompts(given, model, "prompt", check_number)
@@ -82,9 +82,9 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
     adapter = adapter_of(given, model)
     top = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if top is None and given.get("top_logprobs", 0) != 0:
-        raise ApiError(400, "top_logprobs has no effect without logprobs: true; leave it out.", "top_logprobs")
+        raise ApiError(400, "top_logprobs has no effect without logprobs: true. Leave it out.", "top_logprobs")
     if "max_completion_tokens" in given and "max_tokens" in given:
-        raise ApiError(400, "max_tokens is given beside max_completion_tokens; give one of them.", "max_tokens")
+        raise ApiError(400, "max_tokens is given beside max_completion_tokens. Give one of them.", "max_tokens")
     prompt = read_chat(given, model)
     rest = max(1, model.limits.context - len(prompt))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
@@ -121,7 +121,7 @@ def _make_asked(
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:
-        raise ApiError(400, "stream_options has no effect without stream: true; leave it out.", "stream_options")
+        raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
     return Asked(given["model"], requests, stream, usage, top)
 
@@ -172,7 +172,7 @@ def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[
     if schema is None and "regex" not in given:
         return None
     if schema is not None and "regex" in given:
-        raise ApiError(400, "regex is given beside response_format; give one of them.", "regex")
+        raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")
     field = "response_format" if schema is not None else "regex"
     if model.compiler is None:
         text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
@@ -190,12 +190,12 @@ def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found = read_fields(given, FORMAT, "response_format")
     kind = get_required(found, "type", "response_format")
     if kind not in ("text", "json_object", "json_schema"):
-        text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
+        text = f"response_format.type must be 'text', 'json_object' or 'json_schema', got {kind!r:.60}."
         raise ApiError(400, text, "response_format.type")
     if kind != "json_schema":
         if "json_schema" in found:
             at = "response_format.json_schema"
-            raise ApiError(400, f"{at} has no effect with type {kind!r}; take type 'json_schema'.", at)
+            raise ApiError(400, f"{at} has no effect with type {kind!r}. Take type 'json_schema'.", at)
         return {"type": "object"} if kind == "json_object" else None
     inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
     return get_required(inner, "schema", "response_format.json_schema")

@@ -145,15 +145,15 @@ class Calls:
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
-                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts; the line of this server takes"
-                f" at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a larger"
-                " --max-waiting-tokens.",
+                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts, and the line of this server"
+                f" takes at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a"
+                " larger --max-waiting-tokens.",
                 code="too_many_tokens",
             )
         if self.waiting + call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 429,
-                f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more; together they"
+                f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more. Together they"
                 f" must be at most {self.max_waiting}. Try again later.",
                 headers={"Retry-After": str(self.retry_after)},
             )

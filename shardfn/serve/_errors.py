@@ -34,7 +34,7 @@ def refusal(reason: str) -> "ApiError":
         reason: reason of the engine, which begins with a name.
 
     Example:
-        >>> refusal("stop_tokens[0] is 9; it must be an integer from 0 to 8.").param
+        >>> refusal("stop_tokens[0] must be an integer from 0 to 8, got 9.").param
         'stop_token_ids'
     """
     name = reason.split()[0].partition("[")[0].rstrip(":") if reason.strip() else ""
@@ -53,7 +53,7 @@ class ApiError(Exception):
         headers: headers of the answer, such as `Retry-After`.
 
     Example:
-        >>> ApiError(400, "n is 0; it must be at least 1.", "n").body["error"]["param"]
+        >>> ApiError(400, "n must be at least 1, got 0.", "n").body["error"]["param"]
         'n'
     """
 

@@ -209,7 +209,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(400, f"The body is {_describe_value(body)}; it must be an object.")
+        raise ApiError(400, f"The body must be an object, got {_describe_value(body)}.")
     return body
 
 
@@ -234,7 +234,7 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind], at: str = ""
         if name in known:
             _check_value(value, known[name], full)
         elif name in REFUSED:
-            raise ApiError(400, f"{full} is not served; leave it out.", full, "unsupported_parameter")
+            raise ApiError(400, f"{full} is not served. Leave it out.", full, "unsupported_parameter")
         else:
             near = did_you_mean(name, known)
             raise ApiError(400, f"{_shorten_text(full)} is not known.{near}", _shorten_text(full), "unknown_parameter")
@@ -255,7 +255,7 @@ def get_required(given: Mapping[str, Any], name: str, at: str = "") -> Any:
 
 def _check_value(value: Any, kind: Kind, at: str) -> None:
     if not kind.has(value) and kind.served:
-        raise ApiError(400, f"{at} is {_describe_value(value)}; it must be {kind.name}.", at)
+        raise ApiError(400, f"{at} must be {kind.name}, got {_describe_value(value)}.", at)
     if not kind.has(value):
         text = f"{at} is {_describe_value(value)}, which is not served; leave it out, or give {kind.name}."
         raise ApiError(400, text, at, "unsupported_parameter")

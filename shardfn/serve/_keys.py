@@ -16,7 +16,7 @@ def read_keys(path: pathlib.Path) -> tuple[str, ...]:
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ValueError(f"{path} has no key; write one in each line.")
+        raise ValueError(f"{path} has no key. Write one in each line.")
     for i, key in enumerate(keys):
         if not key.isascii() or len(key.split()) != 1:
             raise ValueError(f"{path}: key {i + 1} of {len(keys)} has a space, or a character that is not ASCII.")

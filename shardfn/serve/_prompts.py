@@ -65,7 +65,7 @@ def _check_bytes(text: str, model: Model, field: str, where: str) -> None:
         if size > context * model.longest:
             raise ApiError(
                 400,
-                f"{where}{field} has {size} bytes; it must have at most {context * model.longest}: the context has"
+                f"{where}{field} must have at most {context * model.longest} bytes, got {size}: the context has"
                 f" {context} tokens of at most {model.longest} bytes.",
                 field,
                 "context_length_exceeded",
@@ -79,7 +79,7 @@ def _is_ids(value: Any) -> bool:
 def _read_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
     if not given.get("messages"):
         how = "is empty" if "messages" in given else "is missing"
-        raise ApiError(400, f"messages {how}; give one message at least.", "messages", "missing_parameter")
+        raise ApiError(400, f"messages {how}. Give one message at least.", "messages", "missing_parameter")
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
 
 
@@ -90,7 +90,7 @@ def _read_message(message: Any, at: str) -> dict[str, str]:
     given = read_fields(message, MESSAGE, at)
     role = get_required(given, "role", at)
     if role not in _ROLES:
-        text = f"{at}.role is {role[:60]!r}; it must be one of {', '.join(_ROLES)}."
+        text = f"{at}.role must be one of {', '.join(_ROLES)}, got {role[:60]!r}."
         raise ApiError(400, text, f"{at}.role")
     # Clients send back an answer without a text as null.
     content = given.get("content", "") if role == "assistant" else get_required(given, "content", at)

@@ -60,16 +60,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port is {self.port}; it must be from 0 to 65535.")
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}.")
         names = (self.name, *self.adapters)
         if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"the model and its adapters are named {names}; give each a name of its own.")
+            raise ValueError(f"the model and its adapters are named {names}. Give each a name of its own.")
         if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling is {self.pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
+            raise ValueError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {self.pooling!r}.")
         for name, value in vars(self).items():
             if name.startswith("max_") or name.endswith("_seconds"):
                 if value is not None and not value > 0:
-                    raise ValueError(f"{name} is {value}; it must be above 0.")
+                    raise ValueError(f"{name} must be above 0, got {value}.")
         if not self.loopback and not self.keys:
             raise ValueError(
                 f"host is {self.host}, which other machines reach, and there are no keys: each of them could use the"

@@ -94,7 +94,7 @@ def test_a_different_request_on_a_rank_is_an_error_within_one_step() -> None:
     engine.add([1, 2, 3 + mesh.rank])
     with pytest.raises(RankError, match=r"ranks 0 and 1 differ in sequences\[request-1.0"):
         engine.step()
-    with pytest.raises(RuntimeError, match="make another engine"):
+    with pytest.raises(RuntimeError, match="Make another engine"):
         engine.step()
 
 
