@@ -39,7 +39,7 @@ def truncated_weights(
         ValueError: `truncate` is not positive, or without effect.
     """
     if not truncate > 0:
-        raise ValueError(f"{who}: truncate must be positive, such as {TRUNCATE}, got {truncate}.")
+        raise ValueError(f"{who}: truncate is {truncate}. It must be positive, such as {TRUNCATE}.")
     if behaviour_BT is None:
         if truncate != TRUNCATE:
             raise ValueError(
