@@ -85,7 +85,7 @@ MISTAKES = [
             ValueError, "the answer of row 0 was drawn by version 0, and from 3 to 3 are expected",
             "Draw it again after update_weights"),
     Mistake("a prompt is empty", lambda: sample(()),
-            ValueError, "prompts[1] has no tokens", "begin it with a token"),
+            ValueError, "prompts[1] has no tokens", "Begin it with a token"),
     Mistake("the weights are not finite", spoilt,
             RuntimeError, "row 0 ended as 'error' after 0 tokens", "look at the parameters"),
     Mistake("answers are drawn among the most probable tokens",
