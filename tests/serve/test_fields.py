@@ -32,7 +32,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**64}, "seed", ", got 18446744073709551616."),
     ({"seed": "1"}, "seed", "must be an integer"),
     ({"n": 0}, "n", "n must be an integer from 1 to 128, got 0"),
-    ({"n": 129}, "n", ", got 129."),
+    ({"n": 129}, "n", ", got 129"),
     ({"n": 1.0}, "n", "n must be an integer, got 1.0"),
     ({"max_tokens": 0}, "max_tokens", ", got 0."),
     ({"max_tokens": CONTEXT}, "prompt", f"at most {CONTEXT} together, the context"),
