@@ -1,6 +1,6 @@
-"""Exact inference: an engine over one pure step, and the values that decide what it runs.
+"""Exact inference: an engine over one pure step, and the values that decide the step's input.
 
-Requests, events, the pool of blocks, the schedule and its plans have no tensors.
+Requests, events, the pool of blocks, the schedule and the plans have no tensors.
 """
 
 from ._limits import Limits as Limits

@@ -20,11 +20,11 @@ Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
 
 
 class Adapters:
-    """Adapters by name. Those of equal content are kept once.
+    """Adapters by name. Adapters of equal content are kept once.
 
     Args:
-        decoder: the model.
-        device: where its weights are.
+        decoder: model.
+        device: device of the model's weights.
     """
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were added."""
+        """Returns the names in the order of addition."""
         return list(self._names)
 
     def add(self, name: Any, given: Any) -> None:
@@ -48,27 +48,27 @@ class Adapters:
 
         Raises:
             TypeError: the name is no str, or `given` no pair of a `LoRA` and its values.
-            ValueError: there is one of this name, or it does not fit the model.
+            ValueError: the name is taken, or the adapter does not fit the model.
         """
         if not isinstance(name, str):
-            raise TypeError(f"an adapter's name is a {type(name).__name__}; it must be a str.")
+            raise TypeError(f"an adapter's name must be a str, got a {type(name).__name__}.")
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], LoRA)):
             raise TypeError(
-                f"adapter {name!r} is a {type(given).__name__}; pass (lora, values), as lora.load_peft returns them."
+                f"adapter {name!r} is a {type(given).__name__}. Pass (lora, values), as lora.load_peft returns them."
             )
         if name in self._names:
-            raise ValueError(f"an adapter named {name!r} is there; remove it first, or give the new one another name.")
+            raise ValueError(f"an adapter named {name!r} is there. Remove it first, or give the new one another name.")
         if not self._decoder.linear:
             raise ValueError(f"adapter {name!r}: adapters are served by exact decoders alone, and this one is not.")
         try:
             made = adapter_of(*given, self._decoder.linear)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from error
-        self._keep(self._names | {name: made})
+        self._keep_adapters(self._names | {name: made})
 
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
-        self._keep({n: a for n, a in self._names.items() if n != name})
+        self._keep_adapters({n: a for n, a in self._names.items() if n != name})
 
     def digest(self, name: Any) -> bytes:
         """Returns the digest of an adapter's content, empty for None.
@@ -94,26 +94,23 @@ class Adapters:
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
     def of_padding(self, bucket: int) -> LowRank | None:
-        """Returns the adapters of a plan of padding.
-
-        As `of` for a plan in which one is used, or None if there are none.
-        """
+        """Returns the adapters of a plan of padding, as if a row used an adapter, or None if there are no adapters."""
         return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
-    def _keep(self, names: dict[str, Adapter]) -> None:
+    def _keep_adapters(self, names: dict[str, Adapter]) -> None:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
         self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}
 
 
 def adapter_of_each(adapter: Any, num: int) -> list[Any]:
-    """Returns the adapter of each of some prompts.
+    """Returns the adapter of each prompt. A single name is the adapter of all prompts.
 
     Raises:
-        ValueError: their numbers differ.
+        ValueError: the numbers of adapters and prompts differ.
     """
     if adapter is None or isinstance(adapter, str):
         return [adapter] * num
     if len(each := list(adapter)) != num:
-        raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
+        raise ValueError(f"{num} prompts and {len(each)} adapters. Give one for all, or one each.")
     return each

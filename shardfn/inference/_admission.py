@@ -1,4 +1,4 @@
-"""Checks of an engine's arguments, and of those of its calls."""
+"""Checks of the arguments of an engine and of its calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,13 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
     """Returns the limits of an engine, with room for the drafts of its drafter.
 
     Raises:
-        ValueError: they have no room for drafts, or the drafter is of another vocabulary.
+        ValueError: the limits have no room for drafts, or the drafter has another vocabulary.
     """
     if limits is None:
         limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
     if drafter is not None and not limits.drafts:
         raise ValueError(
-            f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
+            f"limits.drafts is 0, and the drafter is {drafter!r:.80}. Try limits_of(..., drafts={DRAFTS})."
         )
     if isinstance(drafter, Computes):
         drafter.check(limits)
@@ -31,7 +31,7 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
 def request_of(
     prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
 ) -> Request:
-    """Returns a request within the limits; in `more` its adapter has a name, and in the request the digest.
+    """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -42,22 +42,22 @@ def request_of(
         raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
     fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter"))}
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
+        raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)
     check_request(request, limits)
     return request
 
 
 def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
-    """Returns the sampling of each of some prompts.
+    """Returns the sampling of each prompt. A single `Sampling` is for all prompts.
 
     Raises:
-        ValueError: their numbers differ.
+        ValueError: the numbers of samplings and prompts differ.
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling()] * num
     if len(each := list(sampling)) != num:
-        raise ValueError(f"generate: {num} prompts and {len(each)} samplings; give one for all, or one each.")
+        raise ValueError(f"generate: {num} prompts and {len(each)} samplings. Give one for all, or one each.")
     return each
 
 
@@ -65,7 +65,7 @@ def check_name(name: Any) -> None:
     """Refuses a name of a request that is not a text.
 
     Raises:
-        TypeError: it is of another type.
+        TypeError: the name is of another type.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        raise TypeError(f"name must be a str, got a {type(name).__name__}.")

@@ -1,4 +1,7 @@
-"""Ranks compare their states before each step: the chain of inputs and plans, and where it differs, each field."""
+"""Ranks compare the states of their schedules before each step, as a chain of digests of all inputs and plans.
+
+Where the chains differ, for example because two ranks received different events, the ranks compare field by field.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +20,7 @@ def compare(state: State, mesh: Mesh) -> None:
     """Compares the states of all ranks. Collective.
 
     Raises:
-        RankError: they differ. The message names the first field that does, and the ranks.
+        RankError: states differ. The message names the first field that differs, and the ranks.
     """
     if mesh.size == 1:
         return
@@ -28,10 +31,10 @@ def compare(state: State, mesh: Mesh) -> None:
         if len(set(chains)) == 1:
             return
         everywhere: list[Any] = comms.control.gather(field_digests(state))
-    raise RankError(_difference(everywhere, state.step))
+    raise RankError(_describe_difference(everywhere, state.step))
 
 
-def _difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
+def _describe_difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
     for rank, theirs in enumerate(everywhere):
         field = first_difference(everywhere[0], theirs)
         if field is not None:

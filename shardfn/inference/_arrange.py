@@ -1,4 +1,8 @@
-"""Which sequences run in a step, and how many tokens of each: decodes first, then chunks of prompts, in order."""
+"""Continuous batching with chunked prefill: which sequences run in a step, and how many tokens of each.
+
+Decodes come first, then chunks of prompts, in order. With a budget of 16 rows, for example, 4 decodes leave 12 rows for
+prompts.
+"""
 
 from heapq import merge
 
@@ -12,29 +16,29 @@ Chunks = list[tuple[Sequence, int]]
 def arrange(state: State) -> Chunks:
     """Returns the chunks of the next plan, decodes first.
 
-    Every running sequence that decodes has its token in the plan; prompts share the rest of the budget in order. The
-    first sequence in order always has a token: victims are taken from the end of the order, and a request that fits the
-    pool alone fits when all others have left.
+    Every decoding sequence has its token in the plan. Prompts share the rest of the budget in order. The first sequence
+    in order always has a token, because preemption takes victims from the end of the order, and because a request that
+    fits the empty pool fits when all other sequences have left.
     """
     state.running.sort(key=state.rank)
-    decodes = _grow(state)
-    prompts = _share(state, decodes)
-    return [(sequence, 1) for sequence in decodes] + _trim(state, len(decodes), prompts)
+    decodes = _grow_decodes(state)
+    prompts = _share_tokens(state, decodes)
+    return [(sequence, 1) for sequence in decodes] + _trim_padding(state, len(decodes), prompts)
 
 
-def _decodes(sequence: Sequence) -> bool:
+def _is_decoding(sequence: Sequence) -> bool:
     return sequence.computed == len(sequence.tokens) - 1
 
 
-def _grow(state: State) -> list[Sequence]:
-    """Gives each decoding sequence the block of its next token, and preempts from the end of the order for it."""
+def _grow_decodes(state: State) -> list[Sequence]:
+    """Gives each decoding sequence the block of its next token. Preemption from the end of the order makes room."""
     pool, block, decodes = state.pool, state.limits.block, []
     for sequence in state.running[:]:
         if not sequence.blocks or sequence.computed != len(sequence.tokens) - 1:
             continue
         if len(sequence.blocks) * block <= sequence.computed:
             while not pool.available and sequence.blocks:
-                state.preempt(state.running[-1])  # the asker itself, if it is last
+                state.preempt(state.running[-1])  # the asker, if last in order
             if not sequence.blocks:
                 continue
             sequence.blocks.append(pool.take())
@@ -42,11 +46,11 @@ def _grow(state: State) -> list[Sequence]:
     return decodes
 
 
-def _share(state: State, decodes: list[Sequence]) -> Chunks:
-    """Chunks of prompts, of running and of waiting sequences, in order; victims leave `decodes`."""
-    prefills = [sequence for sequence in state.running if not _decodes(sequence)]
+def _share_tokens(state: State, decodes: list[Sequence]) -> Chunks:
+    """Returns the chunks of prompts of running and waiting sequences, in order. Victims leave `decodes`."""
+    prefills = [sequence for sequence in state.running if not _is_decoding(sequence)]
     chunks: Chunks = []
-    used = extra = 0  # tokens in chunks; rows wanted beyond one for each running sequence
+    used = extra = 0  # tokens in chunks, and wanted rows beyond a single row for each running sequence
     blocked = False
     for sequence in merge(prefills, state.line(), key=state.rank):
         left = state.limits.budget - len(decodes) - used
@@ -54,7 +58,7 @@ def _share(state: State, decodes: list[Sequence]) -> Chunks:
             break
         if not sequence.blocks:
             # Nothing overtakes a sequence that waits for blocks.
-            blocked = blocked or sequence.preempted == state.step or not _admit(state, sequence, extra)
+            blocked = blocked or sequence.preempted == state.step or not _admit_waiting(state, sequence, extra)
             if blocked:
                 continue
             decodes[:] = [d for d in decodes if d.blocks]
@@ -68,21 +72,21 @@ def _share(state: State, decodes: list[Sequence]) -> Chunks:
 
 
 def _row_bound(sequence: Sequence, count: int, spare: int) -> int:
-    """Bounds a chunk of a prompt that is scored, so that it wants at most its own row of logits and `spare` others."""
+    """Bounds the chunk of a scored prompt to its guaranteed row of logits and `spare` further rows."""
     if sequence.scored >= sequence.prompt - 1:
         return count
     return min(count, max(0, sequence.scored - sequence.computed) + 1 + spare)
 
 
-def _admit(state: State, sequence: Sequence, extra: int) -> bool:
-    """Gives a waiting sequence blocks for all its tokens, or none; takes them from those behind it if it must."""
+def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
+    """Gives a waiting sequence blocks for all tokens, or none. Later sequences may be preempted."""
     pool, limits, tokens = state.pool, state.limits, sequence.tokens
     num_shared = sequence.reusable // limits.block
     extend_contents(sequence.contents, tokens, limits.block, num_shared, state.scope(sequence))
     shared = pool.find(sequence.contents[:num_shared])
     pool.hold(shared)
     need = limits.blocks_of(len(tokens)) - len(shared)
-    leavers = _victims(state, sequence, need, len(state.running) + extra >= limits.running)
+    leavers = _choose_victims(state, sequence, need, len(state.running) + extra >= limits.running)
     if leavers is None:
         pool.release(shared)
         return False
@@ -100,10 +104,10 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
     return True
 
 
-def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
+def _choose_victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
     """Returns the fewest sequences from the end of the order that make room, all behind the asker.
 
-    None if not enough.
+    None if the room does not suffice.
     """
     pool, found, left = state.pool, [], dict[int, int]()
     room = pool.available
@@ -118,8 +122,8 @@ def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Se
     return found if room >= need and not (full and not found) else None
 
 
-def _trim(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
-    """Puts the end of the prompts off to the next step where that saves more padding than it defers tokens."""
+def _trim_padding(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
+    """Defers the end of the prompts to the next step where fewer padding rows outweigh the deferred tokens."""
     excess = state.limits.excess(num_decodes + sum(count for _, count in prompts), least=num_decodes + 1)
     kept = prompts[:]
     while excess:

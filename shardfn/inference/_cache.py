@@ -1,4 +1,4 @@
-"""The cache of keys and values, and the body of attention that writes and reads it.
+"""The KV cache, and the body of attention that writes and reads the cache.
 
 T tokens of all sequences, H query heads, G key and value heads, K head dim.
 """
@@ -32,10 +32,10 @@ DTYPES = {
 
 
 def check_memory(kind: MemoryKind) -> MemoryKind:
-    """The memory of a cache.
+    """Returns the kind of memory of a KV cache.
 
     Raises:
-        ValueError: a cache is not kept there.
+        ValueError: a cache cannot be in this memory.
     """
     if not (is_device(kind) or is_host(kind)):
         hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
@@ -45,15 +45,15 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """The form of a model's cache: for each layer [blocks, 2, G, block, K], of keys and values.
+    """Form of a model's KV cache: for each layer [blocks, 2, G, block, K], of keys and values.
 
-    In codes, a row has `kernels.cache_row` bytes in place of K numbers.
+    In codes, such as int8, a row has `kernels.cache_row` bytes in place of K numbers.
 
     Args:
-        layers: of attention.
+        layers: number of layers of attention.
         heads: G of the whole model.
         head_dim: K.
-        axis: the mesh axes that cut the heads.
+        axis: mesh axes that cut the heads.
 
     Example:
         >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
@@ -69,30 +69,30 @@ class CacheLayout:
 
     @property
     def spec(self) -> P:
-        """The spec of a layer's cache."""
+        """Returns the spec of a layer's cache."""
         return P(None, None, self.axis) if self.axis else P()
 
     def kept(self, memory: MemoryKind) -> P | Sharding:
-        """The entry of `in_specs` for the cache in a memory."""
+        """Returns the entry of `in_specs` for the cache in a memory."""
         return self.spec if is_device(memory) else Sharding(self.spec, memory)
 
     def shape(self, limits: Limits) -> torch.Size:
-        """That of a layer's cache, on all ranks together."""
+        """Returns the shape of a layer's cache, on all ranks together."""
         return self.layer_shape(limits.blocks, limits.block, dtype=limits.cache_dtype)
 
     def layer_shape(self, blocks: int, block: int, *, ranks: int = 1, dtype: str = "float32") -> torch.Size:
-        """That of a layer's cache on each of the ranks that cut its heads.
+        """Returns the shape of a layer's cache on a single rank, for example for half of the heads on 2 ranks.
 
         Args:
-            blocks: their number.
-            block: places of each.
-            ranks: that cut the heads.
-            dtype: a key of `DTYPES`.
+            blocks: number of blocks.
+            block: tokens of a block.
+            ranks: number of ranks that cut the heads.
+            dtype: key of `DTYPES`.
         """
         return torch.Size((blocks, 2, self.heads // ranks, block, kernels.cache_row(self.head_dim, DTYPES[dtype])))
 
     def num_bytes(self, limits: Limits) -> int:
-        """Bytes of the whole cache, on all ranks together."""
+        """Returns the bytes of the whole cache, on all ranks together."""
         return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
 
     def init(
@@ -110,46 +110,48 @@ class CacheLayout:
         own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
         dtype = DTYPES[limits.cache_dtype]
 
-        def layer() -> GlobalTensor:
+        def make_layer() -> GlobalTensor:
             return GlobalTensor(zero_block(own, dtype, memory, mesh.device, pool), shape, self.spec, mesh, memory)
 
-        return [layer() for _ in range(self.layers)]
+        return [make_layer() for _ in range(self.layers)]
 
     def move(
         self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]], pool: Pool | None = None
     ) -> Seq[GlobalTensor]:
-        """Returns the cache with the content of slots moved to others, all at once; a tensor is changed in place.
+        """Returns the cache with the content of slots moved to other slots, all at once. A tensor is changed in place.
 
         Args:
-            cache: the cache; consumed.
+            cache: cache, which is consumed.
             moves: pairs of a slot and the slot that gets its content.
             pool: pool of a cache on disk.
         """
         if not moves:
             return cache
 
-        def moved(x: Tensor) -> Tensor:
+        def move_slots(x: Tensor) -> Tensor:
             old, new = torch.tensor(moves, device=x.device).unbind(1)
             block, by_byte = x.shape[3], x.view(torch.uint8)  # dtypes of codes need not be indexable
             by_byte[new // block, :, :, new % block] = by_byte[old // block, :, :, old % block]
             return x
 
-        values = [change(x.held, x.placement, pool, moved) for x in cache]
+        values = [change(x.held, x.placement, pool, move_slots) for x in cache]
         return [x if value is x.held else x.with_block(value) for x, value in zip(cache, values, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Paged(nn.Local):
-    """Attention over keys and values in blocks of a cache, which it extends by those of the tokens at hand.
+    """Attention over keys and values in blocks of a cache.
+
+    The cache grows by the keys and values of the tokens at hand.
 
     Attributes:
-        cache: of one layer.
-        slots: where keys and values of each token are written.
-        positions: of tokens in their sequences.
-        sequences: the sequence of each token.
-        tables: the blocks of each sequence.
-        tree: where drafts may branch, the drafts that each token sees in their slots; see `kernels.ragged_attention`.
-        moved: of a cache on the host, the part that is moved; None where the cache is on the device.
+        cache: cache of one layer.
+        slots: places where keys and values of each token are written.
+        positions: positions of tokens in their sequences.
+        sequences: sequence of each token.
+        tables: blocks of each sequence.
+        tree: where drafts may branch, the drafts that each token sees in their slots. See `kernels.ragged_attention`.
+        moved: moved part of a cache on the host. None where the cache is on the device.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -161,7 +163,7 @@ class Paged(nn.Local):
     moved: Moved | None = None
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        """Attention of the tokens, which are one row, each over its own sequence."""
+        """Returns the attention of one row of tokens, each over its sequence."""
         del length
         mask = how.mask
         if not isinstance(mask, nn.Window) or mask.right != 0:
@@ -188,10 +190,10 @@ class Paged(nn.Local):
         slopes_H: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """The same with the arguments of `kernels.ragged_attention`."""
+        """Returns the attention of `attend`, with the arguments of `kernels.ragged_attention`."""
         kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
         q_THK, k_TGK, v_TGK = (x[0].to(kind) for x in (q_BTHK, k_BTGK, v_BTGK))
-        with self._here() as cache:
+        with self._load_cache() as cache:
             y_THK, _ = kernels.ragged_attention(
                 *(q_THK, k_TGK, v_TGK),
                 *(cache, self.slots, self.positions, self.sequences, self.tables),
@@ -205,8 +207,8 @@ class Paged(nn.Local):
         return y_THK[None].to(q_BTHK.dtype)
 
     @contextlib.contextmanager
-    def _here(self) -> Iterator[Tensor]:
-        """The cache on the device; rows that are written to it there are kept."""
+    def _load_cache(self) -> Iterator[Tensor]:
+        """Yields the cache on the device. Rows written there are copied back to a cache on the host."""
         here = self.cache if self.moved is None else self.moved.brought(self.cache, self.slots.device)
         yield here
         if self.moved is not None:
@@ -214,13 +216,15 @@ class Paged(nn.Local):
 
 
 def alone(layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float32") -> list[Paged]:
-    """The bodies of one forward of a single sequence, whose cache lasts for this forward. The engine has the same bits.
+    """Returns the bodies of one forward of a single sequence, with a cache for this forward only.
+
+    An engine's attention has the same bits.
 
     Args:
-        layout: of the model.
+        layout: layout of the model's cache.
         num: tokens of the sequence.
-        ranks: that cut the heads.
-        dtype: a key of `DTYPES`.
+        ranks: number of ranks that cut the heads.
+        dtype: key of `DTYPES`.
 
     Example:
         >>> len(alone(CacheLayout(layers=2, heads=4, head_dim=8), 5))

@@ -1,4 +1,4 @@
-"""Counts of the cache's use."""
+"""Counts of prefix caching and preemption."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ class CacheUse(NamedTuple):
     """Counts of an engine so far.
 
     Attributes:
-        queries: tokens of sequences that began, whose keys and values were looked for in the cache.
-        hits: those of them that were found.
-        preemptions: preemptions of sequences that lost their blocks to others, to be computed anew.
+        queries: tokens of new sequences, looked up in the KV cache.
+        hits: looked up tokens with keys and values in the cache.
+        preemptions: number of preemptions, after which a sequence is recomputed.
 
     Example:
         >>> CacheUse().begun(40, 32)

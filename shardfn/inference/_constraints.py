@@ -1,4 +1,4 @@
-"""The grammars of all choices in progress: which tokens they may draw, and where their texts are complete."""
+"""Grammars of all choices in progress: permitted tokens, and ends of complete texts."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ from ._trees import Tree
 
 
 class Constraints:
-    """Follows the tokens of choices that have a grammar.
+    """Follower of the tokens of choices that have a grammar.
 
     Args:
         detokenizer: detokenizer of the engine's tokenizer.
-        vocab: the number of logits.
+        vocab: number of logits.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, vocab: int) -> None:
@@ -43,11 +43,11 @@ class Constraints:
         )
 
     def prepare(self) -> None:
-        """Makes the compiler, which takes a second where the vocabulary is large.
+        """Makes the compiler, a second of work where the vocabulary is large.
 
         Raises:
             ImportError: llguidance is missing.
-            ValueError: the engine has no tokenizer, or one whose tokens have no bytes.
+            ValueError: the engine has no tokenizer, or a tokenizer whose tokens have no bytes.
         """
         if self._detokenizer is None:
             raise ValueError("grammar needs the engine's tokenizer: Engine(tokenizer=...).")
@@ -55,7 +55,7 @@ class Constraints:
             self._compiler = Compiler(self._detokenizer, self._vocab)
 
     def compile(self, request: Request) -> list[Matcher]:
-        """Returns a matcher for each choice of a request. An empty list if it has no grammar.
+        """Returns a matcher for each choice of a request, or an empty list for a request without a grammar.
 
         Raises:
             ImportError: llguidance is missing.
@@ -73,7 +73,7 @@ class Constraints:
         self._matchers.update({(name, choice): one for choice, one in enumerate(matchers)})
 
     def take(self, drawn: Sequence[Drawn]) -> Ends:
-        """Takes tokens. The ends by grammars."""
+        """Takes drawn tokens, and returns the ends by grammars."""
         ends: Ends = {}
         ended = set[Choice]()  # by these tokens
         for one in drawn:
@@ -87,7 +87,7 @@ class Constraints:
     def cut(self, context: Context, drafts: Tree) -> Tree:
         """Returns the drafts that the grammar of a choice permits, in the order given.
 
-        Those below excluded ones fall, too.
+        Drafts below an excluded draft are excluded, too.
         """
         choice, how = (context.name, context.choice), context.sampling
         assert self._compiler is not None and how.grammar is not None
@@ -107,12 +107,12 @@ class Constraints:
     def allowed(self, state: State, rows: int) -> Bool[np.ndarray, "rows vocab"] | None:
         """Returns the tokens that each of the next plan's rows may draw, padding included.
 
-        None if all may draw all.
+        None if all rows may draw all tokens.
         """
         found: dict[int, Allowed] = {}
         for chunk, one, first in state.rows_in_flight() if self._matchers else ():
             if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
-                masks = self._masks((one.name, one.choice), chunk)
+                masks = self._make_masks((one.name, one.choice), chunk)
                 found.update(enumerate(masks, first + len(chunk.positions) - len(masks)))
         self._after.clear()
         if not found:
@@ -122,7 +122,7 @@ class Constraints:
             allowed[row] = mask
         return allowed
 
-    def _masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
+    def _make_masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
         """Returns the masks of a chunk's last rows: of the last known token, and of its drafts."""
         if choice not in self._matchers:
             return []

@@ -1,4 +1,4 @@
-"""A model as an engine runs it."""
+"""A model in the form that an engine runs."""
 
 import dataclasses
 import functools
@@ -16,12 +16,13 @@ from ._low_rank import Linear, LowRank
 
 
 class Outputs(NamedTuple):
-    """The results of a decoder for T tokens; R of their rows are wanted.
+    """Results of a decoder for T tokens, of which R rows are wanted.
 
     Attributes:
         logits: [R, V].
-        hidden: [R, D], the states that the head multiplies; None from a decoder without `embeds`.
-        experts: [T, m, k], those of each token in the m layers that have some; None from a decoder without `routes`.
+        hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
+        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
+            `routes`.
     """
 
     logits: Tensor
@@ -31,22 +32,22 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model as an engine runs it: pure functions, and the layouts of their arguments.
+    """A model in the form that an engine runs: pure functions, and the layouts of their arguments.
 
     Args:
-        vocab: token ids are 0 to `vocab - 1`.
-        context: the most tokens of a sequence.
-        cache: the form of the cache.
+        vocab: number of tokens. Ids are 0 to `vocab - 1`.
+        context: most tokens of a sequence.
+        cache: form of the KV cache.
         specs: compute specs of the parameters.
-        outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`, of this rank's blocks of `weights`, with
-            a body of attention for each layer; without `linear` the adapters stay None.
-        pack: function from this rank's blocks of the parameters to those of the weights that `outputs` takes.
-        packed: the specs of the result of `pack`, a prefix tree.
-        exact: whether a token's logits have the same bits in all company.
+        outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
+            `weights`, with a body of attention for each layer. Without `linear` the adapters stay None.
+        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
+        packed: specs of the result of `pack`, a prefix tree.
+        exact: whether the decoder is batch-invariant: a token's logits have the same bits next to any other tokens.
         embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
-        linear: the layers that may have adapters by name.
-        routes: the number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
-            records; (0, 0) if `outputs` has no experts.
+        linear: layers that may have adapters, by name.
+        routes: number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
+            records. (0, 0) if `outputs` has no experts.
     """
 
     vocab: int
@@ -70,16 +71,16 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
     """Returns the decoder of a `models.gpt`.
 
     Args:
-        config: the shape. With `exact=True`, logits are those of `gpt.apply`, bit for bit.
-        tp: the mesh axis that cuts heads, features and vocabulary. It divides the number of key heads.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, or codes by regular expressions found
-            in names such as "blocks.0.wq" and "embed": `{"embed|head": "int8", "": "int4"}`. Logits are those of the
+        config: shape of the model. With `exact=True`, logits equal the logits of `gpt.apply`, bit for bit.
+        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
+        codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
+            "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
             rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
             file, are not rounded again.
 
     Raises:
-        ValueError: tokens of the model look ahead, or its masks are those of whole sequences, or codes of layers that
-            are not exact.
+        ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes of layers that are not
+            exact.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
@@ -87,15 +88,15 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
     """
     gpt.check_decodable(config)
     if codes is not None and not config.exact:
-        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact; take Config(exact=True).")
+        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact. Take Config(exact=True).")
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 
-    def then(low: LowRank, name: str) -> nn.Then:
-        rows = name.endswith((".wo", ".w_down"))  # its inputs are cut, and others' outputs
+    def add_low_rank(low: LowRank, name: str) -> nn.Then:
+        rows = name.endswith((".wo", ".w_down"))  # inputs are cut, and outputs of all other layers
         return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
 
-    def outputs(
+    def compute_outputs(
         weights: PyTree,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -103,7 +104,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         bodies: Sequence[nn.Body],
         low: LowRank | None = None,
     ) -> Outputs:
-        added = {} if low is None else {name: then(low, name) for name in low.sites}
+        added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
         return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added))
 
     return Decoder(
@@ -111,7 +112,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         context=config.max_len,
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
-        outputs=outputs,
+        outputs=compute_outputs,
         pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,

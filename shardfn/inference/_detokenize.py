@@ -1,7 +1,7 @@
-"""The text of tokens that come one after another: joined, its pieces are the decoding of all tokens.
+"""The text of tokens that arrive one at a time: the pieces joined are the decoding of all tokens.
 
-A piece is given as soon as no later token can change it. Where a vocabulary has one token for each byte, that is at the
-end of the character. Where single bytes are only a fallback, it is at the end of the run of such bytes, since one wrong
+A piece is given as soon as no later token can change the piece. Where a vocabulary has one token for each byte, a piece
+ends with a character. Where single bytes are only a fallback, a piece ends with the run of such bytes, since one wrong
 byte spoils the whole run. Decoders of other kinds are asked for the text of a short window, as Text Generation
 Inference [1] does.
 
@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 from shardfn.data import BPETokenizer, ByteTokenizer
 
-_HALF = "\ufffd"  # decoders write it for bytes that are not a character, such as the first ones of a longer one
+_HALF = "\ufffd"  # decoders write the mark for bytes without a character, such as the first bytes of a longer character
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Growing(Protocol):
-    """The text of one sequence."""
+    """Text of one sequence."""
 
     def add(self, token: int) -> str:
-        """Returns the text that is certain with this token, after the text given before."""
+        """Returns the further text that is certain with this token."""
         ...
 
     def end(self) -> str:
@@ -36,21 +36,21 @@ class Growing(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives what was held back away, but for a character that is not finished."""
+        """Discards the text that was held back, except for an unfinished character."""
         ...
 
 
 @dataclass(frozen=True)
 class Detokenizer:
-    """A tokenizer's way from tokens to text; made by `detokenizer`.
+    """Tokenizer's way from tokens to text, made by `detokenizer`.
 
     Attributes:
-        size: ids are 0 to `size - 1`. Others have no text.
-        decode: the text of all tokens at once.
-        empty: makes the text of a sequence that has no token yet.
-        bytes_of: the bytes of a token by its id, None for one without, or None for a tokenizer whose tokens depend on
-            their neighbours.
-        digest: digest of the vocabulary: equal on all ranks.
+        size: number of ids. Ids from `size` on have no text.
+        decode: function from all tokens at once to their text.
+        empty: maker of the text of a sequence that has no token yet.
+        bytes_of: bytes of a token by its id, with None for a token without bytes. None for a tokenizer whose tokens
+            depend on their neighbours.
+        digest: digest of the vocabulary, equal on all ranks.
     """
 
     size: int
@@ -60,7 +60,7 @@ class Detokenizer:
     digest: bytes
 
     def start(self, prompt: Sequence[int] = ()) -> Growing:
-        """Returns the text after a prompt; a character that the prompt begins and does not end belongs to it.
+        """Returns the text after a prompt. A character that begins in the prompt belongs to the text.
 
         Example:
             >>> growing = detokenizer(ByteTokenizer()).start([65, 0xC3])
@@ -79,12 +79,12 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
 
     Args:
         tokenizer: tokenizer of `tokenizers`, of transformers, or of `shardfn.data`, or any object with a `vocab_size`
-            and a `decode(ids)`, or a list with the bytes of each id, None for special ones, or a `Detokenizer`, which
-            is returned.
+            and a `decode(ids)`, or a list with the bytes of each id and None for special ids, or a `Detokenizer`,
+            returned as given.
         special: whether special tokens have a text.
 
     Raises:
-        TypeError: it is no tokenizer.
+        TypeError: the object is no tokenizer.
 
     Example:
         >>> one = detokenizer(ByteTokenizer())
@@ -97,37 +97,37 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
     if isinstance(tokenizer, Detokenizer):
         return tokenizer
     if isinstance(tokenizer, ByteTokenizer):
-        return _of_bytes([bytes([i]) for i in range(tokenizer.vocab_size)])
+        return _make_byte_detokenizer([bytes([i]) for i in range(tokenizer.vocab_size)])
     if isinstance(tokenizer, list | tuple) and all(x is None or isinstance(x, bytes) for x in tokenizer):
-        return _of_bytes(tokenizer)
+        return _make_byte_detokenizer(tokenizer)
     inner = (
         tokenizer.inner if isinstance(tokenizer, BPETokenizer) else getattr(tokenizer, "backend_tokenizer", tokenizer)
     )
     if hasattr(inner, "id_to_token") and hasattr(inner, "to_str"):
-        return _of_library(inner, special)
+        return _make_library_detokenizer(inner, special)
     if not hasattr(tokenizer, "decode") or not hasattr(tokenizer, "vocab_size"):
         raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; pass one of transformers, of tokenizers or of shardfn.data, an"
+            f"tokenizer is a {type(tokenizer).__name__}. Pass one of transformers, of tokenizers or of shardfn.data, an"
             " object with vocab_size and decode(ids), or a list with the bytes of each id."
         )
-    return _of_windows(tokenizer, special)
+    return _make_window_detokenizer(tokenizer, special)
 
 
-def _of_bytes(tokens: Sequence[bytes | None]) -> Detokenizer:
+def _make_byte_detokenizer(tokens: Sequence[bytes | None]) -> Detokenizer:
     size = len(tokens)
 
     def bytes_of(token: int) -> bytes | None:
         return tokens[token] if token < size else None
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return b"".join(bytes_of(token) or b"" for token in ids).decode("utf-8", "replace")
 
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest()
-    return Detokenizer(size, decode, lambda: _OfBytes(bytes_of), bytes_of, digest)
+    return Detokenizer(size, decode_ids, lambda: _OfBytes(bytes_of), bytes_of, digest)
 
 
-def _of_library(inner: Any, special: bool) -> Detokenizer:
-    """Returns a tokenizer of `tokenizers`."""
+def _make_library_detokenizer(inner: Any, special: bool) -> Detokenizer:
+    """Returns the detokenizer of a tokenizer of `tokenizers`."""
     added = inner.get_added_tokens_decoder()
     skipped = frozenset() if special else frozenset(i for i, token in added.items() if token.special)
     size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -135,41 +135,43 @@ def _of_library(inner: Any, special: bool) -> Detokenizer:
     def token_of(token: int) -> str | None:
         return None if token in skipped or token >= size else inner.id_to_token(token)
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return inner.decode(list(ids), skip_special_tokens=not special)
 
     given = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
-    steps = _flat(given) if given else []
+    steps = _flatten_decoders(given) if given else []
     digest = hashlib.blake2b(inner.to_str().encode(), digest_size=8).digest()
     if [step["type"] for step in steps] == ["ByteLevel"]:
         spelled = functools.cache(lambda token: _byte_level(token_of(token)))
-        return Detokenizer(size, decode, lambda: _OfBytes(spelled), _unless(spelled, added), digest)
-    rule = _rule(steps)
+        return Detokenizer(size, decode_ids, lambda: _OfBytes(spelled), _skip_special(spelled, added), digest)
+    rule = _read_rule(steps)
     if rule is None:
-        return Detokenizer(size, decode, lambda: _OfWindows(decode), None, digest)
+        return Detokenizer(size, decode_ids, lambda: _OfWindows(decode_ids), None, digest)
     piece = functools.cache(lambda token: rule.piece(token_of(token)))
     first = functools.cache(lambda token: rule.first(token_of(token)))
-    bytes_of = functools.cache(lambda token: _as_bytes(piece(token)))
-    return Detokenizer(size, decode, lambda: _OfPieces(piece, first, rule.strip), _unless(bytes_of, added), digest)
+    bytes_of = functools.cache(lambda token: _encode_piece(piece(token)))
+    return Detokenizer(
+        size, decode_ids, lambda: _OfPieces(piece, first, rule.strip), _skip_special(bytes_of, added), digest
+    )
 
 
-def _of_windows(tokenizer: Any, special: bool) -> Detokenizer:
-    """Any object that decodes, such as a tokenizer of transformers in Python."""
+def _make_window_detokenizer(tokenizer: Any, special: bool) -> Detokenizer:
+    """Returns the detokenizer of any object that decodes, such as a tokenizer of transformers in Python."""
     size = tokenizer.vocab_size
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     options = options if hasattr(tokenizer, "all_special_ids") else {}
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode_ids(ids: Sequence[int]) -> str:
         return tokenizer.decode([token for token in ids if token < size], **options)
 
     whole = hashlib.blake2b(digest_size=8)
     for token in range(size):
-        whole.update(decode([token]).encode("utf-8", "replace") + b"\0")
-    return Detokenizer(size, decode, lambda: _OfWindows(decode), None, whole.digest())
+        whole.update(decode_ids([token]).encode("utf-8", "replace") + b"\0")
+    return Detokenizer(size, decode_ids, lambda: _OfWindows(decode_ids), None, whole.digest())
 
 
-def _unless(bytes_of: Callable[[int], bytes | None], added: Any) -> Callable[[int], bytes | None]:
-    """Special tokens have no bytes, though they may have a text."""
+def _skip_special(bytes_of: Callable[[int], bytes | None], added: Any) -> Callable[[int], bytes | None]:
+    """Returns `bytes_of` with None for special tokens: special tokens have no bytes, though they may have a text."""
     return lambda token: None if token in added and added[token].special else bytes_of(token)
 
 
@@ -191,10 +193,10 @@ class _OfBytes:
 
 
 @functools.cache
-def _alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """Returns the bytes that the characters of a byte-level vocabulary mean.
 
-    Printable ones themselves, then 256 and up.
+    Printable characters mean themselves. The other bytes have characters from 256 up.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -204,7 +206,7 @@ def _alphabet() -> dict[str, int]:
 def _byte_level(token: str | None) -> bytes | None:
     if token is None:
         return None
-    alphabet = _alphabet()
+    alphabet = _byte_alphabet()
     if all(c in alphabet for c in token):
         return bytes(alphabet[c] for c in token)
     return token.encode()
@@ -224,7 +226,7 @@ class _Rule:
     strip: tuple[str, int] = (" ", 0)
 
     def piece(self, token: str | None) -> str | int | None:
-        """Returns the text of a token, or its byte, or None for one that is passed over."""
+        """Returns the text of a token, or a byte, or None for a skipped token."""
         if token is None:
             return None
         for old, new in self.replaced:
@@ -235,15 +237,17 @@ class _Rule:
         return token.replace(self.metaspace, " ") if self.metaspace else token
 
     def first(self, token: str | None) -> str | int | None:
-        """The same of the first token of a text."""
+        """Returns the same as `piece` for the first token of a text."""
         return self.piece(token.replace(self.metaspace, "") if token is not None and self.drops else token)
 
 
-def _flat(decoder: Any) -> list[Any]:
-    return [s for d in decoder["decoders"] for s in _flat(d)] if decoder["type"] == "Sequence" else [decoder]
+def _flatten_decoders(decoder: Any) -> list[Any]:
+    return (
+        [s for d in decoder["decoders"] for s in _flatten_decoders(d)] if decoder["type"] == "Sequence" else [decoder]
+    )
 
 
-def _rule(steps: Sequence[Any]) -> _Rule | None:
+def _read_rule(steps: Sequence[Any]) -> _Rule | None:
     """Returns the rule of a chain of decoders of the form Metaspace, or Replace*, ByteFallback?, (Fuse, Strip?)?."""
     if [step["type"] for step in steps] == ["Metaspace"]:
         return _Rule(metaspace=steps[0]["replacement"], drops=steps[0]["prepend_scheme"] != "never")
@@ -260,7 +264,7 @@ def _rule(steps: Sequence[Any]) -> _Rule | None:
     return _Rule(tuple(replaced), fallback=fallback, strip=strip) if known else None
 
 
-def _as_bytes(piece: str | int | None) -> bytes | None:
+def _encode_piece(piece: str | int | None) -> bytes | None:
     return bytes([piece]) if isinstance(piece, int) else None if piece is None else piece.encode()
 
 
@@ -268,7 +272,7 @@ _Piece = Callable[[int], str | int | None]
 
 
 class _OfPieces:
-    """Runs of single bytes are held until they end: they are a text, or one mark for each byte."""
+    """Text by pieces. A run of single bytes is held until the run ends: it is a text, or one mark for each byte."""
 
     def __init__(self, piece: _Piece, first: _Piece, strip: tuple[str, int]) -> None:
         self._piece, self._first, (self._content, self._strip) = piece, first, strip
@@ -281,18 +285,18 @@ class _OfPieces:
         if piece is None:
             return ""
         self._begun = True
-        return self._stripped(self._byte(piece) if isinstance(piece, int) else self._run() + piece)
+        return self._strip_start(self._add_byte(piece) if isinstance(piece, int) else self._end_run() + piece)
 
     def end(self) -> str:
-        return self._stripped(self._run())
+        return self._strip_start(self._end_run())
 
     def close(self) -> None:
         half = b"" if self._broken else self._decoder.getstate()[0]
-        self._reset()
+        self._reset_run()
         for byte in half:
-            self._byte(byte)
+            self._add_byte(byte)
 
-    def _byte(self, byte: int) -> str:
+    def _add_byte(self, byte: int) -> str:
         self._count += 1
         if self._broken:
             return _HALF
@@ -303,18 +307,18 @@ class _OfPieces:
             return _HALF * self._count
         return ""
 
-    def _run(self) -> str:
-        """Returns the text of the run, which ends."""
+    def _end_run(self) -> str:
+        """Returns the text of the run, and ends the run."""
         half = len(self._decoder.getstate()[0]) if not self._broken else 0
         text = "" if self._broken else _HALF * self._count if half else self._text
-        self._reset()
+        self._reset_run()
         return text
 
-    def _reset(self) -> None:
+    def _reset_run(self) -> None:
         self._text, self._count, self._broken = "", 0, False
         self._decoder.reset()
 
-    def _stripped(self, text: str) -> str:
+    def _strip_start(self, text: str) -> str:
         while text and self._strip:
             if text[0] != self._content:
                 self._strip = 0
@@ -327,12 +331,12 @@ class _OfPieces:
 
 
 class _OfWindows:
-    """The text of a window of tokens. The first ones were given: only its growth is new."""
+    """Text of a window of tokens. The first tokens' text was given, so only the growth of the text is new."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._given, self._before = 0, ""  # tokens of the window whose text was given, and that text
+        self._given, self._before = 0, ""  # tokens of the window with given text, and the given text
 
     def add(self, token: int) -> str:
         self._window.append(token)

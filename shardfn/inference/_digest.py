@@ -10,10 +10,10 @@ from ._state import Sequence, State
 
 
 def digest(state: State) -> bytes:
-    """Eight bytes of all fields of a state, in one canonical encoding: equal states have equal digests on all ranks.
+    """Returns eight bytes of all fields of a state, in one canonical encoding.
 
-    `state.chain` is cheaper, as it covers only inputs and plans. This one also sees a field that was altered and has
-    not yet changed a plan.
+    Equal states have equal digests on all ranks. `state.chain` is cheaper, and covers only inputs and plans. The digest
+    also sees a field that was altered and has not yet changed a plan.
 
     Example:
         >>> from shardfn.inference import Limits, digest, start
@@ -22,25 +22,25 @@ def digest(state: State) -> bytes:
         True
     """
     whole = hashlib.blake2b(digest_size=8)
-    for name, data in _fields(state):
+    for name, data in _list_fields(state):
         whole.update(f"{name} {len(data)} ".encode())
         whole.update(data)
     return whole.digest()
 
 
 def field_digests(state: State) -> dict[str, bytes]:
-    """Returns a digest of each field, by name: ranks exchange these when their digests differ.
+    """Returns a digest of each field, by name. Ranks exchange field digests when their states differ.
 
     Example:
         >>> from shardfn.inference import Limits, field_digests, start
         >>> list(field_digests(start(Limits(vocab=100, context=64, blocks=9))))[:3]
         ['limits', 'tokenizer', 'step']
     """
-    return {name: hashlib.blake2b(data, digest_size=8).digest() for name, data in _fields(state)}
+    return {name: hashlib.blake2b(data, digest_size=8).digest() for name, data in _list_fields(state)}
 
 
 def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str | None:
-    """Returns the name of the first field that differs or that only one side has, or None if all are equal.
+    """Returns the name of the first field that differs or is missing on one side, or None if all are equal.
 
     Example:
         >>> first_difference({"step": b"1", "time": b"2"}, {"step": b"1", "time": b"3"})
@@ -49,58 +49,61 @@ def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> 
     return next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), None)
 
 
-def _fields(state: State) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of all fields: first plain ones, then sequences, then the pool. Integers have eight bytes."""
+def _list_fields(state: State) -> Iterator[tuple[str, bytes]]:
+    """Yields names and bytes of all fields: plain fields, then sequences, then the pool. Integers have eight bytes."""
     plain = "limits tokenizer step number version pending time draining arrivals"
     for name in plain.split():
         yield name, repr(getattr(state, name)).encode()
     yield "drafter", b"" if state.drafter is None else state.drafter.digest()
-    yield "guesses", _ints(state.guesses)
-    yield "use", _ints(state.use)
+    yield "guesses", _encode_ints(state.guesses)
+    yield "use", _encode_ints(state.use)
     yield "names", repr(sorted(state.names.items())).encode()
-    yield "running", _ints(s.serial for s in state.running)
+    yield "running", _encode_ints(s.serial for s in state.running)
     for priority in sorted(state.waiting):
-        yield f"waiting[{priority}]", _ints(state.waiting[priority])
+        yield f"waiting[{priority}]", _encode_ints(state.waiting[priority])
     yield (
         "flight",
-        _ints(
+        _encode_ints(
             n
             for c in state.flight
             for n in (c.serial, c.start, c.count, len(c.positions), len(c.drafts), *c.drafts.tokens, *c.drafts.parents)
         ),
     )
-    yield "moves", _ints(n for move in state.moves for n in move)
+    yield "moves", _encode_ints(n for move in state.moves for n in move)
     for serial in sorted(state.sequences):
-        yield from _of_sequence(state.sequences[serial])
+        yield from _encode_sequence(state.sequences[serial])
     pool = state.pool
     yield "pool.free", pool.free.tobytes()
     yield "pool.references", pool.references.tobytes()
-    yield "pool.cached", _ints(pool.cached)
+    yield "pool.cached", _encode_ints(pool.cached)
     blocks = sorted(pool.contents)
-    yield "pool.contents", _ints(blocks) + b"".join([_of_content(pool.contents[b]) for b in blocks])
-    yield "pool.index", b"".join(key + _ints([pool.index[key]]) for key in sorted(pool.index))
+    yield "pool.contents", _encode_ints(blocks) + b"".join([_encode_content(pool.contents[b]) for b in blocks])
+    yield "pool.index", b"".join(key + _encode_ints([pool.index[key]]) for key in sorted(pool.index))
     yield "chain", state.chain
 
 
-def _of_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
+def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     of = f"sequences[{sequence.name}.{sequence.choice}]"
     r = sequence.request
-    yield f"{of}.request", _ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode()
+    yield (
+        f"{of}.request",
+        _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode(),
+    )
     for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "trust"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
-    yield f"{of}.blocks", _ints(sequence.blocks)
-    yield f"{of}.contents", b"".join(map(_of_content, sequence.contents))
+    yield f"{of}.blocks", _encode_ints(sequence.blocks)
+    yield f"{of}.contents", b"".join(map(_encode_content, sequence.contents))
 
 
-def _of_content(content: Content) -> bytes:
-    return content.key + content.parent + content.tokens + _of_scope(content.scope)
+def _encode_content(content: Content) -> bytes:
+    return content.key + content.parent + content.tokens + _encode_scope(content.scope)
 
 
 @functools.lru_cache(maxsize=64)
-def _of_scope(scope: Scope) -> bytes:
+def _encode_scope(scope: Scope) -> bytes:
     return repr(scope).encode()
 
 
-def _ints(values: Iterable[int]) -> bytes:
+def _encode_ints(values: Iterable[int]) -> bytes:
     return array("q", values).tobytes()

@@ -1,10 +1,10 @@
-"""Drafts by a smaller model, which has a cache of its own.
+"""Speculative decoding with a small draft model, which has a separate KV cache.
 
-The small model draws each draft as the engine will draw the token of that place: by the same key, position and
-`Sampling`, so that both use the same uniform number. Where the models' probabilities are alike, sampled drafts are
-accepted nearly as often as greedy ones.
+The draft model draws each draft as the engine will draw the token of the same place: by the same key, position and
+`Sampling`, so that both use the same uniform number. Where the models' probabilities are close, sampled drafts are
+accepted nearly as often as greedy drafts.
 
-All ranks compute the same proposals, each with the whole small model: its steps send nothing.
+All ranks compute the same proposals, each with the whole draft model, so its steps send nothing.
 
 References:
     Leviathan et al.: Fast Inference from Transformers via Speculative Decoding, 2022, https://arxiv.org/abs/2211.17192
@@ -31,16 +31,17 @@ from ._trees import Tree
 
 
 class DraftModel:
-    """Proposes the tokens that a smaller model draws.
+    """Drafter that proposes the tokens that a smaller model draws.
 
-    Its cache is computed as the sequences grow, and is kept while they wait. Where its blocks run out, the sequence
-    that had drafts least recently loses its own; prompts that begin alike share blocks. A model that is not exact may
-    propose other tokens in other company, which changes no token of an exact engine.
+    The draft model's KV cache grows with the sequences, and is kept while sequences wait. When blocks run out, the
+    sequence that had drafts least recently loses its blocks. Prompts with an equal beginning share blocks. A draft
+    model that is not exact may propose different tokens next to other sequences, which changes no token of an exact
+    engine.
 
     Args:
-        decoder: the small model, of the same vocabulary.
+        decoder: draft model, of the same vocabulary.
         params: parameters, whole and equal on all ranks.
-        limits: the sizes. Default: `limits_of(decoder)`. A sequence longer than its context has no drafts.
+        limits: sizes. Default: `limits_of(decoder)`. A sequence longer than the context has no drafts.
 
     Raises:
         ValueError: the limits do not fit the model.
@@ -65,7 +66,7 @@ class DraftModel:
         self.limits = limits_of(decoder) if limits is None else limits
         self._runner = Runner(decoder, self.limits)
         self._weights = self._runner.packed(params)
-        self._cache: Cache | None = None  # an engine takes a copy, which makes its own
+        self._cache: Cache | None = None  # an engine takes a copy with a separate cache
         self._pool = Pool(self.limits.blocks)
         self._own: OrderedDict[int, Sequence] = OrderedDict()  # by serial number, those without drafts for long first
 
@@ -77,7 +78,7 @@ class DraftModel:
         """
         if limits.vocab != self.limits.vocab:
             raise ValueError(
-                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}; take a small"
+                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}. Take a small"
                 " model with the tokenizer of the large one."
             )
 
@@ -85,29 +86,29 @@ class DraftModel:
         """Captures the graphs of all buckets."""
         for bucket in self.limits.buckets:
             for kind in (False, True)[: 1 + extended]:
-                self._runner.bind(bucket, self._weights, self._held(), extended=kind)
+                self._runner.bind(bucket, self._weights, self._count_held(), extended=kind)
 
     def memory(self) -> MemoryPlan:
-        """Returns the bytes that each rank needs beside the engine's."""
+        """Returns the bytes that each rank needs in addition to the engine's."""
         cache = self._runner.empty_cache() if self._cache is None else self._cache
         return self._runner.memory(self._weights, cache)
 
     def propose(self, context: Context, most: int) -> Tree:
-        """Returns the tokens that the model draws after the last one."""
+        """Returns the tokens that the draft model draws after the last token."""
         return self.propose_all([(context, most)])[0]
 
     def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
-        """The same for several sequences, whose rows share steps."""
+        """Returns the proposals of `propose` for several sequences, whose rows share steps."""
         num = self.limits.running
-        return [tree for i in range(0, len(asks), num) for tree in self._proposed(asks[i : i + num])]
+        return [tree for i in range(0, len(asks), num) for tree in self._draft_tokens(asks[i : i + num])]
 
     def end(self, context: Context) -> None:
-        """Forgets a sequence. A later one may use its blocks."""
+        """Forgets a sequence. Later sequences may use the blocks."""
         if (own := self._own.pop(context.serial, None)) is not None:
             self._pool.release(own.blocks)
 
     def copy(self) -> "DraftModel":
-        """One with a cache of its own. The weights and graphs are shared."""
+        """Returns a drafter with a separate cache. The weights and graphs are shared."""
         new = copy.copy(self)
         new._pool = self._pool.copy()
         new._own = OrderedDict((serial, own.copy()) for serial, own in self._own.items())
@@ -126,21 +127,21 @@ class DraftModel:
         found.update(self._pool.free.tobytes() + array("q", self._pool.cached).tobytes())
         return found.digest()
 
-    def _proposed(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
+    def _draft_tokens(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
         busy = {context.serial for context, _ in asks}
         ends: dict[int, int] = {}  # the number of tokens that each sequence may reach
         for context, most in asks:
-            ends[context.serial] = self._reserved(self._followed(context), most, busy)
-        while chunks := self._chunks(ends):
-            self._draw(chunks, ends)
+            ends[context.serial] = self._reserve_blocks(self._follow_context(context), most, busy)
+        while chunks := self._list_chunks(ends):
+            self._draw_drafts(chunks, ends)
         for context, _ in asks:
-            self._record(self._own[context.serial], len(context.tokens), context.salt)
+            self._record_blocks(self._own[context.serial], len(context.tokens), context.salt)
         return [Tree.chain(self._own[context.serial].tokens[len(context.tokens) :]) for context, _ in asks]
 
-    def _followed(self, context: Context) -> Sequence:
+    def _follow_context(self, context: Context) -> Sequence:
         """Returns the sequence with the tokens of the engine.
 
-        Those that were computed for rejected drafts are forgotten.
+        Tokens that were computed for rejected drafts are forgotten.
         """
         tokens, own = context.tokens, self._own.pop(context.serial, None)
         if own is None:
@@ -154,48 +155,51 @@ class DraftModel:
         self._own[context.serial] = own
         return own
 
-    def _reserved(self, own: Sequence, most: int, busy: set[int]) -> int:
-        """Takes blocks for drafts, and returns the number of tokens with them, at least those that there are."""
+    def _reserve_blocks(self, own: Sequence, most: int, busy: set[int]) -> int:
+        """Takes blocks for drafts, and returns the number of tokens that have blocks, at least the present tokens."""
         limits, num = self.limits, len(own.tokens)
         end = min(num + most, limits.context)
         if end <= num:
             return num
         if not own.blocks:
-            self._share(own)
+            self._share_prefix(own)
         while len(own.blocks) < limits.blocks_of(end - 1) and self._make_room(busy):
             own.blocks.append(self._pool.take())
         return max(num, min(end, len(own.blocks) * limits.block + 1))  # the last draft is never fed
 
     def _make_room(self, busy: set[int]) -> bool:
-        """Returns whether a block can be taken, after others without drafts in this step have lost theirs."""
+        """Returns whether a block can be taken, after sequences without drafts in this step have lost their blocks."""
         idle = (own for serial, own in self._own.items() if serial not in busy and own.blocks)
         while not self._pool.available and (own := next(idle, None)) is not None:
             self._pool.release(own.blocks)
             own.blocks, own.computed, own.recorded = [], 0, 0
         return bool(self._pool.available)
 
-    def _share(self, own: Sequence) -> None:
-        """Takes the blocks of others that begin alike."""
+    def _share_prefix(self, own: Sequence) -> None:
+        """Takes the blocks of other sequences with an equal beginning (prefix caching)."""
         num = (len(own.tokens) - 1) // self.limits.block
-        extend_contents(own.contents, own.tokens, self.limits.block, num, self._scope(own.request.salt))
+        extend_contents(own.contents, own.tokens, self.limits.block, num, self._make_scope(own.request.salt))
         own.blocks = self._pool.find(own.contents[:num])
         self._pool.hold(own.blocks)
         own.recorded = len(own.blocks)
         own.computed = own.recorded * self.limits.block
 
-    def _record(self, own: Sequence, known: int, salt: bytes) -> None:
-        """Makes full blocks of known tokens known: they are never written again, as drafts may be."""
+    def _record_blocks(self, own: Sequence, known: int, salt: bytes) -> None:
+        """Records full blocks of known tokens for prefix caching.
+
+        Blocks with drafts are not recorded, as drafts may change.
+        """
         full = min(own.computed, known) // self.limits.block
-        extend_contents(own.contents, own.tokens, self.limits.block, full, self._scope(salt))
+        extend_contents(own.contents, own.tokens, self.limits.block, full, self._make_scope(salt))
         for i in range(own.recorded, full):
             self._pool.record(own.blocks[i], own.contents[i])
         own.recorded = max(own.recorded, full)
 
-    def _scope(self, salt: bytes) -> Scope:
+    def _make_scope(self, salt: bytes) -> Scope:
         return Scope(0, b"", self.limits.cache_dtype, salt)
 
-    def _chunks(self, ends: dict[int, int]) -> list[Rows]:
-        """Returns the rows of the next step: tokens that are not computed yet, of sequences that want another draft."""
+    def _list_chunks(self, ends: dict[int, int]) -> list[Rows]:
+        """Returns the rows of the next step: uncomputed tokens of sequences that want another draft."""
         left, chunks = self.limits.budget, list[Rows]()
         for own in (self._own[serial] for serial, end in ends.items() if len(self._own[serial].tokens) < end):
             if count := min(left, len(own.tokens) - own.computed):
@@ -203,10 +207,10 @@ class DraftModel:
                 left -= count
         return chunks
 
-    def _draw(self, chunks: list[Rows], ends: dict[int, int]) -> None:
+    def _draw_drafts(self, chunks: list[Rows], ends: dict[int, int]) -> None:
         """Runs a step, and appends its drafts."""
         plan = make_plan(chunks, self.limits, step=0, version=0)
-        drawn, _, self._cache, *_ = self._runner.run(self._weights, self._held(), plan)
+        drawn, _, self._cache, *_ = self._runner.run(self._weights, self._count_held(), plan)
         tokens = iter(drawn)
         for own, count, positions, _ in chunks:
             own.computed += count
@@ -216,7 +220,7 @@ class DraftModel:
                 if token < 0 or token in own.request.sampling.stop_tokens:
                     ends[own.serial] = 0
 
-    def _held(self) -> Cache:
+    def _count_held(self) -> Cache:
         if self._cache is None:
             self._cache = self._runner.empty_cache()
         return self._cache

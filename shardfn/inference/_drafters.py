@@ -1,7 +1,7 @@
-"""Drafters: they propose tokens that may follow. A draft is accepted where it equals the token that is drawn there.
+"""Drafters for speculative decoding: a draft is accepted where it equals the token that the engine draws.
 
-So no drafter changes a token or a log probability; a good one saves steps. Drafters see token ids alone, and are
-deterministic, so that all ranks propose the same.
+So no drafter changes a token or a log probability. A good drafter saves steps. Drafters see only token ids, and are
+deterministic, so that all ranks propose the same drafts.
 
 References:
     Saxena: Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding
@@ -25,9 +25,9 @@ class Context(NamedTuple):
         serial: number, in order of arrival.
         name: name of the request.
         choice: choice of the request.
-        tokens: prompt, and drawn ones.
+        tokens: prompt, and drawn tokens.
         prompt: tokens of the prompt.
-        salt: of the request, with its adapter: texts of different ones are kept apart.
+        salt: salt of the request, with its adapter. Texts of different salts are kept separate.
         key: key of the draws.
         sampling: sampling of the request.
     """
@@ -43,10 +43,10 @@ class Context(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes tokens, by the calls so far alone: by no clock, no set, and no random number of Python."""
+    """Proposer of tokens. Proposals depend only on the calls so far: on no clock, set, or random number of Python."""
 
     def propose(self, context: Context, most: int) -> Seq[int] | Tree:
-        """At most this number of tokens that may follow, as a chain or a tree. An empty one is no proposal."""
+        """Returns at most `most` tokens that may follow, as a chain or a tree. An empty chain is no proposal."""
         ...
 
     def end(self, context: Context) -> None:
@@ -54,41 +54,41 @@ class Drafter(Protocol):
         ...
 
     def copy(self) -> "Drafter":
-        """Returns a drafter of its own, equal to this one."""
+        """Returns a separate drafter, equal to this drafter."""
         ...
 
     def digest(self) -> bytes:
-        """Bytes of its kind and of all that its proposals follow from, beside the context."""
+        """Returns bytes of the drafter's kind, and of all that proposals depend on in addition to the context."""
         ...
 
 
 @runtime_checkable
 class Computes(Drafter, Protocol):
-    """A drafter whose proposals take time: it is asked for all sequences at once, and not beyond `Limits.drafts`."""
+    """Drafter whose proposals take time, asked for all sequences at once, and not beyond `Limits.drafts`."""
 
     def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Seq[int] | Tree]:
-        """Returns a proposal for each sequence, of at most its number of tokens."""
+        """Returns a proposal for each sequence, within the sequence's number of tokens."""
         ...
 
     def check(self, limits: Limits) -> None:
-        """Refuses an engine that it cannot propose for, by a ValueError."""
+        """Refuses, by a ValueError, an engine for which the drafter cannot propose."""
         ...
 
     def warm_up(self, *, extended: bool = False) -> None:
-        """Prepares the first proposals, so that they take no longer than others; of requests with penalties, too."""
+        """Prepares the first proposals, also of requests with penalties, to be as fast as later proposals."""
         ...
 
 
 @dataclass(frozen=True)
 class Ngram:
-    """Proposes the tokens that followed the last n tokens where they occurred last: prompt lookup.
+    """Drafter by prompt lookup: proposes the tokens that followed the last n tokens where they occurred last.
 
     The longest n is tried first. The text is continued as if it repeated itself, so that a proposal may be longer than
     the distance to the earlier place.
 
     Args:
-        longest: the largest n.
-        shortest: the smallest n.
+        longest: largest n.
+        shortest: smallest n.
 
     Raises:
         ValueError: `shortest` is not from 1 to `longest`.
@@ -103,14 +103,14 @@ class Ngram:
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
-            raise ValueError(f"shortest is {self.shortest}; it must be from 1 to longest, which is {self.longest}.")
+            raise ValueError(f"shortest must be from 1 to longest = {self.longest}, got {self.shortest}.")
 
     def propose(self, context: Context, most: int) -> list[int]:
         """Returns the tokens after the last earlier occurrence."""
         tokens = context.tokens
         data = tokens.tobytes()
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            found = _last(data, n, tokens.itemsize)
+            found = _find_last(data, n, tokens.itemsize)
             if found >= 0:
                 return repeated(tokens, found + n, most)
         return []
@@ -119,11 +119,11 @@ class Ngram:
         """Has no effect."""
 
     def copy(self) -> "Ngram":
-        """Itself: it is a value."""
+        """Returns the drafter itself, which has no state."""
         return self
 
     def digest(self) -> bytes:
-        """Returns a hash of its settings."""
+        """Returns a hash of the settings."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
 
 
@@ -138,7 +138,7 @@ def repeated(tokens: array, begin: int, most: int) -> list[int]:
     return (cycle * (most // len(cycle) + 1))[:most]
 
 
-def _last(data: bytes, n: int, size: int) -> int:
+def _find_last(data: bytes, n: int, size: int) -> int:
     """Returns the last place before the end where the last n tokens occur, or -1."""
     pattern, end = data[-n * size :], len(data) - size
     while (at := data.rfind(pattern, 0, end)) >= 0:

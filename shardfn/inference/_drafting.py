@@ -1,7 +1,7 @@
-"""Drafts of a step: rows that a plan has beside those of known tokens, last in priority.
+"""Speculative decoding in a step: rows of drafts next to the rows of known tokens, last in priority.
 
-Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts` and one, and
-beyond that only rows that would be padding. A drafter that computes proposes none there, as its proposals take time.
+Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts + 1` rows, and
+beyond only padding rows. A drafter that computes proposes none there, as proposals take time.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,28 +12,29 @@ from ._plan import Rows
 from ._state import Chunk, Sequence, State
 from ._trees import Tree
 
-Permit = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a grammar that the grammar permits
+Permit = Callable[[Context, Tree], Tree]  # function that keeps the drafts permitted by a sequence's grammar
 
 
 def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> list[Rows]:
     """Returns the chunks of a plan, with drafts for sequences that draw.
 
-    Without `cut`, for those without a grammar alone.
+    Without `cut`, only sequences without a grammar have drafts.
     """
-    spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
+    spare = _count_spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
         return chunks
-    able = {i: most for i, chunk in enumerate(chunks) if (most := _most(chunk, grammars=cut is not None))}
-    found = (_at_once if isinstance(state.drafter, Computes) else _in_turn)(state, chunks, able, spare)
-    found = found if cut is None else _permitted(chunks, found, cut)
-    _trim(state, sum(chunk.num for chunk in chunks), found)
-    return [_with(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
+    able = {i: most for i, chunk in enumerate(chunks) if (most := _bound_drafts(chunk, grammars=cut is not None))}
+    found = (_propose_at_once if isinstance(state.drafter, Computes) else _propose_in_turn)(state, chunks, able, spare)
+    found = found if cut is None else _cut_excluded(chunks, found, cut)
+    _trim_drafts(state, sum(chunk.num for chunk in chunks), found)
+    return [_add_drafts(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
 
 def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, drawn: Seq[int]) -> None:
-    """Counts the drafts of a step, keeps the accepted ones, and returns the blocks that only rejected ones had.
+    """Counts the drafts of a step, keeps the accepted drafts, and returns the blocks of rejected drafts to the pool.
 
-    The accepted drafts of a tree need not be its first: the next step moves their keys and values to their positions.
+    The accepted drafts of a tree need not be its first drafts. The next step moves their keys and values to their
+    positions.
     """
     drafted, block, blocks = chunk.drafts, state.limits.block, sequence.blocks
     state.moves += chunk.moves(accepted, drawn, lambda at: blocks[at // block] * block + at % block)
@@ -45,7 +46,7 @@ def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, d
     del sequence.blocks[needed:]
 
 
-def _spare(state: State, chunks: list[Rows]) -> int:
+def _count_spare(state: State, chunks: list[Rows]) -> int:
     """Returns the number of drafts that the step may have."""
     limits = state.limits
     if not limits.drafts:
@@ -56,8 +57,11 @@ def _spare(state: State, chunks: list[Rows]) -> int:
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
 
-def _most(chunk: Rows, *, grammars: bool) -> int:
-    """Returns the most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
+def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
+    """Returns the most drafts of a chunk.
+
+    0 unless the chunk is the last known token of a sequence that may have drafts.
+    """
     sequence = chunk.sequence
     num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
@@ -69,20 +73,22 @@ def _most(chunk: Rows, *, grammars: bool) -> int:
 _Found = dict[int, Tree]  # by the number of a chunk
 
 
-def _in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Returns each sequence may have its part of the rows that those before it have left."""
+def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+    """Returns proposals of one sequence after another, each within the rows that the sequences before have left."""
     assert state.drafter is not None
     found: _Found = {}
     for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
         most = min(most, -(-spare // left))
-        if most > 0 and len(drafts := _checked(state, state.drafter.propose(chunks[i].sequence.context, most), most)):
+        if most > 0 and len(
+            drafts := _check_proposal(state, state.drafter.propose(chunks[i].sequence.context, most), most)
+        ):
             found[i] = drafts
             spare -= len(drafts)
     return found
 
 
-def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Returns each sequence may have an equal part of the rows, and what others do not want of theirs."""
+def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+    """Returns proposals of all sequences at once. Each may have an equal part of the rows, and unclaimed rows."""
     assert isinstance(state.drafter, Computes)
     mosts: dict[int, int] = {}
     for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
@@ -90,11 +96,11 @@ def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: i
         spare -= mosts[i]
     asks = {i: (chunks[i].sequence.context, mosts[i]) for i in able if mosts[i]}
     proposals = state.drafter.propose_all(list(asks.values())) if asks else []
-    found = {i: _checked(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
+    found = {i: _check_proposal(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
     return {i: drafts for i, drafts in found.items() if len(drafts)}
 
 
-def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
+def _check_proposal(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
     drafts = proposal if isinstance(proposal, Tree) else Tree.chain(proposal)
     vocab = state.limits.vocab
     if len(drafts) > most or not all(0 <= token < vocab for token in drafts.tokens):
@@ -105,8 +111,8 @@ def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
     return drafts
 
 
-def _permitted(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
-    """Leaves out drafts that grammars exclude: they cannot be drawn. A proposal of such drafts alone was rejected."""
+def _cut_excluded(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
+    """Drops drafts that grammars exclude. A proposal with only excluded drafts counts as rejected."""
     kept: _Found = {}
     for i, drafts in found.items():
         one = chunks[i].sequence
@@ -118,8 +124,8 @@ def _permitted(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
     return kept
 
 
-def _trim(state: State, rows: int, found: _Found) -> None:
-    """Leaves the last drafts out where that saves more padding than it loses drafts."""
+def _trim_drafts(state: State, rows: int, found: _Found) -> None:
+    """Drops the last drafts where fewer padding rows outweigh the lost drafts."""
     excess = state.limits.excess(rows + sum(map(len, found.values())), least=rows)
     for i in reversed(list(found)):
         cut = min(excess, len(found[i]))
@@ -127,8 +133,8 @@ def _trim(state: State, rows: int, found: _Found) -> None:
         excess -= cut
 
 
-def _with(state: State, chunk: Rows, drafts: Tree) -> Rows:
-    """Returns a chunk with drafts for which there are blocks. No sequence loses its own for them."""
+def _add_drafts(state: State, chunk: Rows, drafts: Tree) -> Rows:
+    """Returns a chunk with the drafts for which there are free blocks. No sequence is preempted for drafts."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft
     while len(sequence.blocks) * block < first + len(drafts) and pool.available:

@@ -1,4 +1,4 @@
-"""The tokens that a plan has drawn, before the schedule takes them: their texts may end their choices."""
+"""Tokens that a plan has drawn, before the schedule takes them. The text may end a choice."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Drawn(NamedTuple):
         place: place of the token.
         token: id.
         request: request of the choice.
-        last: whether the choice ends with it by itself: by a stop token, or the number of tokens.
+        last: whether the choice ends with the token, by a stop token or the number of tokens.
     """
 
     place: Place
@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
     """Yields the drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
 
-    Tokens of logits that were not finite, and those after them, are left out.
+    Tokens of logits that were not finite, and tokens after them, are left out.
     """
     for chunk, one, first in state.rows_in_flight():
         how, own = one.request.sampling, chunk.own(drawn, first)

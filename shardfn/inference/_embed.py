@@ -1,6 +1,7 @@
 """Embeddings: hidden states of a prompt, pooled by one fixed expression.
 
-The sum of a mean goes through positions in order, in float64, and is rounded once, so chunks and steps cannot matter.
+The sum of a mean goes through positions in order, in float64, and is rounded once, so that chunked prefill changes no
+bit.
 """
 
 import math
@@ -22,12 +23,12 @@ POOLINGS = ("last", "mean")
 
 @dataclass
 class Pooled:
-    """The embedding of a prompt while its hidden states come.
+    """Embedding of a prompt while its hidden states come.
 
     Args:
         pooling: one of `POOLINGS`.
         count: positions so far.
-        total: the sum so far, or the last state, or None before the first.
+        total: sum so far, or the last state, or None before the first state.
     """
 
     pooling: str
@@ -36,11 +37,11 @@ class Pooled:
 
     @property
     def sampling(self) -> Sampling:
-        """Returns the request whose steps have these states in their rows."""
+        """Returns the sampling of a request with hidden states in the rows of its steps."""
         return Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=self.pooling == "mean")
 
     def take(self, state_D: Float32[Tensor, " d"]) -> None:
-        """The state of the next position."""
+        """Takes the state of the next position."""
         wide = state_D.double()
         self.count += 1
         self.total = wide if self.total is None or self.pooling == "last" else self.total + wide
@@ -65,7 +66,7 @@ class Pooled:
 
 
 class Embeddings:
-    """The embeddings of an engine's requests, by name, from their beginning until they are taken.
+    """Embeddings of an engine's requests, by name, from the beginning of a request until the embedding is taken.
 
     Args:
         possible: whether the decoder gives its hidden states.
@@ -85,14 +86,14 @@ class Embeddings:
         return name in self._pooled
 
     def sampling(self, pooling: str) -> Sampling:
-        """Returns the request whose steps have the states of a prompt in their rows.
+        """Returns the sampling of a request whose steps have the states of a prompt in their rows.
 
         Raises:
             ValueError: the pooling is unknown, or the decoder has no hidden states.
         """
         check_pooling(pooling, False)
         if not self.possible:
-            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
+            raise ValueError("embed: this decoder does not give its hidden states. Take an exact one.")
         return Pooled(pooling).sampling
 
     def begin(self, names: Sequence[str], pooling: str) -> None:
@@ -109,7 +110,7 @@ class Embeddings:
         self._hidden = results.hidden
 
     def take(self, outputs: Sequence[Output]) -> None:
-        """Adds the states of a plan's rows; requests that end without their last token are forgotten."""
+        """Adds the states of a plan's rows. Requests without a last token are forgotten at their end."""
         states, self._hidden = None if self._hidden is None else self._hidden.cpu(), None
         for output in outputs:
             if output.name in self._pooled and output.row is not None:
@@ -119,32 +120,32 @@ class Embeddings:
                 self.forget(output.name)
 
     def result(self, name: str, normalize: bool) -> Float32[Tensor, " d"]:
-        """Returns the embedding of a request that has ended, which is forgotten."""
+        """Returns the embedding of a request that has ended, and forgets the embedding."""
         return self._pooled.pop(name).result(normalize)
 
     def forget(self, name: str) -> None:
-        """Waits no more for a request."""
+        """Forgets a request that has not ended."""
         self._pooled.pop(name, None)
 
 
 def check_pooling(pooling: str, normalize: bool) -> None:
-    """Refuses other values.
+    """Checks the arguments of an embedding.
 
     Raises:
         ValueError: names the argument.
     """
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
+        raise ValueError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}.")
     if type(normalize) is not bool:
-        raise ValueError(f"normalize is {normalize!r}; it must be True or False.")
+        raise ValueError(f"normalize must be True or False, got {normalize!r}.")
 
 
 def check_end(number: int, finish: str | None) -> None:
     """Refuses a prompt whose request has ended before its last state.
 
     Raises:
-        FloatingPointError: its states are not finite.
-        ValueError: it has ended otherwise.
+        FloatingPointError: states are not finite.
+        ValueError: the request has ended otherwise, for example by `cancel`.
     """
     if finish == "error":
         raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")

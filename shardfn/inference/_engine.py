@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, over one pure step and one schedule.
 
 The law, for an exact decoder: however requests are batched, chunked, cached, shared, preempted or sharded, the logits
-of each token are bit for bit those of one forward of its sequence alone.
+of each token equal, bit for bit, the logits of one forward of the single sequence.
 """
 
 import itertools
@@ -44,33 +44,32 @@ from ._texts import Texts
 
 
 class Engine:
-    """Generates tokens for many requests at once. All ranks of the mesh make the same calls.
+    """Generator of tokens for many requests at once (continuous batching). All ranks of the mesh make the same calls.
 
     Args:
-        decoder: the model.
+        decoder: model.
         params: parameters: whole tensors, equal on all ranks, or `GlobalTensor`s of any layout on the mesh.
         mesh: mesh from `make_mesh`. None is one device.
-        limits: the sizes. Default: `limits_of(decoder)`.
-        runner: the graphs of an engine of the same decoder and mesh, to be shared. Its limits may have more blocks.
-        tokenizer: tokenizer as `detokenizer` takes: tokens then have their text, and requests may have stop strings and
-            grammars. Equal on all ranks.
-        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones. Equal
-            on all ranks. The engine takes a copy.
-        adapters: by name, `(lora, values)` as of `add_adapter`.
-        weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
-            while the layer before computes, so that a model may be larger than the memory. Bits are the same.
-        disk: the directory for "disk", which no other engine uses. Each rank makes one of its own in it.
-        cache: the memory of keys and values, "device" or "host": a step brings the blocks of its sequences in a layer
-            while the layer before computes, so that the cache may be larger than the device's memory. Bits are the
-            same.
-        routes: records the experts that each token has chosen, for `Completion.routes`.
+        limits: sizes. Default: `limits_of(decoder)`.
+        runner: graphs of an engine of the same decoder and mesh, to be shared. The runner's limits may have more
+            blocks.
+        tokenizer: tokenizer, as `detokenizer` takes it, equal on all ranks. With a tokenizer, tokens have their text,
+            and requests may have stop strings and grammars.
+        drafter: drafter for speculative decoding, equal on all ranks: several tokens a step, and the same tokens as
+            without a drafter. The engine takes a copy.
+        adapters: adapters by name, `(lora, values)` as of `add_adapter`.
+        weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
+            while the layer before computes, so that a model may be larger than the device's memory. Bits are the same.
+        disk: directory for "disk", used by no other engine. Each rank makes a subdirectory.
+        cache: memory of the KV cache, "device" or "host". A step brings the blocks of its sequences in a layer while
+            the layer before computes, so that the cache may be larger than the device's memory. Bits are the same.
+        routes: whether to record the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters, or an
-            adapter's, are not those of the model, or there is a drafter, and `limits.drafts` is 0, or it is a model of
-            another vocabulary, or `routes` of a decoder without experts, or weights or cache are not kept in such a
-            memory.
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters or an
+            adapter do not fit the model, or there is a drafter and `limits.drafts` is 0, or the drafter has another
+            vocabulary, or `routes` of a decoder without experts, or weights or cache cannot be in such a memory.
 
     Example:
         >>> from shardfn import core
@@ -114,7 +113,7 @@ class Engine:
         self._adding: dict[str, None] = {}  # names, in order
         self._results: Results | None = None  # of the plan in flight
         self._names = itertools.count()
-        # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
+        # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all other requests.
         self._awaited: dict[str, list[Token]] = {}
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
@@ -136,7 +135,7 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its log probabilities: float64 where parameters and cache are float64, else float32."""
+        """Returns the dtype of log probabilities: float64 where parameters and cache are float64, else float32."""
         return torch.float64 if self.limits.cache_dtype == "float64" else torch.float32
 
     @property
@@ -171,25 +170,25 @@ class Engine:
 
     @property
     def routes(self) -> tuple[int, int]:
-        """Returns the layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
+        """Returns the layers whose experts are recorded, and a token's choices in each. Zeros without `routes=True`."""
         return (0, 0) if self._routes is None else self._routes.shape
 
     def counts(self) -> dict[str, int]:
-        """Numbers of running and waiting requests, and of free, held and cached blocks."""
+        """Returns numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
 
     @property
     def guesses(self) -> Guesses:
-        """Counts of steps of a sequence with drafts, of drafts, and of those that were accepted."""
+        """Returns counts of steps of a sequence with drafts, of drafts, and of accepted drafts."""
         return self._state.guesses
 
     @property
     def cache_use(self) -> CacheUse:
-        """Counts of tokens that were looked for and found in the cache, and of sequences that lost their blocks."""
+        """Returns counts of prefix caching, such as tokens found in the cache, and of preemptions."""
         return self._state.use
 
     def memory(self) -> MemoryPlan:
-        """Returns the bytes that this rank needs, as planned from the graph of the largest bucket, without penalties.
+        """Returns the bytes for this rank, as planned from the graph of the largest bucket, without penalties.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -205,18 +204,19 @@ class Engine:
         adapters: bool = False,
         later: bool = False,
     ) -> None:
-        """Captures the graphs of all buckets, and builds the C++ of their kernels, so that no later step does.
+        """Captures the graphs of all buckets, and builds the C++ of the kernels, so that no later step does.
 
-        Where ranks of one machine start together, one of them builds a file, and the others wait for it.
+        Where ranks of one machine start together, one rank builds a file, and the other ranks wait.
 
         Args:
-            penalties: also those of steps in which a request has penalties, biases, or wants the most probable tokens;
-                without them the first such step is slow.
-            grammars: likewise.
-            embeddings: also those of steps that embed, beside requests without penalties and grammars.
-            adapters: also all of these with the present adapters.
-            later: whether only the plain graphs of the smallest and the largest bucket are captured now. Each call of
-                `capture_next` then captures another one, and a step captures the graph that it needs.
+            penalties: whether to capture also graphs of steps in which a request has penalties, biases, or wants the
+                most probable tokens. Otherwise the first such step is slow.
+            grammars: whether to capture also graphs of steps in which a request has a grammar.
+            embeddings: whether to capture also graphs of steps that embed, next to requests without penalties and
+                grammars.
+            adapters: whether to capture also all of these graphs with the present adapters.
+            later: whether to capture now only the plain graphs of the smallest and the largest bucket. Each call of
+                `capture_next` then captures a further graph, and a step captures a missing graph.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -224,7 +224,7 @@ class Engine:
         self._check_open()
         if grammars:
             self._constraints.prepare()
-        with building(self.mesh.device, self._kernels(penalties, adapters)):
+        with building(self.mesh.device, self._list_kernels(penalties, adapters)):
             if isinstance(self._state.drafter, Computes):
                 self._state.drafter.warm_up(extended=penalties)
             kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
@@ -233,7 +233,7 @@ class Engine:
                 low = self._adapters.of_padding(bucket) if adapters else None
                 each.append(graph_kinds(bucket, low=low, routed=self._routes is not None, **kinds))
             first = [each[0][0], each[-1][0]] if later else []
-            # Plain graphs of all buckets come before those of rarer steps.
+            # Plain graphs of all buckets come before graphs of rarer steps.
             rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
             self._uncaptured = deque([*first, *rest])
             num = len(first) if later else len(rest)
@@ -243,10 +243,10 @@ class Engine:
                     wait.update()
 
     def capture_next(self) -> bool:
-        """Captures a graph that `warm_up(later=True)` has left, if there is one. Collective.
+        """Captures a graph that `warm_up(later=True)` has left, if there is such a graph. Collective.
 
         Returns:
-            Whether there was one.
+            Whether a graph was captured.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -256,8 +256,8 @@ class Engine:
         self.runner.bind_kind(self._uncaptured.popleft(), self.weights, self._cache)
         return True
 
-    def _kernels(self, penalties: bool, adapters: bool) -> list[str]:
-        """Returns the ops of all steps, by their folders. Those whose C++ takes long to build come first."""
+    def _list_kernels(self, penalties: bool, adapters: bool) -> list[str]:
+        """Returns the ops of all steps, by their folders. Ops whose C++ takes long to build come first."""
         always = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]
         chosen = ["grouped_product", "gather_rows"] if self._chooses else []
         return always + chosen + ["grouped_product"] * adapters + ["penalise"] * penalties
@@ -269,35 +269,35 @@ class Engine:
 
         Args:
             prompt: token ids.
-            sampling: how its tokens are drawn. Default: `Sampling()`.
-            name: name of the request; default one of the engine's.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of one.
+            sampling: rule of drawing tokens. Default: `Sampling()`.
+            name: name of the request. Default: a name of the engine's choice.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter.
 
         Returns:
             The name.
 
         Raises:
             TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
-            ValueError: a value is out of range, the request can never fit, or another of this name is in progress or
-                has an embedding that was not taken, or the grammar is refused.
+            ValueError: a value is out of range, the request can never fit, or another request of this name is in
+                progress or has an embedding that was not taken, or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
         """
-        return self._enter(self._request(prompt, sampling, **more), name)
+        return self._enter_request(self._make_request(prompt, sampling, **more), name)
 
-    def _enter(self, made: tuple[Request, Any], name: str | None = None) -> str:
+    def _enter_request(self, made: tuple[Request, Any], name: str | None = None) -> str:
         request, admitted = made
         if name is None:
             names = (f"request-{i}" for i in self._names)
-            name = next(name for name in names if not self._known(name) and name not in self._embeddings)
+            name = next(name for name in names if not self._is_known(name) and name not in self._embeddings)
         check_name(name)
-        if self._known(name):
-            raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
+        if self._is_known(name):
+            raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
         if name in self._embeddings:
             raise ValueError(
-                f"the embedding of a request named {name!r} was not taken; call embedding({name!r}) first, or give the"
+                f"the embedding of a request named {name!r} was not taken. Call embedding({name!r}) first, or give the"
                 " new request another name."
             )
-        self._events.append(Add(self._next, name, request))
+        self._events.append(Add(self._next_number, name, request))
         self._adding[name] = None
         self._follower.begin(name, admitted)
         return name
@@ -310,66 +310,67 @@ class Engine:
             ValueError: as `add`.
             ImportError: as `add`.
         """
-        self._request(prompt, sampling, **more)
+        self._make_request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled". The name of one that has ended is passed over.
+        """Ends a request as "cancelled". The name of an ended request is passed over.
 
-        The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
+        The next step ends the request, after the token that the last step has drawn. The request may also end by that
+        token.
         """
         check_name(name)
-        self._events.append(Cancel(self._next, name))
+        self._events.append(Cancel(self._next_number, name))
 
     def tick(self, time: int) -> None:
-        """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
+        """Sets the clock's reading for deadlines, in milliseconds, equal on all ranks."""
         check_time(time)
-        self._events.append(Clock(self._next, time))
+        self._events.append(Clock(self._next_number, time))
 
     def drain(self) -> None:
-        """Ends requests that are added from here on as "refused". Those in progress go on."""
-        self._events.append(Drain(self._next))
+        """Ends requests that are added from here on as "refused". Requests in progress go on."""
+        self._events.append(Drain(self._next_number))
 
     def update_weights(self, params: PyTree, *, recompute: bool = True) -> int:
-        """Changes the weights. No block of the cache that older ones computed is used again.
+        """Changes the weights. No block of the cache that older weights computed is used again.
 
         Args:
-            params: parameters as those of the engine, of the same layout.
-            recompute: True lets requests in progress go on at once under the new weights, with their cache computed
-                anew; their tokens remain. False ends those that have begun under the old weights first.
+            params: parameters of the layout of the engine's.
+            recompute: whether requests in progress go on at once under the new weights, with their KV cache recomputed
+                and their tokens kept. False ends requests that have begun under the old weights first.
 
         Returns:
-            The version of the new weights; each token names the version that computed it.
+            The version of the new weights. Each token names the version that computed it.
 
         Raises:
             RuntimeError: the engine is closed.
             ValueError: the parameters are of another model. The message lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
-        if recompute:  # the next step changes to this version at once: those that have waited until now never run
+        if recompute:  # the next step changes to the version at once, and versions that have waited never run
             self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
         self._weights[self._newest] = packed
-        self._events.append(Weights(self._next, self._newest, recompute))
+        self._events.append(Weights(self._next_number, self._newest, recompute))
         return self._newest
 
     def step(self) -> list[Token]:
-        """Takes what has happened since the last step, and runs the next one, and returns the tokens of the last one.
+        """Takes what has happened since the last step, runs the next step, and returns the tokens of the last step.
 
-        Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone:
-        also the last ones of a stream that was closed.
+        Tokens of requests of `stream` and `generate` are returned only by those calls. All other tokens are returned
+        only here, also the last tokens of a stream that was closed.
 
         Raises:
             RankError: ranks hold different states. The message names the first field that differs.
             RuntimeError: the engine is closed, or an earlier step failed. The cache is lost then: make another engine.
         """
-        self._advance()
+        self._advance_step()
         found, self._others = self._others, []
         return found
 
     def stream(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any
     ) -> Generator[Token, None, None]:
-        """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
+        """Adds a request and yields its tokens. The engine steps for all requests in between.
 
         Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call. The
         next `step` returns the tokens that were not read.
@@ -377,8 +378,8 @@ class Engine:
         Raises:
             ValueError: as `add`.
         """
-        name = self._await(self.add(prompt, sampling, **more))
-        return self._stream(name, (sampling or Sampling()).n)
+        name = self._await_request(self.add(prompt, sampling, **more))
+        return self._stream_tokens(name, (sampling or Sampling()).n)
 
     def generate(
         self,
@@ -387,30 +388,31 @@ class Engine:
         *,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[Any]:
-        """Completes prompts. Requests that are in progress go on beside them.
+        """Completes prompts. Requests in progress go on in the same steps.
 
         Args:
-            prompts: token ids of each.
-            sampling: one for all, or one for each.
-            adapter: the name of one for all, or one for each, where None is the model without one.
+            prompts: token ids of each prompt.
+            sampling: one `Sampling` for all prompts, or a sequence with a `Sampling` for each.
+            adapter: name of one adapter for all prompts, or a sequence with a name for each, where None is the model
+                without an adapter.
 
         Returns:
-            For each prompt a `Completion`; for requests of n > 1 choices a list of n.
+            For each prompt a `Completion`, or for a request of n > 1 choices a list of n.
 
         Raises:
             TypeError: as `add`.
-            ValueError: a request is out of range, or can never fit; none was begun then.
+            ValueError: a request is out of range, or can never fit. No request was begun then.
         """
         prompts = list(prompts)
         hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
         each = zip(prompts, hows, adapters, strict=True)
-        requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
-        names = [self._await(self._enter(request)) for request in requests]
+        requests = [self._make_request(prompt, how, adapter=name) for prompt, how, name in each]
+        names = [self._await_request(self._enter_request(request)) for request in requests]
         try:
-            made = [self._completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
+            made = [self._make_completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
         except BaseException:
             for name in names:
-                self._forget(name)
+                self._forget_request(name)
             raise
         return [found[0] if len(found) == 1 else found for found in made]
 
@@ -422,19 +424,20 @@ class Engine:
         normalize: bool = False,
         adapter: str | Sequence[str | None] | None = None,
     ) -> Float32[Tensor, "n d"]:
-        """Embeddings of prompts: the hidden states that the head multiplies, pooled.
+        """Returns embeddings of prompts: the hidden states that the head multiplies, pooled.
 
-        Requests that are in progress go on beside them. The bits of an embedding are those of the prompt alone, if the
-        decoder is exact. A mean wants a row for each token, so that a step takes `Limits.running` tokens of it at most.
+        Requests in progress go on in the same steps. The bits of an embedding do not depend on the other prompts, if
+        the decoder is exact. A mean wants a row for each token, so that a step takes at most `Limits.running` tokens of
+        a mean.
 
         Args:
-            prompts: token ids of each, fewer than the context.
+            prompts: token ids of each prompt, fewer than the context.
             pooling: "last", the state of the last token, or "mean", of all tokens: a sum in the order of positions.
-            normalize: whether embeddings have the length 1; zeros stay zeros.
+            normalize: whether embeddings have the length 1. Zeros stay zeros.
             adapter: see `generate`.
 
         Returns:
-            On the CPU.
+            Embeddings on the CPU.
 
         Raises:
             TypeError: as `add`.
@@ -453,22 +456,22 @@ class Engine:
         check_pooling(pooling, normalize)
         prompts = list(prompts)
         if not prompts:
-            raise ValueError("embed: 0 prompts; pass one at least.")
+            raise ValueError("embed: 0 prompts. Pass one at least.")
         each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
-        requests = [self._request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
-        names = [self._await(self._enter(request)) for request in requests]
+        requests = [self._make_request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
+        names = [self._await_request(self._enter_request(request)) for request in requests]
         self._embeddings.begin(names, pooling)
         try:
-            return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
+            return torch.stack([self._take_embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
             for name in names:
                 self._embeddings.forget(name)
-                self._forget(name)
+                self._forget_request(name)
 
     def add_embedding(
         self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
     ) -> str:
-        """Puts a prompt in line whose embedding is wanted. `embedding` has it once `step` has returned its end.
+        """Puts a prompt in line for an embedding. `embedding` returns the result once `step` has returned the end.
 
         Args:
             prompt: token ids, fewer than the context.
@@ -495,28 +498,29 @@ class Engine:
             >>> engine.embedding(name).shape
             torch.Size([32])
         """
-        name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
+        name = self._enter_request(self._make_request(prompt, self._embeddings.sampling(pooling), **more), name)
         self._embeddings.begin([name], pooling)
         return name
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
-        """Returns the embedding of a request of `add_embedding` that has ended as "length". It is returned once.
+        """Returns, once, the embedding of a request of `add_embedding` that has ended as "length".
 
         Raises:
-            ValueError: there is no such request, it is in progress, or it has ended otherwise.
+            ValueError: there is no such request, or the request is in progress, or has ended otherwise.
         """
         check_pooling("last", normalize)
-        if name not in self._embeddings or self._known(name):
+        if name not in self._embeddings or self._is_known(name):
             how = "is in progress" if name in self._embeddings else "has no embedding"
-            raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
+            raise ValueError(f"the request {name!r:.80} {how}. Call add_embedding, and step until it ends.")
         return self._embeddings.result(name, normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
-        """Lets requests have an adapter. The next step with one captures graphs anew.
+        """Lets requests have an adapter. The next step with an adapter captures graphs again.
 
         Args:
             name: name for requests.
-            given: `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)` returns.
+            given: pair `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)`
+                returns.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -525,7 +529,7 @@ class Engine:
         """
         if self.dtype == torch.float64:
             raise ValueError(
-                f"adapter {name!r}: adapters are added in float32, and this engine is in float64; merge it into the"
+                f"adapter {name!r}: adapters are added in float32, and this engine is in float64. Merge it into the"
                 " parameters by LoRA.merge, or take float32."
             )
         self._adapters.add(name, given)
@@ -541,14 +545,13 @@ class Engine:
         coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
         users = sorted({user for user, request in running + coming if request.adapter == digest})
         if users:
-            raise ValueError(f"adapter {name!r} is of requests in progress, {users}; cancel them, or wait.")
+            raise ValueError(f"adapter {name!r} is of requests in progress, {users}. Cancel them, or wait.")
         self._adapters.remove(name)
 
     def close(self) -> None:
         """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
 
-        Calls that step or need its weights are refused from here on. A `Runner` that was given has a `close` of its
-        own.
+        Calls that step or need weights are refused from here on. A given `Runner` has a separate `close`.
 
         Example:
             >>> from shardfn import core
@@ -559,7 +562,7 @@ class Engine:
             >>> engine.close()
             >>> engine.generate([[5, 6, 7]])
             Traceback (most recent call last):
-            RuntimeError: this engine is closed; make another one.
+            RuntimeError: this engine is closed. Make another one.
         """
         self._closed = True
         self._weights, self._cache, self._results = {}, [], None
@@ -568,16 +571,16 @@ class Engine:
 
     # Requests whose tokens a call waits for.
 
-    def _await(self, name: str) -> str:
+    def _await_request(self, name: str) -> str:
         self._awaited[name] = []
         return name
 
-    def _forget(self, name: str) -> None:
-        """Ends a request that nothing waits for any more."""
-        if self._awaited.pop(name, None) is not None and self._known(name):
+    def _forget_request(self, name: str) -> None:
+        """Ends a request whose tokens no call waits for any more."""
+        if self._awaited.pop(name, None) is not None and self._is_known(name):
             self.cancel(name)
 
-    def _stream(self, name: str, left: int) -> Generator[Token, None, None]:
+    def _stream_tokens(self, name: str, left: int) -> Generator[Token, None, None]:
         """Yields the tokens of a request up to the last of its choices to end."""
         tokens = self._begun_stream(name, left)
         next(tokens)  # the `finally` of a generator that has not begun never runs
@@ -589,22 +592,22 @@ class Engine:
             yield None
             while left:
                 while not self._awaited[name]:
-                    self._advance()
+                    self._advance_step()
                 due, self._awaited[name] = self._awaited[name], []
                 for token in due:
                     left -= token.finish is not None
                     yield token
         finally:
-            self._forget(name)
+            self._forget_request(name)
 
-    def _embedding(self, number: int, name: str, normalize: bool) -> Tensor:
-        last = list(self._stream(name, 1))[-1]
+    def _take_embedding(self, number: int, name: str, normalize: bool) -> Tensor:
+        last = list(self._stream_tokens(name, 1))[-1]
         check_end(number, last.finish)
         return self._embeddings.result(name, normalize)
 
-    def _completions(self, name: str, request: Request) -> list[Completion]:
+    def _make_completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
-        for token in self._stream(name, len(made)):
+        for token in self._stream_tokens(name, len(made)):
             append(made, token, len(request.prompt))
         return made
 
@@ -612,37 +615,37 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this engine is closed; make another one.")
+            raise RuntimeError("this engine is closed. Make another one.")
 
-    def _advance(self) -> None:
+    def _advance_step(self) -> None:
         self._check_open()
         if self._failed is not None:
-            raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
+            raise RuntimeError("a step of this engine failed before. Make another engine.") from self._failed
         try:
-            found = self._run()
+            found = self._run_step()
         except BaseException as error:
             self._failed = error
             raise
         for token in found:
             self._awaited.get(token.name, self._others).append(token)
 
-    def _run(self) -> list[Token]:
-        drawn = self._drawn
-        events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
+    def _run_step(self) -> list[Token]:
+        drawn = self._drawn_tokens
+        events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         self._follower.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._constraints.cut)
         self._follower.moved(self._state.moves if plan is None else plan.moves)
-        found = [self._token(output) for output in outputs]
+        found = [self._make_token(output) for output in outputs]
         self._follower.take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
         if plan is not None:
-            self._launch(plan)
+            self._launch_plan(plan)
         return found
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch_plan(self, plan: Plan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = self._follower.columns(self._state, plan)
         self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
@@ -650,28 +653,28 @@ class Engine:
         self._follower.ran(plan, self._results)
 
     @property
-    def _drawn(self) -> list[int]:
+    def _drawn_tokens(self) -> list[int]:
         """Returns the tokens of the plan in flight."""
         return [] if self._results is None else self._results.tokens
 
-    def _stops(self, drawn: Sequence[int]) -> list[Stop]:
+    def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""
         ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
-        return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
+        return [Stop(self._next_number + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
+    def _make_request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
         """Returns a request that passes admission, with the follower's value for its beginning."""
         request = request_of(prompt, sampling, self.limits, self._adapters, more)
         return request, self._follower.admit(request)
 
-    def _known(self, name: str) -> bool:
+    def _is_known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
 
     @property
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output) -> Token:
+    def _make_token(self, out: Output) -> Token:
         logprob, top = None, ()
         if out.row is not None:
             assert self._results is not None

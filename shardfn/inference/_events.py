@@ -1,4 +1,4 @@
-"""Events: the only input from outside. Rank 0 numbers them, and all ranks take the same ones in the same step."""
+"""Events: the only input from outside. Rank 0 numbers events, and all ranks take the same events in the same step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from ._requests import Request
 
 @dataclass(frozen=True)
 class Add:
-    """A request arrives, under a name that no request in progress has.
+    """Arrival of a request, under a name that no request in progress has.
 
     Example:
         >>> Add(0, "a", Request((1, 2))).name
@@ -22,9 +22,10 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request ends as "cancelled", in any phase. An unknown name, such as of one that has ended, is passed over.
+    """End of a request as "cancelled", in any phase. An unknown name, such as of an ended request, is passed over.
 
-    Tokens that the last plan has drawn come before the end: one of them may be the last, so that the request has ended.
+    Tokens that the last plan has drawn come before the end. A request whose last token is drawn has ended by that
+    token.
 
     Example:
         >>> Cancel(1, "a").name
@@ -37,7 +38,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock of rank 0, in milliseconds. No rank reads a clock of its own.
+    """Clock of rank 0, in milliseconds. No other rank reads a clock.
 
     Example:
         >>> Clock(2, 1500).time
@@ -50,13 +51,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters change, to a larger version. Cached blocks of another version are never hit.
+    """Change of the parameters to a larger version. Cached blocks of another version are never hit.
 
     Args:
         number: number of the event.
         version: version of the new parameters.
-        recompute: True lets requests in progress go on under the new version at once, with their cache recomputed;
-            tokens drawn before remain. False ends those that have begun under the old version first. No other begins
+        recompute: whether requests in progress go on under the new version at once, with their KV cache recomputed and
+            drawn tokens kept. False ends requests that have begun under the old version first. No other request begins
             until then.
 
     Example:
@@ -71,7 +72,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Drain:
-    """Requests that arrive from here on end as "refused". Those in progress go on.
+    """Requests that arrive from here on end as "refused". Requests in progress go on.
 
     Example:
         >>> Drain(4).number
@@ -83,15 +84,15 @@ class Drain:
 
 @dataclass(frozen=True)
 class Stop:
-    """A choice ends with the token that the last plan drew for a position, because of its text.
+    """End of a choice, by its text, with the token that the last plan drew for a position.
 
     Args:
         number: number of the event.
         name: name of the request.
         choice: choice of the request.
-        at: the position of the token in its sequence.
-        finish: "stop" where a stop string is complete, or a grammar; "error" where the token, which is dropped, is not
-            in the grammar.
+        at: position of the token in its sequence.
+        finish: "stop" where a stop string or a grammar is complete, "error" where the token is not in the grammar. Such
+            a token is dropped.
 
     Example:
         >>> Stop(5, "a", choice=0, at=7).at
@@ -109,10 +110,10 @@ def check_time(time: Any) -> None:
     """Refuses a reading of the clock that is not an integer of 63 bits.
 
     Raises:
-        ValueError: it is another value.
+        ValueError: the reading is another value.
     """
     if type(time) is not int or not 0 <= time < 1 << 63:
-        raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
+        raise ValueError(f"time must be an integer from 0 to {(1 << 63) - 1}, in milliseconds, got {time!r}.")
 
 
 Event = Stop | Add | Cancel | Clock | Weights | Drain

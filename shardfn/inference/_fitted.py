@@ -2,8 +2,8 @@
 
     codes of fitted[name] == fit_blocks(w, codes, H),  H = mean of x x^T over the layer's inputs x
 
-Rounding keeps fitted values. So they are passed on as any weights are, and wherever they are rounded to these codes,
-in an engine, a step or a file, the codes are the fitted ones.
+Rounding keeps fitted values. So fitted weights are passed on as any weights are. Wherever they are rounded to the same
+codes, in an engine, a step or a file, the codes are the fitted codes.
 
 T tokens, K inputs, N outputs.
 """
@@ -48,24 +48,24 @@ def fit_codes(
     *,
     compensate: bool = True,
 ) -> PyTree:
-    """Parameters whose linear layers have values of codes with a small error of their outputs.
+    """Returns parameters whose linear layers have values of codes with a small error of their outputs.
 
     Rounding to the same codes keeps these values: by `decoder(config, codes=)` and `hf_decoder(model, codes=)`, and
-    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. They have to be float32
-    until then. Other leaves, tables of embeddings and the head are the given ones.
+    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. Parameters have to be
+    float32 until then. Other leaves, tables of embeddings and the head are returned as given.
 
-    Every rank computes them all, and has the same.
+    Every rank computes all parameters, and has the same result.
 
     Args:
-        decoder: the model, exact, without codes and without `tp`.
+        decoder: model, exact, without codes and without `tp`.
         params: parameters. `GlobalTensor`s are gathered, which is collective.
-        codes: the policy, as for the decoder that will serve them.
+        codes: policy, as for the decoder that will serve the parameters.
         rows: token ids of some text, such as 16 rows of 512, like the text that the model will see.
-        compensate: whether a weight also makes up for the errors of those before it (GPTQ), else each input's size
+        compensate: whether a weight also makes up for the errors of earlier weights (GPTQ). Otherwise each input's size
             weighs the error of its weights.
 
     Raises:
-        ValueError: the decoder's layers are not known one by one, or the policy or a row does not fit it.
+        ValueError: the decoder's layers are not known one by one, or the policy or a row does not fit the decoder.
 
     Example:
         >>> import shardfn as sf
@@ -80,27 +80,27 @@ def fit_codes(
     given = [list(map(int, row)) for row in rows]
     flat, treedef = tree_flatten(params)
     paths = [".".join(map(str, entries)) for entries in tree_entries(params)]
-    _check(decoder, codes, given, paths)
-    leaves = [_whole(x) for x in flat]
-    sites = list(_sites(paths, leaves, decoder.linear, codes))
+    _check_fit(decoder, codes, given, paths)
+    leaves = [_gather_whole(x) for x in flat]
+    sites = list(_find_sites(paths, leaves, decoder.linear, codes))
     served = decoder.pack(tree_unflatten(treedef, leaves))
     fitted = {i: leaves[i].float().clone() for i in {site.leaf for site in sites}}
-    for part in _parts(sites):
+    for part in _split_sites(sites):
         moments = Moments({site.name: site.sizes.inputs for site in part}, full=compensate)
         for tokens in given:
-            _run(decoder, served, tokens, moments)
+            _run_row(decoder, served, tokens, moments)
         for site in part:
             leaf = fitted[site.leaf]
-            _fit(site, leaf if site.layer is None else leaf[site.layer], moments.mean(site.name))
+            _fit_weight(site, leaf if site.layer is None else leaf[site.layer], moments.mean(site.name))
     return tree_unflatten(treedef, [fitted.get(i, x) for i, x in enumerate(leaves)])
 
 
 class Moments:
-    """The mean of x x^T of the inputs of some layers. It takes the place of adapters, and adds nothing.
+    """Mean of x x^T of the inputs of some layers. Moments take the place of adapters, and add nothing.
 
     Args:
-        inputs: by layer, their number K.
-        full: [K, K], else the diagonal alone.
+        inputs: number K by layer.
+        full: whether moments are [K, K]. Otherwise only the diagonal.
     """
 
     def __init__(self, inputs: Mapping[str, int], *, full: bool) -> None:
@@ -111,7 +111,7 @@ class Moments:
     def added(
         self, name: str, x: Tensor, y: Tensor, *, axis: Axes = None, joins: bool = False, cut: bool = False
     ) -> Tensor:
-        """Returns the result of a layer, whose inputs count."""
+        """Returns the result of a layer, and counts its inputs."""
         del axis, joins, cut
         if name in self.sites:
             x_TK = x.reshape(-1, x.shape[-1]).float()
@@ -121,7 +121,7 @@ class Moments:
         return y
 
     def mean(self, name: str) -> Tensor | None:
-        """None for a layer that has seen no input."""
+        """Returns the mean of a layer, or None for a layer that has seen no input."""
         return self._sums.pop(name) / self._counts[name] if name in self._sums else None
 
 
@@ -135,10 +135,10 @@ class _Site(NamedTuple):
     sizes: Linear
 
 
-def _sites(
+def _find_sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
 ) -> Iterator[_Site]:
-    """Yields the weights that the policy has codes for and that have none yet, in the order of layers.
+    """Yields the weights that have codes by the policy and none yet, in the order of layers.
 
     Raises:
         ValueError: lists the layers whose weights are no leaves.
@@ -146,7 +146,9 @@ def _sites(
     places: dict[str, tuple[int, int | None]] = {}
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         before, _, last = path.rpartition(".")
-        places |= {path: (i, None)} if path in linear else {f"{before}.{k}.{last}": (i, k) for k in range(_layers(x))}
+        places |= (
+            {path: (i, None)} if path in linear else {f"{before}.{k}.{last}": (i, k) for k in range(_split_layers(x))}
+        )
     raise_all(
         ValueError,
         "fit_codes: these layers have no leaf of their own in params, such as those of blocks of several layers:",
@@ -158,12 +160,12 @@ def _sites(
             yield _Site(name, i, layer, codes, sizes)
 
 
-def _layers(x: Tensor) -> int:
+def _split_layers(x: Tensor) -> int:
     return len(x) if x.ndim > 1 else 0
 
 
-def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
-    """Sites whose moments are kept together."""
+def _split_sites(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
+    """Yields the sites whose moments are kept together."""
     part, size = list[_Site](), 0
     for site in sites:
         nbytes = 4 * site.sizes.inputs**2
@@ -176,13 +178,13 @@ def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
         yield part
 
 
-def _run(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
+def _run_row(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
     tokens_T = torch.tensor(tokens)
     at_T, bodies = torch.arange(len(tokens)), alone(decoder.cache, len(tokens))
     decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
 
 
-def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
+def _fit_weight(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
     """Writes the fitted values of a weight in place.
 
     The inputs behind the last whole group are rounded, with zeros to the end of their group, as served.
@@ -201,31 +203,31 @@ def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
     weight.copy_(values_NK.T if transposed else values_NK.view(weight.shape))
 
 
-def _whole(x: Any) -> Tensor:
+def _gather_whole(x: Any) -> Tensor:
     if isinstance(x, GlobalTensor):
         return x.full_tensor()
     return x.full() if isinstance(x, Draw) else x
 
 
-def _check(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
+def _check_fit(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_codes: this decoder does not show its linear layers; make it exact: Config(exact=True), or"
+            "fit_codes: this decoder does not show its linear layers. Make it exact: Config(exact=True), or"
             " hf_decoder(model, exact=True)."
         )
     if decoder.cache.axis is not None:
         raise ValueError(
-            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}; pass one without tp=, and serve the result"
+            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}. Pass one without tp=, and serve the result"
             " with any."
         )
     if codes is None:
-        raise ValueError("fit_codes: codes=None rounds nothing; pass 'int8', 'int4' or codes by regular expressions.")
+        raise ValueError("fit_codes: codes=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions.")
     check_policy(codes, [*decoder.linear, *paths], "fit_codes")
     if not rows:
-        raise ValueError("fit_codes: there are no rows of tokens; pass some text, such as 16 rows of 512 tokens.")
+        raise ValueError("fit_codes: there are no rows of tokens. Pass some text, such as 16 rows of 512 tokens.")
     for i, row in enumerate(rows):
         if not 1 <= len(row) <= decoder.context or not all(0 <= token < decoder.vocab for token in row):
             raise ValueError(
-                f"fit_codes: row {i} has {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}; it must"
-                f" have 1 to {decoder.context}, from 0 to {decoder.vocab - 1}."
+                f"fit_codes: row {i} must have 1 to {decoder.context} tokens from 0 to {decoder.vocab - 1}, got"
+                f" {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}."
             )

@@ -1,6 +1,6 @@
-"""The hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, beside the schedule.
+"""Hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, next to the schedule.
 
-A step calls each hook of all followers before the next one, in the order of their fields, from `ends` on.
+A step calls each hook of all followers before the next hook, in the order of their fields, from `ends` on.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,43 +14,43 @@ from ._schedule import Output
 from ._state import State
 
 
-def _nothing(*given: Any) -> None:
+def _do_nothing(*given: Any) -> None:
     del given
 
 
-def _empty(*given: Any) -> dict[Any, Any]:
+def _return_empty(*given: Any) -> dict[Any, Any]:
     del given
     return {}
 
 
 class Follower(NamedTuple):
-    """Hooks. `Follower()` is the identity. They are pure functions of calls that all ranks make alike.
+    """Hooks, pure functions of calls that are equal on all ranks. `Follower()` is the identity.
 
     Attributes:
-        admit: refuses a request, or returns a value for `begin`. The request may never begin.
-        begin: takes the name of a request that begins, and that value.
-        ends: the ends of choices with tokens that were drawn. It has those that earlier followers have found.
-        before: takes the state before the schedule takes these tokens.
-        moved: takes the moves of keys and values that the next step begins with.
-        fields: fields of the `Token` of an output.
-        take: takes the outputs of the last plan.
-        columns: the arguments of `Runner.run` for the next plan.
-        ran: takes that plan and its results.
+        admit: check of a request, with a value for `begin` as its result. The request may never begin.
+        begin: hook for a request that begins, with its name and the value of `admit`.
+        ends: hook for drawn tokens, with the ends of choices as its result. The ends of earlier followers are given.
+        before: hook with the state before the schedule takes the drawn tokens.
+        moved: hook for the moves of keys and values at the beginning of the next step.
+        fields: hook for an output, with fields of a `Token` as its result.
+        take: hook for the outputs of the last plan.
+        columns: hook for the next plan, with arguments of `Runner.run` as its result.
+        ran: hook for a plan and the plan's results.
     """
 
-    admit: Callable[[Request], Any] = _nothing
-    begin: Callable[[str, Any], None] = _nothing
-    ends: Callable[[Sequence[Drawn], Ends], Ends] = _empty
-    before: Callable[[State], None] = _nothing
-    moved: Callable[[Sequence[tuple[int, int]]], None] = _nothing
-    fields: Callable[[Output], dict[str, Any]] = _empty
-    take: Callable[[Sequence[Output]], None] = _nothing
-    columns: Callable[[State, Plan], dict[str, Any]] = _empty
-    ran: Callable[[Plan, Results], None] = _nothing
+    admit: Callable[[Request], Any] = _do_nothing
+    begin: Callable[[str, Any], None] = _do_nothing
+    ends: Callable[[Sequence[Drawn], Ends], Ends] = _return_empty
+    before: Callable[[State], None] = _do_nothing
+    moved: Callable[[Sequence[tuple[int, int]]], None] = _do_nothing
+    fields: Callable[[Output], dict[str, Any]] = _return_empty
+    take: Callable[[Sequence[Output]], None] = _do_nothing
+    columns: Callable[[State, Plan], dict[str, Any]] = _return_empty
+    ran: Callable[[Plan, Results], None] = _do_nothing
 
 
 def together(followers: Sequence[Follower]) -> Follower:
-    """One follower that calls each hook of several, in their order.
+    """Returns one follower that calls each hook of several followers, in order.
 
     Example:
         >>> first = Follower(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
@@ -59,34 +59,34 @@ def together(followers: Sequence[Follower]) -> Follower:
         {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
     """
 
-    def begin(name: str, admitted: Sequence[Any]) -> None:
+    def begin_each(name: str, admitted: Sequence[Any]) -> None:
         for one, value in zip(followers, admitted, strict=True):
             one.begin(name, value)
 
-    def ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
+    def find_ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
         new: Ends = {}
         for one in followers:
             new |= one.ends(drawn, found | new)
         return new
 
-    def each(hook: str) -> Callable[..., None]:
-        def call(*given: Any) -> None:
+    def call_each(hook: str) -> Callable[..., None]:
+        def call_hooks(*given: Any) -> None:
             for one in followers:
                 getattr(one, hook)(*given)
 
-        return call
+        return call_hooks
 
-    def joined(hook: str) -> Callable[..., dict[str, Any]]:
+    def join_results(hook: str) -> Callable[..., dict[str, Any]]:
         return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
 
     return Follower(
         admit=lambda request: [one.admit(request) for one in followers],
-        begin=begin,
-        ends=ends,
-        before=each("before"),
-        moved=each("moved"),
-        fields=joined("fields"),
-        take=each("take"),
-        columns=joined("columns"),
-        ran=each("ran"),
+        begin=begin_each,
+        ends=find_ends,
+        before=call_each("before"),
+        moved=call_each("moved"),
+        fields=join_results("fields"),
+        take=call_each("take"),
+        columns=join_results("columns"),
+        ran=call_each("ran"),
     )

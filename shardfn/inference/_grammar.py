@@ -1,4 +1,4 @@
-"""Grammars that a request's text must have: values, which are compiled before a request is admitted."""
+"""Grammars that a request's text must have: values, compiled before a request is admitted."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ MOST_REMAINDERS = 5000
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that a text must be in, from its first character to its last. Made by one of three functions.
+    """Language that a text must be in, from its first character to its last. Three functions make grammars.
 
     Args:
         kind: "json_schema", "regex" or "lark".
-        text: the schema, the expression or the grammar.
+        text: schema, regular expression or grammar.
 
     Raises:
         TypeError: the text is not a string.
@@ -35,32 +35,32 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"grammar.kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
+            raise ValueError(f"grammar.kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         if not isinstance(self.text, str):
-            raise TypeError(f"grammar.text is a {type(self.text).__name__}; it must be a str.")
+            raise TypeError(f"grammar.text must be a str, got a {type(self.text).__name__}.")
         if (size := len(self.text.encode("utf-8", "replace"))) > MOST_BYTES:
-            raise ValueError(f"grammar.text has {size} bytes; it must have at most {MOST_BYTES}.")
+            raise ValueError(f"grammar.text must have at most {MOST_BYTES} bytes, got {size}.")
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> "Grammar":
         """Returns the grammar of JSON texts that have a schema, with properties in the order of the schema.
 
         Between two parts of a text there are at most 20 characters of white space. The schema may have another rule,
-        as `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
+        for example `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
 
         Raises:
-            ValueError: it is not JSON.
+            ValueError: the schema is not JSON.
 
         Example:
             >>> Grammar.json_schema({"type": "integer"}).text
             '{"type": "integer"}'
         """
-        text = schema if isinstance(schema, str) else _dumped(schema)
+        text = schema if isinstance(schema, str) else _dump_schema(schema)
         return cls("json_schema", text)
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """Texts that match a regular expression as a whole, in the syntax of Rust's `regex`.
+        """Returns the grammar of texts that match a regular expression as a whole, in the syntax of Rust's `regex`.
 
         Example:
             >>> Grammar.regex("yes|no").kind
@@ -70,7 +70,9 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
-        """Texts of a context-free grammar in llguidance's variant of Lark's syntax, from the rule `start` on.
+        """Returns the grammar of texts of a context-free language, in llguidance's variant of Lark's syntax.
+
+        Texts begin with the rule `start`.
 
         Example:
             >>> Grammar.lark('start: "a" start "b" | "ab"').kind
@@ -80,37 +82,37 @@ class Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuses a schema that is not JSON, or whose compilation would take long though it is short.
+    """Refuses a schema that is not JSON, or whose compilation would take long, such as a large `multipleOf`.
 
     Raises:
-        ValueError: it is such a one.
+        ValueError: the schema is refused.
 
     Example:
         >>> check_grammar(Grammar.json_schema({"type": "integer", "multipleOf": 99991}))
         Traceback (most recent call last):
-        ValueError: grammar: multiples of 99991 need 99991 states; at most 5000 are compiled.
+        ValueError: grammar: multiples of 99991 need 99991 states, and at most 5000 are compiled.
     """
-    multiples = [Decimal(x) for schema in _schemas(grammar) for x in _multiples(schema)]
+    multiples = [Decimal(x) for schema in _list_schemas(grammar) for x in _list_multiples(schema)]
     if not multiples:
         return
-    least = min(_exponent(x) for x in multiples)
+    least = min(_get_exponent(x) for x in multiples)
     states = lcm(*(abs(int(x.scaleb(-least))) for x in multiples)) if least > -64 and max(multiples) < 10**9 else 10**9
     if states > MOST_REMAINDERS:
         listed = ", ".join(str(x) for x in multiples[:3])
         raise ValueError(
-            f"grammar: multiples of {listed} need {states} states; at most {MOST_REMAINDERS} are compiled."
+            f"grammar: multiples of {listed} need {states} states, and at most {MOST_REMAINDERS} are compiled."
         )
 
 
-def _dumped(schema: Any) -> str:
+def _dump_schema(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"grammar: the schema is not JSON: {error}") from error
 
 
-def _schemas(grammar: Grammar) -> Iterator[Any]:
-    """Yields the schemas of a grammar. Those within a Lark grammar follow %json."""
+def _list_schemas(grammar: Grammar) -> Iterator[Any]:
+    """Yields the schemas of a grammar. Schemas within a Lark grammar follow %json."""
     text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         if grammar.kind == "json_schema":
@@ -122,7 +124,7 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
         raise ValueError(f"grammar: the schema is not JSON: {error}") from error
 
 
-def _multiples(schema: Any) -> Iterator[Decimal]:
+def _list_multiples(schema: Any) -> Iterator[Decimal]:
     left = [schema]
     while left:
         one = left.pop()
@@ -134,6 +136,6 @@ def _multiples(schema: Any) -> Iterator[Decimal]:
             left += one
 
 
-def _exponent(x: Decimal) -> int:
+def _get_exponent(x: Decimal) -> int:
     found = x.normalize().as_tuple().exponent
     return min(0, found) if isinstance(found, int) else 0

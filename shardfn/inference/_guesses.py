@@ -1,4 +1,4 @@
-"""Counts of drafts, and how many a sequence may have next: both follow from the drafts that were accepted."""
+"""Counts of drafts, and the number of a sequence's next drafts. Both follow from the drafts that were accepted."""
 
 from typing import NamedTuple
 
@@ -28,13 +28,14 @@ class Guesses(NamedTuple):
 
 
 class Trust(NamedTuple):
-    """How far a sequence's drafts are trusted.
+    """Trust in a sequence's drafts.
 
     Attributes:
-        width: the most drafts of its next step. It doubles when all that could be are accepted, else it becomes one
-            more than were, and in proportion for drafts that branch.
-        strikes: last steps whose drafts were all rejected.
-        resume: the number of tokens from which it has drafts again: each strike doubles the pause.
+        width: most drafts of the next step. The width doubles when all drafts that could be accepted are, for example
+            from 4 to 8. Otherwise it becomes the number of accepted drafts plus one, and in proportion for drafts that
+            branch.
+        strikes: number of last steps with only rejected drafts.
+        resume: number of tokens from which the sequence has drafts again. Each strike doubles the pause.
 
     Example:
         >>> Trust().after(4, 4, num_tokens=20)
@@ -53,10 +54,10 @@ class Trust(NamedTuple):
         """Returns the trust after a step.
 
         Args:
-            drafted: the number of drafts.
-            accepted: the number of accepted ones.
+            drafted: number of drafts.
+            accepted: number of accepted drafts.
             num_tokens: number of tokens that the sequence has then.
-            height: of a tree of drafts, the most that could be accepted; 0 is all.
+            height: most drafts of a tree that could be accepted. 0 is all.
         """
         if accepted:
             height = height or drafted

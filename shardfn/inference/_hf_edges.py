@@ -1,8 +1,8 @@
-"""The layers of a model of transformers between which a rank's own features need not be joined.
+"""Layers of a model of transformers between which a rank's features need not be joined.
 
-Each weight is cut by its outputs, so ranks may join the results of each layer: that is right for any code. Models of
-transformers declare between which layers their code also runs on a part of the heads or features, in `_tp_plan`. A
-declaration is used if a probe finds that it holds: a forward in which one rank of several has its part alone.
+Each weight is cut by outputs, so ranks may join the results of each layer, which is right for any code. Models of
+transformers declare in `_tp_plan` between which layers their code also runs on a part of the heads or features. A
+declaration is used if a probe confirms it: a forward in which a single rank of several has only its part.
 
 T tokens, H query heads, G key heads, K head dim.
 """
@@ -25,12 +25,12 @@ _KINDS = {"colwise": Edge.ENTER, "rowwise": Edge.LEAVE}
 
 
 def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: int) -> dict[str, Edge]:
-    """Linear layers that need not join their features, by the names of their weights.
+    """Returns the linear layers that need not join their features, by the names of their weights.
 
     Args:
-        function: the model.
-        linear: the weights of its linear layers, [inputs, outputs] where the value is True.
-        key_heads: key heads of each layer of attention. Ranks divide them.
+        function: model.
+        linear: weights of the linear layers, [inputs, outputs] where the value is True.
+        key_heads: number of key heads of each layer of attention. Ranks divide the key heads.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +47,7 @@ def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: 
     ranks = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
     if not edges or ranks == 1:
         return {}
-    problem = next(_problems(function, linear, edges, ranks), None)
+    problem = next(_list_problems(function, linear, edges, ranks), None)
     if problem is None:
         return edges
     name = type(function.module).__name__
@@ -81,20 +81,20 @@ class _Forward:
 
     def __call__(self) -> Tensor:
         params = self.function.params
-        layers = {id(params[name]): functools.partial(self._layer, name, params[name]) for name in self.linear}
+        layers = {id(params[name]): functools.partial(self._run_layer, name, params[name]) for name in self.linear}
         at_T = torch.arange(3, device=next(iter(params.values())).device)
         with torch.no_grad():
-            logits, _ = self.function(params, at_T % 2, at_T, at_T, _attend, ExactRows(layers))
+            logits, _ = self.function(params, at_T % 2, at_T, at_T, _attend_stand_in, ExactRows(layers))
         return logits
 
-    def _layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _run_layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         edge = self.edges.get(name, Edge.WHOLE)
         if edge is Edge.LEAVE:
-            x = self._joined(name, x)
+            x = self._join_output(name, x)
         y = F.linear(x, weight.T if self.linear[name] else weight, bias)
         return y if self.part is None or edge is not Edge.ENTER else self.part.of(y)
 
-    def _joined(self, name: str, x: Tensor) -> Tensor:
+    def _join_output(self, name: str, x: Tensor) -> Tensor:
         if self.part is None:
             self.left.append(x)
             return x
@@ -104,10 +104,10 @@ class _Forward:
         return whole
 
 
-def _problems(
+def _list_problems(
     function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, Edge], ranks: int
 ) -> Iterator[str]:
-    """Reasons for which a rank cannot run its part alone: errors of the model's code, or other bits."""
+    """Yields the reasons why a rank cannot run only its part: errors of the model's code, or different bits."""
     whole = _Forward(function, linear, edges)
     logits = whole()
     for rank in range(ranks):
@@ -121,7 +121,7 @@ def _problems(
             yield "a rank has other logits"
 
 
-def _attend(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
-    """In place of attention a function of the same heads."""
+def _attend_stand_in(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
+    """Returns, in place of attention, a function of the same heads."""
     del scores
     return q_1THK + (k_1TGK - v_1TGK).repeat_interleave(q_1THK.shape[2] // k_1TGK.shape[2], dim=2)

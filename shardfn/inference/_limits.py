@@ -1,4 +1,4 @@
-"""The sizes of an engine: they are fixed before the first request, and equal on all ranks."""
+"""Sizes of an engine, fixed before the first request, and equal on all ranks."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,19 +12,20 @@ class Limits:
     """Sizes from which every plan follows.
 
     Args:
-        vocab: token ids are 0 to `vocab - 1`.
-        context: the most tokens of a sequence, prompt and drawn ones together.
-        blocks: blocks of the cache, with block 0, which takes the writes of padding and is never read.
+        vocab: number of tokens. Ids are 0 to `vocab - 1`.
+        context: most tokens of a sequence, prompt and drawn tokens together.
+        blocks: number of blocks of the KV cache, with block 0, which takes the writes of padding and is never read.
         block: tokens of a block.
-        buckets: numbers of rows that a step may have, ascending. The last is the budget of a step.
-        running: the most sequences that hold blocks at a time; fewer than the budget, so that beside their decodes a
-            prompt always advances.
-        age: after this number of steps since its arrival, a sequence comes before all that arrived later, whatever
-            their priorities.
+        buckets: numbers of rows that a step may have, ascending, for example (8, 32, 128). The last is the budget of a
+            step.
+        running: most sequences that hold blocks at a time. Fewer than the budget, so that a prompt always advances next
+            to the decodes (chunked prefill).
+        age: number of steps after its arrival from which a sequence comes before all later arrivals, whatever their
+            priorities.
         cache_dtype: "float32", "bfloat16", "int8" or "fp8", part of the key of a block's content. The last two are
             codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
-        drafts: the most drafts of a step with one row. Each further row takes the place of one. Where none is left,
-            drafts only fill rows that would be padding. 0 is no guessing.
+        drafts: most drafts of a step with one row. Each further row takes the place of a draft. Where no place is left,
+            drafts only fill rows that would be padding. 0 is no speculative decoding.
 
     Raises:
         ValueError: a size is not positive, buckets do not ascend, or the budget is not larger than `running`.
@@ -49,7 +50,7 @@ class Limits:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
         sizes = self.buckets
         if (
             not sizes
@@ -57,11 +58,11 @@ class Limits:
             or sizes[0] < 1
             or any(a >= b for a, b in pairwise(sizes))
         ):
-            raise ValueError(f"buckets are {sizes}; they must be positive integers and ascend.")
+            raise ValueError(f"buckets must be positive integers and ascend, got {sizes}.")
         if self.running >= sizes[-1]:
             raise ValueError(
                 f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"
-                " least, so that a prompt advances beside all decodes; add a larger bucket or lower `running`."
+                " least, so that a prompt advances beside all decodes. Add a larger bucket or lower `running`."
             )
 
     @property
@@ -71,32 +72,32 @@ class Limits:
 
     @property
     def width(self) -> int:
-        """Blocks of the longest sequence: the columns of a plan's block tables."""
+        """Returns the blocks of the longest sequence: the columns of a plan's block tables."""
         return self.blocks_of(self.context)
 
     @property
     def usable(self) -> int:
-        """Blocks that sequences can hold."""
+        """Returns the number of blocks that sequences can hold."""
         return self.blocks - 1
 
     def wanted(self, bucket: int) -> int:
-        """Returns the most rows of a step of this bucket whose logits are wanted."""
+        """Returns the most rows of a step of a bucket whose logits are wanted."""
         return min(bucket, max(self.running, self.drafts + 1 if self.drafts else 0))
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks for this number of tokens."""
+        """Returns the number of blocks for a number of tokens."""
         return -(-tokens // self.block)
 
     def bucket_of(self, rows: int) -> int:
-        """Returns the smallest bucket with this number of rows."""
+        """Returns the smallest bucket with at least a number of rows."""
         return next(size for size in self.buckets if size >= rows)
 
     def excess(self, rows: int, least: int) -> int:
-        """Returns the rows beyond the next smaller bucket, if leaving them out saves more padding than rows, else 0.
+        """Returns the rows beyond the next smaller bucket if dropping them saves more padding than rows, else 0.
 
         Args:
             rows: rows of a step.
-            least: the fewest rows that the step may have.
+            least: fewest rows that the step may have.
 
         Example:
             >>> limits = Limits(vocab=100, context=64, blocks=9, buckets=(4, 8), running=4)

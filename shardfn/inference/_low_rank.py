@@ -1,10 +1,10 @@
-"""Low-rank products of several adapters in one step: each row has that of its own request's adapter.
+"""Low-rank products of several adapters in one step: each row has the product of the request's adapter.
 
     y[i] + (x[i] a[e]^T) b[e]^T,  e the adapter of row i
 
-Both products have the expression of `row_linear` for each row, so that a row's bits depend on the row and on its
-adapter alone. A row without an adapter keeps its bits. Ranks are padded inside the chunks of a sum, so that the rank
-of another adapter changes no bit either.
+Both products have the expression of `row_linear` for each row, so that a row's bits depend only on the row and the
+adapter. A row without an adapter keeps its bits. Ranks are padded inside the chunks of a sum, so that the rank of
+another adapter changes no bit either.
 
 T tokens, E adapters, R rank after padding, I inputs, O outputs.
 """
@@ -28,12 +28,12 @@ _CHUNKS = 8  # of `grouped_product`
 
 
 class Linear(NamedTuple):
-    """A linear layer that may have an adapter.
+    """Linear layer that may have an adapter.
 
     Attributes:
         inputs: I.
         outputs: O.
-        transposed: whether its weight is [I, O].
+        transposed: whether the weight is [I, O].
     """
 
     inputs: int
@@ -42,21 +42,21 @@ class Linear(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A [R, I] and B [O, R] of one layer, B times the scale, or those of E adapters, stacked."""
+    """Factors A [R, I] and B [O, R] of one layer, B times the scale, or of E adapters, stacked."""
 
     a: Tensor
     b: Tensor
 
 
 class LowRank(NamedTuple):
-    """The adapters of a step's tokens.
+    """Adapters of a step's tokens.
 
     Attributes:
-        order: the tokens sorted by adapter. Those without one come last.
-        places: places of each token in that order.
-        counts: tokens of each adapter.
-        has: whether a token has one.
-        sites: the factors of all adapters by layer.
+        order: tokens sorted by adapter. Tokens without an adapter come last.
+        places: places of each token in the order.
+        counts: number of tokens of each adapter.
+        has: whether a token has an adapter.
+        sites: factors of all adapters by layer.
     """
 
     order: Int64[Tensor, " t"]
@@ -73,10 +73,10 @@ class LowRank(NamedTuple):
         Args:
             name: name of the layer.
             x: input [*, T, I].
-            y: result [*, T, O]; leading dims are 1.
+            y: result [*, T, O]. Leading dims are 1.
             axis: mesh axes that cut the layer.
-            joins: whether x has this rank's inputs alone.
-            cut: whether y has this rank's outputs alone.
+            joins: whether x has only this rank's inputs.
+            cut: whether y has only this rank's outputs.
 
         Raises:
             ValueError: the layer does not see one row for each token.
@@ -98,11 +98,11 @@ class LowRank(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter as an engine keeps it.
+    """Adapter as an engine keeps it.
 
     Attributes:
         sites: factors by layer, float32.
-        digest: digest of their content; equal for equal adapters of any names.
+        digest: digest of the content, equal for equal adapters of any names.
     """
 
     sites: Mapping[str, Factors]
@@ -110,20 +110,20 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Returns the largest one."""
+        """Returns the largest rank of a layer."""
         return max(f.a.shape[0] for f in self.sites.values())
 
 
 def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, Linear]) -> Adapter:
-    """Returns the adapter that a tree of `shardfn.lora` is, for the layers of a decoder.
+    """Returns the adapter of a tree of `shardfn.lora`, for the layers of a decoder.
 
     Args:
-        lora: the adapters' description.
+        lora: description of the adapters.
         tree: values, whole, as `lora.init` and `load_peft` make them.
-        linear: the layers, by the names of their weights.
+        linear: layers, by the names of their weights.
 
     Raises:
-        ValueError: it has leaves that are no such layers, of other shapes, or with another part than a and b. The
+        ValueError: the tree has leaves that are no such layers, or have other shapes, or parts other than a and b. The
             message lists all.
 
     Example:
@@ -139,19 +139,19 @@ def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Map
         elif lora.dora or lora.sites[path].full or {*tree[path]} != {"a", "b"}:
             problems.append(f"{path} has {sorted(tree[path])}; a request's adapter has a and b alone: merge this one")
         else:
-            for name, left, right in _layers(lora, path, tree[path], linear):
-                found = _factors(left, right, lora.scale_of(path), linear[name]) if name in linear else None
+            for name, left, right in _split_layers(lora, path, tree[path], linear):
+                found = _make_factors(left, right, lora.scale_of(path), linear[name]) if name in linear else None
                 sites |= {name: found} if isinstance(found, Factors) else {}
                 problems += [f"{name}: {found}"] if isinstance(found, str) else []
-                problems += _unknown(path, linear) if name not in linear else []
+                problems += _describe_unknown(path, linear) if name not in linear else []
     if not problems and not sites:
         problems.append("it has no leaves")
     raise_all(ValueError, "this adapter does not fit the model:", first_of(problems, 20))
-    return Adapter(sites, _digest(sites))
+    return Adapter(sites, _digest_sites(sites))
 
 
-def _layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[str, Linear]) -> Any:
-    """Returns the layers of a leaf, one or those of a stack, with the factors of w + scale * (left @ right)."""
+def _split_layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[str, Linear]) -> Any:
+    """Returns the layers of a leaf, single or stacked, with the factors of w + scale * (left @ right)."""
     a, b = (own[name].detach().to("cpu", torch.float32) for name in ("a", "b"))
     left, right = (a.mT, b.mT) if lora.fan_in_fan_out else (b, a)
     before, _, last = path.rpartition(".")
@@ -162,10 +162,10 @@ def _layers(lora: LoRA, path: str, own: Mapping[str, Tensor], linear: Mapping[st
         yield f"{before}.{i}.{last}", m, n
 
 
-def _factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors | str:
+def _make_factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors | str:
     if like.transposed:
         left, right = right.mT, left.mT
-    if left.ndim == 3:  # each head has its own: together they are a matrix of blocks
+    if left.ndim == 3:  # heads have separate factors: together they are a matrix of blocks
         left, right = torch.block_diag(*left), right.flatten(0, 1)
     want = (like.outputs, like.inputs)
     if left.ndim != 2 or (left.shape[0], right.shape[-1]) != want or left.shape[1] != right.shape[0]:
@@ -173,11 +173,11 @@ def _factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Factors
     return Factors(right.contiguous(), (left * scale).contiguous())
 
 
-def _unknown(path: str, linear: Mapping[str, Linear]) -> list[str]:
+def _describe_unknown(path: str, linear: Mapping[str, Linear]) -> list[str]:
     return [f"{path} is no linear layer that may have an adapter.{did_you_mean(path, linear)}"]
 
 
-def _digest(sites: Mapping[str, Factors]) -> bytes:
+def _digest_sites(sites: Mapping[str, Factors]) -> bytes:
     whole = hashlib.blake2b(digest_size=16)
     for name in sorted(sites):
         a, b = sites[name]
@@ -188,7 +188,7 @@ def _digest(sites: Mapping[str, Factors]) -> bytes:
 
 
 def stacked(adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: torch.device) -> dict[str, Factors]:
-    """Returns the factors of several adapters, with zeros where one has no adapter of a layer."""
+    """Returns the factors of several adapters, with zeros where an adapter does not have a layer."""
     rank = _CHUNKS * -(-max(adapter.rank for adapter in adapters) // _CHUNKS)
     sites = {}
     for name in sorted({name for adapter in adapters for name in adapter.sites}):
@@ -197,14 +197,14 @@ def stacked(adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: t
         for e, adapter in enumerate(adapters):
             if name in adapter.sites:
                 own = adapter.sites[name]
-                at = _spread(own.a.shape[0], rank)
+                at = _spread_summands(own.a.shape[0], rank)
                 a[e, at], b[e][:, at] = own.a, own.b
         sites[name] = Factors(a.to(device), b.to(device))
     return sites
 
 
-def _spread(rank: int, padded: int) -> Tensor:
-    """Places of a sum's summands among those of a longer one: each chunk of the sum keeps its own, in order."""
+def _spread_summands(rank: int, padded: int) -> Tensor:
+    """Returns the places of a sum's summands in a longer sum: each chunk of the sum keeps its summands, in order."""
     starts = [c * rank // _CHUNKS for c in range(_CHUNKS + 1)]
     width = padded // _CHUNKS
     chunks = ((c * width, starts[c + 1] - starts[c]) for c in range(_CHUNKS))
@@ -217,10 +217,10 @@ def low_rank(
     """Returns the adapters of a plan's tokens.
 
     Args:
-        sequences: the sequence of each token.
-        adapters: the digest of each sequence's, or empty; padding has none.
-        slots: the place of each adapter in the stacks.
-        sites: the stacks.
+        sequences: sequence of each token.
+        adapters: digest of each sequence's adapter, or empty. Padding has none.
+        slots: place of each adapter in the stacks.
+        sites: stacks.
     """
     num, device = len(slots), next(iter(sites.values())).a.device
     of = [slots[digest] if digest else num for digest in adapters]

@@ -1,7 +1,7 @@
-"""Where the texts of requests are in their grammars, by llguidance: which tokens may come next.
+"""Places of requests' texts in their grammars, by llguidance: the tokens that may come next.
 
-A matcher is a function of its grammar and tokens: each choice has one of its own, as copies share a cache whose limits
-one of them could exhaust for the others. All limits count steps, and none reads a clock, so that ranks agree.
+A matcher is a function of its grammar and tokens. Each choice has a separate matcher, as copies share a cache whose
+limits one copy could exhaust for the rest. All limits count steps, and none reads a clock, so that ranks agree.
 
 References:
     llguidance, https://github.com/guidance-ai/llguidance
@@ -28,17 +28,17 @@ Allowed = Bool[np.ndarray, " vocab"]
 
 
 class Matcher:
-    """The place of one choice's text in its grammar.
+    """Place of one choice's text in its grammar.
 
     Attributes:
-        allowed: which tokens may come next: not a single one after an error, so that none is drawn then.
+        allowed: permitted next tokens. None are permitted after an error, so that no token is drawn then.
     """
 
     allowed: Allowed
 
     def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
-        self.allowed = self._next()
+        self.allowed = self._compute_next()
 
     @property
     def problem(self) -> str:
@@ -46,19 +46,19 @@ class Matcher:
         return self._inner.get_error().partition("\n<")[0].strip()
 
     def take(self, token: int, *, last: bool = False) -> str | None:
-        """Goes on by a token.
+        """Advances by a token.
 
         Args:
             token: token that was drawn.
-            last: whether no other one is drawn.
+            last: whether no further token is drawn.
 
         Returns:
-            "stop" where the text is complete, and nothing can follow; "error" where the token is not in the grammar.
+            "stop" where the text is complete, and nothing can follow. "error" where the token is not in the grammar.
         """
         if self._inner.is_error():
-            return "error"  # a draft before it was accepted, and met a limit
+            return "error"  # a draft before the token was accepted, and met a limit
         if token in self._stop_tokens:
-            return None  # the text ends before it
+            return None  # the text ends before the token
         if not self._inner.consume_token(token) or self._inner.is_error():
             self.allowed = np.zeros_like(self.allowed)
             return "error"
@@ -66,41 +66,41 @@ class Matcher:
             return "stop"
         if last:
             return None
-        self.allowed = self._next()
+        self.allowed = self._compute_next()
         return "stop" if self._accepts and not self.allowed.any() else None
 
-    def _next(self) -> Allowed:
-        allowed, self._accepts = _next(self._inner, self._vocab, self._stop_tokens)
+    def _compute_next(self) -> Allowed:
+        allowed, self._accepts = _compute_mask(self._inner, self._vocab, self._stop_tokens)
         return allowed
 
 
 class Ahead:
-    """A matcher that goes along drafts, and returns.
+    """Matcher that goes along drafts, and returns.
 
-    It shares nothing with the choice's own matcher, whose limits then count drawn tokens alone, so that drafts change
-    no end. Where this one meets a limit, the choice has no drafts any more.
+    The limits of the choice's matcher count only drawn tokens, since nothing is shared with this matcher, so that
+    drafts change no end. Where this matcher meets a limit, the choice has no drafts any more.
     """
 
     def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
         self._num = 0  # tokens that were drawn
-        self._path: list[int] = []  # drafts that were consumed after them
+        self._path: list[int] = []  # drafts that were consumed after the drawn tokens
 
     def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: Tree) -> tuple[Tree, list[Allowed]]:
         """Returns the drafts that the grammar permits.
 
         Args:
-            tokens: tokens that were drawn so far: those of the last call, and more.
-            allowed: which tokens may come next.
+            tokens: drawn tokens so far: the tokens of the last call, and further tokens.
+            allowed: permitted next tokens.
             drafts: drafts that may branch.
 
         Returns:
-            The drafts, and for each of them which tokens may come after it.
+            The drafts, and for each draft the permitted next tokens.
         """
         kept: Tree = NO_DRAFTS
         masks: list[Allowed] = []
         places = {-1: -1}  # of kept drafts
-        if self._usable and not self._inner.consume_tokens(list(tokens[self._num :])):
+        if self._is_usable and not self._inner.consume_tokens(list(tokens[self._num :])):
             return kept, masks
         self._num = len(tokens)
         for i, (token, parent) in enumerate(zip(drafts.tokens, drafts.parents, strict=True)):
@@ -108,61 +108,61 @@ class Ahead:
             if at is None or not (allowed if at < 0 else masks[at])[token]:
                 continue
             tree = Tree((*kept.tokens, token), (*kept.parents, at))
-            if (after := self._after(tree)) is None:
+            if (after := self._compute_after(tree)) is None:
                 break
             places[i], kept = len(kept), tree
             masks.append(after)
-        self._back(0)
+        self._go_back(0)
         return kept, masks
 
     @property
-    def _usable(self) -> bool:
+    def _is_usable(self) -> bool:
         return not self._inner.is_error()
 
-    def _after(self, tree: Tree) -> Allowed | None:
-        """Which tokens may come after the last draft: not a single one where the text ends; None beyond a limit."""
+    def _compute_after(self, tree: Tree) -> Allowed | None:
+        """Returns the tokens that may come after the last draft: none where the text ends. None beyond a limit."""
         path = tree.ancestors(len(tree) - 1)
         shared = 0
         while shared < len(self._path) and self._path[shared] == path[shared]:
             shared += 1
-        self._back(shared)
+        self._go_back(shared)
         ends = np.zeros(self._vocab, bool)
         if tree.tokens[-1] in self._stop_tokens:
             return ends
         for draft in path[shared:]:
-            if not self._usable or not self._inner.consume_token(tree.tokens[draft]):
+            if not self._is_usable or not self._inner.consume_token(tree.tokens[draft]):
                 return None
             self._path.append(draft)
-        allowed = ends if self._inner.is_stopped() else _next(self._inner, self._vocab, self._stop_tokens)[0]
-        return allowed if self._usable else None
+        allowed = ends if self._inner.is_stopped() else _compute_mask(self._inner, self._vocab, self._stop_tokens)[0]
+        return allowed if self._is_usable else None
 
-    def _back(self, num: int) -> None:
+    def _go_back(self, num: int) -> None:
         """Returns to the place after the first drafts of the path."""
-        if self._usable and len(self._path) > num:
+        if self._is_usable and len(self._path) > num:
             self._inner.rollback(len(self._path) - num)
         del self._path[num:]
 
 
-def _next(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
-    """Which tokens may come next, and whether the text is complete."""
+def _compute_mask(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
+    """Returns the permitted next tokens, and whether the text is complete."""
     bits = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
     if inner.is_error():
         bits[:] = False
-    allowed, accepts = bits[:vocab], bool(bits[_end(vocab)])
+    allowed, accepts = bits[:vocab], bool(bits[_choose_end(vocab)])
     allowed[stop_tokens] = accepts
     return allowed, accepts
 
 
 class Compiler:
-    """Compiles grammars for a vocabulary.
+    """Compiler of grammars for a vocabulary.
 
     Args:
         detokenizer: detokenizer of the tokenizer.
-        vocab: the number of logits.
+        vocab: number of logits.
 
     Raises:
         ImportError: llguidance is missing.
-        ValueError: tokens of this tokenizer have no bytes of their own.
+        ValueError: tokens of the tokenizer have no bytes by themselves.
     """
 
     def __init__(self, detokenizer: Detokenizer, vocab: int) -> None:
@@ -175,7 +175,7 @@ class Compiler:
             )
         self._library: Any = importlib.import_module("llguidance")
         self._vocab = vocab
-        self._tokenizer = _tokenizer(self._library, detokenizer, vocab)
+        self._tokenizer = _make_tokenizer(self._library, detokenizer, vocab)
 
     def compile(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Matcher:
         """Returns a matcher before its first token.
@@ -185,19 +185,21 @@ class Compiler:
         """
         check_grammar(grammar)
         try:
-            inner = self._make(grammar)
+            inner = self._compile_grammar(grammar)
         except ValueError as error:
             raise ValueError(f"grammar: {error}") from error
         made = Matcher(inner, self._vocab, stop_tokens)
         if not made.allowed.any():
-            raise ValueError(f"grammar: {_one_line(made.problem) or 'no token of the vocabulary may begin a text'}.")
+            raise ValueError(
+                f"grammar: {_shorten_problem(made.problem) or 'no token of the vocabulary may begin a text'}."
+            )
         return made
 
     def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Ahead:
         """Returns a matcher for drafts, of a grammar that was compiled before."""
-        return Ahead(self._make(grammar), self._vocab, stop_tokens)
+        return Ahead(self._compile_grammar(grammar), self._vocab, stop_tokens)
 
-    def _make(self, grammar: Grammar) -> Any:
+    def _compile_grammar(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
         made = make(grammar.text, _white_space(grammar.text)) if grammar.kind == "json_schema" else make(grammar.text)
         limits = self._library.LLParserLimits(**_LIMITS)
@@ -205,30 +207,33 @@ class Compiler:
 
 
 def _white_space(schema: str) -> dict[str, str]:
-    """Returns the rule of white space for a schema that has none of its own, which this one would override."""
+    """Returns the rule of white space for a schema that has none. A rule of the schema is never overridden."""
     given = json.loads(schema)
     own = given.get("x-guidance") if isinstance(given, dict) else None
     has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
     return {} if has else _WHITE_SPACE
 
 
-def _one_line(problem: str) -> str:
+def _shorten_problem(problem: str) -> str:
     return " ".join(problem.split())[:300].rstrip(".")
 
 
-def _end(vocab: int) -> int:
-    """Returns the id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
+def _choose_end(vocab: int) -> int:
+    """Returns the id of an undrawn token that ends texts. Its bit is set where the text is complete."""
     return vocab + 256
 
 
-def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
-    """Returns the vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
+def _make_tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
+    """Returns the vocabulary, with a further token for each byte, so that every text has tokens.
+
+    No model draws the further tokens.
+    """
     assert detokenizer.bytes_of is not None
     found = [detokenizer.bytes_of(token) for token in range(vocab)]
     tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]
     single = {x for x in found if x is not None and len(x) == 1}
     fakes = [bytes([i]) if bytes([i]) not in single else b"\xff<[%d]>" % (vocab + i) for i in range(256)]
-    end = _end(vocab)
+    end = _choose_end(vocab)
     special = [i for i, x in enumerate(found) if x is None]
     special += [vocab + i for i, x in enumerate(fakes) if len(x) > 1]
     vocabulary = _Vocabulary([*tokens, *fakes, b"\xff<end>"], [*special, end], end)
@@ -238,7 +243,7 @@ def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance asks for it."""
+    """Vocabulary in the form that llguidance reads."""
 
     def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
@@ -246,7 +251,7 @@ class _Vocabulary:
         self.tokenize: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Returns the tokens of a text that a grammar forces: the longest ones first."""
+        """Returns the tokens of a text that a grammar forces, the longest tokens first."""
         if not isinstance(text, str):
             raise TypeError("text is not a str")  # llguidance then passes strings
         return self.tokenize(text) if self.tokenize is not None else []

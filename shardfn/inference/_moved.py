@@ -1,6 +1,6 @@
-"""The part of a layer's cache on the host that a step moves: its blocks to the device, and its new rows back.
+"""The part of a layer's KV cache on the host that a step moves: blocks to the device, and new rows back.
 
-Each is a copy of bits, so that attention over the part has the bits of attention over the whole.
+Both are copies of bits, so that attention over the part has the bits of attention over the whole.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from ._plan import Plan
 
 
 class Moved(NamedTuple):
-    """The places of a step in the cache of each layer.
+    """Places of a step in the cache of each layer.
 
     Attributes:
-        blocks: int32, on the CPU; those with tokens that the step writes or reads, in any order, and block 0.
-        places: int64 [2, B], on the CPU; for each token the block that it is written to, and its place there.
+        blocks: blocks with tokens that the step writes or reads, in any order, and block 0. int32, on the CPU.
+        places: block that each token is written to, and its place in the block. int64 [2, B], on the CPU.
         here: `places` on the device.
     """
 

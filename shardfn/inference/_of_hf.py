@@ -1,8 +1,8 @@
 """Unmodified models of transformers as decoders of an engine.
 
 An exact decoder computes linear layers by `kernels.row_linear` from weights that are packed once, and the functions
-whose bits depend on the number of rows in another form. Whether this makes the whole model exact is not assumed: a
-probe computes tokens alone and beside others, and compares bits.
+whose bits depend on the number of rows in another form. Whether the whole model is then batch-invariant is not assumed:
+a probe computes tokens by themselves and next to other tokens, and compares bits.
 
 T tokens, R rows whose logits are wanted, V vocabulary.
 """
@@ -44,9 +44,9 @@ _PACKED = (torch.float32, torch.bfloat16)
 _SIZES = (2, 3, 4, 6, 8, 11, 16, 21)
 _BLOCK = 8
 
-# A linear layer, from its input and its bias.
+# Function of a linear layer, from input and bias.
 _Run = Callable[[Tensor, Tensor | None], Tensor]
-# Served weights: "params" in the places of the module's own, and "packed", panels of weights that embeddings read, too.
+# Served weights: "params" in place of the module's, and "packed", panels of weights that embeddings read, too.
 Served = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -61,35 +61,38 @@ def hf_decoder(
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Returns the decoder of an unmodified causal model of transformers, and its parameters.
 
-    Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
-    layer passes. All other code is the model's own.
+    Each layer's attention reads and writes the engine's KV cache, by the scale, window, bound of scores and sinks that
+    the layer passes. All other code is the model's code.
 
     On several ranks each weight of a linear layer is cut by its outputs, and ranks copy results from one another. So
-    logits have the bits of one device on any number of ranks that divides the key heads.
+    logits have the bits of one device on any number of ranks that divides the key heads, for example 1, 2 or 4 ranks
+    with 4 key heads.
 
     Args:
-        model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so do
-            not change it while engines do. Its own weights stay in memory beside the packed ones, unless `params` has
-            others.
-        exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
-            that it does not. False leaves the model's own linear layers and activations. None is exact where possible.
-        tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
-        tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model, or codes
-            by regular expressions found in names of parameters, the first that fits: `{"embed|head": "int8", "":
-            "int4"}`. Logits are those of the rounded weights, bit for bit. A table of embeddings that is also the head
-            is rounded, too.
-        params: the weights, by name, in place of the model's, which may be on "meta": deferred ones, as
-            `interop.module_from_hf` has them, are read by an engine alone, each rank its own parts. A probe then runs
-            on random values, in the memory of one leaf of each shape.
+        model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
+            so do not change the model while engines do. Its weights stay in memory next to the packed weights, unless
+            `params` has other weights.
+        exact: whether each token's logits must have the same bits next to any other tokens (batch-invariant). True is
+            an error where a probe finds other bits. False leaves the model's linear layers and activations. None is
+            exact where possible.
+        tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
+        tokenizer: tokenizer of the prompts, to check that the model has its tokens.
+        codes: "int8" or "int4" for the weights of linear layers, which needs an exact model, or codes by regular
+            expressions found in names of parameters, of which the first that fits counts, for example `{"embed|head":
+            "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table of embeddings
+            that is also the head is rounded, too.
+        params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
+            `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
+            values, in the memory of one leaf of each shape.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
 
     Raises:
-        TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need it, or
-            the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists all.
+        TypeError: the object is not a model of transformers.
+        ValueError: the model cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need,
+            or the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists
+            all.
 
     Example:
         >>> import torch
@@ -107,25 +110,25 @@ def hf_decoder(
     function = decoding(model, params)
     probed = function if params is None else decoding(model, stand_ins(params))
     name = type(function.module).__name__
-    shape = _shape(probed)
+    shape = _measure_shape(probed)
     if tokenizer is not None and len(tokenizer) > shape.vocab:
         raise ValueError(
-            f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
+            f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}. Pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
     if codes is not None:
         if exact is False:
-            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
+            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers. Leave out exact=False.")
         exact = True
         check_policy(codes, list(shape.uses.linear), "hf_decoder")
-    reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
+    reasons = list(_explain_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
         how = shape, shape.uses.linear, tp, codes, edges
-        tried = _decoder(probed, *how) if params is None else _decoder(probed, *how, packing=packed_once())
-        reasons = list(_inexact(tried, probed.params, shape.uses))
+        tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
+        reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
-            return replace(tried if params is None else _decoder(function, *how), exact=True), function.params
+            return replace(tried if params is None else _make_decoder(function, *how), exact=True), function.params
     if tp is not None:
         title = f"{name} with tp={tp!r}: ranks cut linear layers that are exact alone; run it on one rank, without tp:"
         raise_all(ValueError, title, reasons)
@@ -133,35 +136,35 @@ def hf_decoder(
         raise_all(ValueError, f"{name} with exact=True:", reasons)
     if exact is None:
         _LOG.warning("%s is served without exactness: %s", name, "; ".join(reasons))
-    return _decoder(function, shape, {}), function.params
+    return _make_decoder(function, shape, {}), function.params
 
 
 @dataclass
 class _Shape:
-    """The sizes of a model, and the uses of its parameters, as one call of it shows them."""
+    """Sizes of a model, and the uses of its parameters, as one call of the model shows them."""
 
     vocab: int = 0
     kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
     routes: tuple[int, int] = (0, 0)  # layers with experts, and a token's choices in each
     uses: WeightUses = field(default_factory=lambda: WeightUses({}))
-    groups: list[list[str]] = field(default_factory=list)  # weights that one input is multiplied by
+    groups: list[list[str]] = field(default_factory=list)  # weights multiplied by one input
 
 
-def _shape(function: DecodingFunction) -> _Shape:
-    """Runs a model on two tokens.
+def _measure_shape(function: DecodingFunction) -> _Shape:
+    """Runs a model on two tokens, and returns its sizes.
 
     Raises:
-        ValueError: its layers have different caches, or no attention was asked for.
+        ValueError: layers have different caches, or no attention was asked for.
     """
     shape = _Shape(uses=WeightUses(function.params))
 
-    def attend(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_probe(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape.kv.append((scores.layer, k.shape[2], k.shape[3]))
         return torch.zeros_like(q)
 
-    at_T, inputs = torch.arange(2, device=_device(function.params)), InputUses(function.params)
+    at_T, inputs = torch.arange(2, device=_get_device(function.params)), InputUses(function.params)
     with torch.no_grad(), inputs:
-        logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses)
+        logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend_probe, shape.uses)
     shape.vocab = logits.shape[-1]
     shape.routes = (0, 0) if chosen is None else (chosen.shape[1], chosen.shape[2])
     shape.groups = inputs.groups
@@ -176,7 +179,7 @@ def _shape(function: DecodingFunction) -> _Shape:
     return shape
 
 
-def _decoder(
+def _make_decoder(
     function: DecodingFunction,
     shape: _Shape,
     linear: Mapping[str, bool],
@@ -190,33 +193,33 @@ def _decoder(
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
     inputs = {name: like[name].numel() // num for name, num in nums.items()}
-    # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
+    # A weight that other functions read, too, is whole on all ranks, next to the panels of this rank's outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
     specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
     specs |= dict.fromkeys(function.experts, P(tp))
     exchange = nn.moe.Local() if tp is None else nn.moe.Sum(tp, in_order=True)
 
-    def panels(name: str, x: Tensor) -> Tensor:
+    def pack_panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
         return packing(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
 
-    def pack(params: Mapping[str, Tensor]) -> Served:
-        _check(params, like, specs)
-        packed = {name: panels(name, params[name]) for name in linear}
+    def pack_params(params: Mapping[str, Tensor]) -> Served:
+        _check_params(params, like, specs)
+        packed = {name: pack_panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         for name in linear:  # a weight that is read elsewhere, too, has the same values there
             if name in kept and (own := codes_of(codes, name)) is not None:
-                placed[name] = _rounded(params[name], linear[name], own)
+                placed[name] = _round_weight(params[name], linear[name], own)
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
-    # A layer that is called twice, or cut by its inputs, stays alone.
+    # A layer that is called twice, or cut by its inputs, stays separate.
     calls = [name for group in shape.groups for name in group]
     alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is Edge.LEAVE)}
     groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
     together = [group for group in groups if len(group) > 1]
 
-    def outputs(
+    def compute_outputs(
         weights: Served,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -237,11 +240,11 @@ def _decoder(
             runs |= {name: functools.partial(same, name) for name in group}
         for name, layer in layers.items():
             if name == head:
-                made[id(params[name])] = functools.partial(_seeing, seen, layer)
+                made[id(params[name])] = functools.partial(_record_input, seen, layer)
             else:
                 run = runs[name]
-                made[id(params[name])] = run if low is None else functools.partial(_adapted, name, low, layer, run)
-        attend = functools.partial(_attend, bodies, tp)
+                made[id(params[name])] = run if low is None else functools.partial(_adapt_layer, name, low, layer, run)
+        attend = functools.partial(_attend_heads, bodies, tp)
         mode = ExactRows(made) if linear else None
         logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
         return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None, chosen)
@@ -250,7 +253,7 @@ def _decoder(
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
-    how: dict[str, Any] = {"outputs": outputs, "pack": pack, "routes": shape.routes}
+    how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "routes": shape.routes}
     made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
@@ -259,17 +262,17 @@ def _decoder(
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
-def _rounded(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
     """Returns a weight with the values of its codes."""
     weight = x.T if flip else x
     weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
 
 
-def _attend(
+def _attend_heads(
     bodies: Sequence[nn.Body], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
 ) -> Tensor:
-    """Attention of this rank's heads; of all, if the layer has not left the others to other ranks."""
+    """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]
     if not isinstance(body, Paged):
         raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
@@ -288,19 +291,19 @@ def _head_of(function: DecodingFunction) -> str | None:
     return next((name for name, p in function.module.named_parameters() if p is weight), None)
 
 
-def _seeing(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+def _record_input(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns a layer that keeps its input for the caller."""
     seen.append(x)
     return layer(x, bias)
 
 
-def _adapted(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
+def _adapt_layer(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns a layer with the adapters' products added."""
     y, edge = run(x, bias), layer.edge
     return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
 
 
-def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:
+def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:
     problems = [f"{name} is missing" for name in like if name not in params]
     mesh = current_mesh()
     for name, x in params.items():
@@ -314,24 +317,24 @@ def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapp
     raise_all(ValueError, "these are not the parameters of the model:", first_of(problems, 20))
 
 
-def _unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
-    """Reasons for which no exact form of a model is tried."""
+def _explain_unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
+    """Yields the reasons for which no exact form of a model is tried."""
     dtypes = {function.params[name].dtype for name in uses.linear} - set(_PACKED)
     if dtypes:
         yield f"weights are of {', '.join(map(str, dtypes))}; packed ones are of {_PACKED[0]} or {_PACKED[1]}"
 
 
 @torch.no_grad()
-def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
-    """Yields the first row whose bits depend on the rows beside it, if one of the probe's does."""
-    served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
+def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
+    """Yields the first row of a probe whose bits depend on the other rows, if there is such a row."""
+    served, device, seen = decoder.pack(params), _get_device(params), dict[int, Tensor]()
     most = max(_SIZES)
     cache = [torch.zeros(decoder.cache.layer_shape(most + 1, _BLOCK), device=device)]
     cache += [torch.zeros_like(cache[0]) for _ in range(decoder.cache.layers - 1)]
     tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
-    for order in ([0], [1], *map(_company, _SIZES)):
+    for order in ([0], [1], *map(_order_rows, _SIZES)):
         row_T = torch.tensor(order, dtype=torch.int32, device=device)
-        # Each row is a sequence of its own, whose earlier keys and values are 0.
+        # Each row is a separate sequence with earlier keys and values 0.
         position_T = row_T % min(decoder.context, _BLOCK)
         plan = (row_T + 1) * _BLOCK + position_T, position_T, row_T, tables
         bodies = [Paged(x, *plan) for x in cache]
@@ -343,11 +346,11 @@ def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -
                 return
 
 
-def _company(num: int) -> list[int]:
-    """Rows 0 and 1 among others, in another order for each number."""
+def _order_rows(num: int) -> list[int]:
+    """Returns rows 0 and 1 among other rows, in another order for each number."""
     at = num // 2
     return [*range(at, num), *range(at)][:: -1 if num % 2 else 1]
 
 
-def _device(params: Mapping[str, Tensor]) -> torch.device:
+def _get_device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device

@@ -1,4 +1,4 @@
-"""The plan of a step: flat arrays whose sizes follow from the bucket alone, so that each bucket has one graph."""
+"""The plan of a step: flat arrays of sizes by the bucket, so that each bucket has one graph."""
 
 from array import array
 from collections.abc import Sequence as Seq
@@ -14,13 +14,13 @@ _Arrays = tuple[array, array, array, array, array, array, array, array, array, a
 
 
 class Rows(NamedTuple):
-    """The rows of a sequence in a plan.
+    """Rows of a sequence in a plan.
 
     Attributes:
-        sequence: whose next tokens they have.
+        sequence: sequence whose next tokens the rows have.
         num: number of rows.
-        positions: those whose logits are wanted, of the last rows.
-        drafts: tokens of the last rows, guessed to follow the known ones.
+        positions: positions whose logits are wanted, of the last rows.
+        drafts: tokens of the last rows, guessed to follow the known tokens.
     """
 
     sequence: Sequence
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     drafts: Tree = NO_DRAFTS
 
     def before(self, wanted: int) -> array:
-        """Returns the tokens before the place of a wanted row, guessed ones included."""
+        """Returns the tokens before the place of a wanted row, drafts included."""
         known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
         return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
 
@@ -41,32 +41,32 @@ class Plan:
     Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and R =
     `limits.wanted(B)` wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
     `tables[s, q // block] * block + q % block` of all q <= p. `array` has the buffer interface: `torch.frombuffer` and
-    `numpy.frombuffer` make tensors of them without a copy.
+    `numpy.frombuffer` make tensors without a copy.
 
     Attributes:
         step: step of the schedule.
         version: version of the parameters to compute with.
         bucket: B, the number of rows.
-        num_tokens: rows that are no padding.
-        num_rows: wanted rows that are no padding.
+        num_tokens: rows without padding.
+        num_rows: wanted rows without padding.
         tokens: ids [B].
         positions: positions of tokens in their sequences [B].
-        sequences: the sequence of each token [B].
-        slots: where keys and values of each token are written [B].
-        tables: block tables [S, width], flat; unused places have block 0.
-        lengths: tokens of each sequence in the cache after this step [S], or 1 for padding.
-        rows: tokens whose logits are wanted [R].
+        sequences: sequence of each token [B].
+        slots: slots for keys and values of each token [B].
+        tables: block tables [S, width], flat. Unused places have block 0.
+        lengths: tokens of each sequence in the KV cache after the step [S], or 1 for padding.
+        rows: tokens with wanted logits [R].
         keys: keys of the draws [R].
-        places: the position of the token that a row draws or scores [R].
-        targets: the token whose log probability is wanted, or -1 where one is drawn [R].
-        sampling: how each wanted row draws, without padding.
+        places: position of the drawn or scored token of a row [R].
+        targets: token of a wanted log probability, or -1 where a token is drawn [R].
+        sampling: rule by which each wanted row draws, without padding.
         histories: where a row has an extended sampling, the tokens before the place of each row with penalties [R,
-            context], flat, with -1 after them, else None.
-        prompts: likewise the tokens of its prompt [R].
-        adapters: the digest of each sequence's adapter, without padding, empty if no sequence has one.
-        branches: for each sequence whose drafts branch, the row of the first draft and the parents of all. A draft sees
-            its ancestors in their slots, which are not those of their positions.
-        moves: slots whose content moves before the step writes, and their new ones, which may be slots that move, too.
+            context], flat, with -1 at the end, else None.
+        prompts: number of prompt tokens among the tokens of `histories` [R], else None.
+        adapters: digest of each sequence's adapter, without padding, empty if no sequence has an adapter.
+        branches: row of the first draft and parents of all drafts, for each sequence with branching drafts. A draft
+            sees its ancestors in the drafts' slots, not the slots of the positions.
+        moves: slots whose content moves before the step writes, and the new slots, which may be slots that move, too.
     """
 
     step: int
@@ -123,7 +123,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
     wanted = [(chunk, row) for chunk in chunks for row in range(len(chunk.positions))]
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
-    arrays, histories = columns.padded(bucket, limits), _histories(wanted, limits.wanted(bucket), limits.context)
+    arrays, histories = columns.padded(bucket, limits), _make_histories(wanted, limits.wanted(bucket), limits.context)
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, *arrays, tuple(columns.sampling), *histories),
         adapters=adapters if any(adapters) else (),
@@ -161,7 +161,7 @@ class _Columns:
             self.sequences.extend([number] * count)
             self.slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
         self.tables.fromlist(blocks)
-        _pad(limits.width * (number + 1), 0, self.tables)
+        _pad_arrays(limits.width * (number + 1), 0, self.tables)
         self.lengths.append(end)
         self.rows.extend(range(len(self.tokens) - len(wanted), len(self.tokens)))
         for p in wanted:
@@ -173,26 +173,26 @@ class _Columns:
     def padded(self, bucket: int, limits: Limits) -> _Arrays:
         """Returns the arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
         most, num_rows = min(bucket, limits.running), limits.wanted(bucket)
-        _pad(bucket, 0, self.tokens, self.positions, self.slots)
-        _pad(bucket, most, self.sequences)
-        _pad((most + 1) * limits.width, 0, self.tables)
-        _pad(most + 1, 1, self.lengths)
-        _pad(num_rows, 0, self.rows, self.keys, self.places)
-        _pad(num_rows, -1, self.targets)
+        _pad_arrays(bucket, 0, self.tokens, self.positions, self.slots)
+        _pad_arrays(bucket, most, self.sequences)
+        _pad_arrays((most + 1) * limits.width, 0, self.tables)
+        _pad_arrays(most + 1, 1, self.lengths)
+        _pad_arrays(num_rows, 0, self.rows, self.keys, self.places)
+        _pad_arrays(num_rows, -1, self.targets)
         return (
             *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
             *(self.rows, self.keys, self.places, self.targets),
         )
 
 
-def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
-    """Returns the tokens before the places of rows with penalties, and how many of them are the prompt's.
+def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
+    """Returns the tokens before the places of rows with penalties, and the number of prompt tokens among them.
 
     See `Plan`.
     """
     if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
-    histories, prompts = _no_histories(num, context)
+    histories, prompts = _make_empty_histories(num, context)
     for i, (chunk, row) in enumerate(rows):
         if not chunk.sequence.request.sampling.penalised:
             continue
@@ -205,21 +205,23 @@ def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[arr
 def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
     """Returns a plan of a bucket that has no tokens.
 
-    It writes to block 0 alone. If `extended`, it has histories, too.
+    The plan writes only to block 0. If `extended`, the plan has histories, too.
     """
     num = limits.wanted(bucket)
-    past = _no_histories(num, limits.context) if extended else (None, None)
+    past = _make_empty_histories(num, limits.context) if extended else (None, None)
     return Plan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
 
 
-def _no_histories(num: int, context: int) -> tuple[array, array]:
+def _make_empty_histories(num: int, context: int) -> tuple[array, array]:
     return array("i", [-1]) * (num * context), array("i", [0] * num)
 
 
 def wanted(sequence: Sequence, count: int) -> range:
-    """Positions of the next `count` tokens whose logits are wanted: those to score, and the last known token's.
+    """Returns the positions of the next `count` tokens whose logits are wanted.
 
-    A sequence that still has tokens to score has drawn none, so that the last known token is the prompt's last.
+    Scored tokens, and the last known token.
+
+    A sequence that still has tokens to score has drawn none, so that the last known token is the prompt's last token.
     """
     end = sequence.computed + count
     if sequence.scored < sequence.prompt - 1:
@@ -227,7 +229,7 @@ def wanted(sequence: Sequence, count: int) -> range:
     return range(end - 1 if end == len(sequence.tokens) else end, end)
 
 
-def _pad(size: int, value: int, *arrays: array) -> None:
+def _pad_arrays(size: int, value: int, *arrays: array) -> None:
     for a in arrays:
         if len(a) < size:
             a.extend(array(a.typecode, [value]) * (size - len(a)))

@@ -1,4 +1,4 @@
-"""Blocks of the cache: free, held by sequences, or cached with known content that a later prompt may share.
+"""Blocks of the KV cache: free, held by sequences, or cached with known content for prefix caching.
 
     free + held + cached == usable
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Scope(NamedTuple):
-    """All but the tokens that a block's content depends on."""
+    """Everything except the tokens that a block's content depends on, such as the version of the weights."""
 
     version: int
     adapter: bytes
@@ -23,7 +23,7 @@ class Scope(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A full block: the keys of the block before it and of itself, its own tokens, and their scope."""
+    """A full block: the keys of the block and of the block before, the tokens, and the scope."""
 
     key: bytes
     parent: bytes
@@ -39,17 +39,17 @@ def root_key(scope: Scope) -> bytes:
         False
     """
     fields = {"version": str(scope.version).encode(), "adapter": scope.adapter, "dtype": scope.dtype.encode()}
-    return _key(fields | {"salt": scope.salt})
+    return _make_key(fields | {"salt": scope.salt})
 
 
-def _key(fields: dict[str, bytes]) -> bytes:
+def _make_key(fields: dict[str, bytes]) -> bytes:
     """Returns a key of fields, each behind its name and length, so that different lists of fields differ."""
     parts = (name.encode() + len(data).to_bytes(8, "little") + data for name, data in fields.items())
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 class Pool:
-    """Blocks 1 to `blocks - 1`. Methods change it in place. `copy` keeps one.
+    """Blocks 1 to `blocks - 1`. Methods change the pool in place. `copy` keeps a pool.
 
     Example:
         >>> pool = Pool(4)
@@ -70,16 +70,16 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken."""
+        """Returns the number of blocks that can be taken."""
         return len(self.free) + len(self.cached)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of blocks, by state. A block is held once, however many sequences share it."""
+        """Returns numbers of blocks, by state. A block is held once, however many sequences share the block."""
         usable = len(self.references) - 1
         return {"free": len(self.free), "held": usable - self.available, "cached": len(self.cached)}
 
     def take(self) -> int:
-        """Returns a block without content, held once; the cached one used least recently if none is free."""
+        """Returns a block without content, held once: the cached block used least recently if no block is free."""
         if self.free:
             block = self.free.pop()
         else:
@@ -114,7 +114,10 @@ class Pool:
             self.contents[block] = content
 
     def find(self, contents: Sequence[Content]) -> list[int]:
-        """Blocks of the longest known prefix of these contents. Tokens and scopes are compared, keys do not suffice."""
+        """Returns the blocks of the longest known prefix of contents.
+
+        Tokens and scopes are compared, as keys do not suffice.
+        """
         found = []
         for content in contents:
             block = self.index.get(content.key)
@@ -124,14 +127,14 @@ class Pool:
         return found
 
     def forget(self) -> None:
-        """Frees all cached blocks, after which no content of theirs is found; held ones keep theirs."""
+        """Frees all cached blocks, whose content is not found any more. Held blocks keep their content."""
         for block in self.cached:
             del self.index[self.contents.pop(block).key]
             self.free.append(block)
         self.cached.clear()
 
     def copy(self) -> "Pool":
-        """Returns a pool of its own, equal to this one."""
+        """Returns a separate pool, equal to this pool."""
         new = Pool(1)
         new.free, new.references, new.cached = self.free[:], self.references[:], self.cached.copy()
         new.contents, new.index = dict(self.contents), dict(self.index)
@@ -139,7 +142,7 @@ class Pool:
 
 
 def extend_contents(contents: list[Content], tokens: array, block: int, num: int, scope: Scope) -> None:
-    """Appends the contents of a sequence's further blocks, up to `num`; keys are chained from the root on.
+    """Appends the contents of a sequence's further blocks, up to `num`. Keys are chained from the root on.
 
     Example:
         >>> contents = []
@@ -151,4 +154,4 @@ def extend_contents(contents: list[Content], tokens: array, block: int, num: int
         start = len(contents) * block
         parent = contents[-1].key if contents else root_key(scope)
         own = tokens[start : start + block].tobytes()
-        contents.append(Content(_key({"parent": parent, "tokens": own}), parent, own, scope))
+        contents.append(Content(_make_key({"parent": parent, "tokens": own}), parent, own, scope))

@@ -1,4 +1,4 @@
-"""Requests, and the one table of ranges that admission checks."""
+"""Requests, and the one table of ranges for admission."""
 
 import math
 import operator
@@ -43,31 +43,32 @@ _MEANT = {
 @explains_fields(**_MEANT)
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. A draw sees these values, its logits, and (seed, choice, position).
+    """Rule of drawing a request's tokens. A draw sees these values, its logits, and (seed, choice, position).
 
     Args:
-        max_tokens: the most tokens that are drawn.
-        temperature: 0 draws the most probable token.
-        top_k: draws among this number of most probable tokens; 0 among all.
-        top_p: draws among the fewest tokens that have this probability together.
-        min_p: leaves out tokens less probable than this part of the most probable one.
-        presence_penalty: subtracted from logits of tokens drawn before.
-        frequency_penalty: subtracted from logits once for each time that a token was drawn before.
-        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-        seed: equal seeds draw equal tokens: give several requests of one prompt different ones, or ask for n choices.
-        n: choices, each drawn with a key of its own; they share the blocks of their prompt.
-        stop_tokens: drawing one of them ends a choice, for the reason "stop". It has no text.
-        stop: strings. The token that completes one ends a choice, for the reason "stop", and the text ends before the
-            string. At most 16 of at most 256 characters. The engine needs a tokenizer.
+        max_tokens: most tokens that are drawn.
+        temperature: divisor of logits. 0 draws the most probable token.
+        top_k: number of most probable tokens that are drawn from. 0 is all.
+        top_p: probability of the fewest tokens that are drawn from.
+        min_p: least probability of a token, as a part of the most probable token's.
+        presence_penalty: number subtracted from logits of tokens drawn before.
+        frequency_penalty: number subtracted from logits once for each time that a token was drawn before.
+        repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of negative logits.
+        seed: seed of draws. Equal seeds draw equal tokens: give several requests of one prompt different seeds, or ask
+            for n choices.
+        n: number of choices, each drawn with a separate key. Choices share the blocks of their prompt.
+        stop_tokens: tokens that end a choice, for the reason "stop". A stop token has no text.
+        stop: strings. The token that completes a string ends a choice, for the reason "stop", and the text ends before
+            the string. At most 16 strings of at most 256 characters. The engine needs a tokenizer.
         include_stop: whether the text ends after the stop string, or the stop token's text, instead.
-        grammar: the language of the text. The choice ends as "stop" where nothing can follow, and stop tokens are drawn
+        grammar: language of the text. The choice ends as "stop" where nothing can follow, and stop tokens are drawn
             only where the text may end. A text that `max_tokens` or a stop string ends may be incomplete. The engine
             needs a tokenizer.
-        prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
-            even where a prefix is cached.
-        logit_bias: pairs of a token and a number from -100 to 100, which is added to its logit after the penalties,
+        prompt_logprobs: whether the log probability of each token of the prompt is wanted. Its positions are then
+            computed, even where a prefix is cached.
+        logit_bias: pairs of a token and a number from -100 to 100, added to the token's logit after the penalties,
             before temperature and filters. Each token once, at most 1024.
-        top_logprobs: also wants the most probable tokens at each position, at most 20, under the raw logits.
+        top_logprobs: number of most probable tokens that are wanted at each position, at most 20, under the raw logits.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
@@ -109,15 +110,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt and the rule of its continuation.
 
     Args:
         prompt: token ids.
-        sampling: how tokens are drawn.
-        priority: larger ones come first, until `Limits.age` steps have passed.
-        deadline: the reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
-        adapter: a digest of the adapter's content, or empty: part of the key of a block's content.
-        salt: caller's bytes: requests share blocks only with those of the same salt.
+        sampling: rule of drawing tokens.
+        priority: number by which larger come first, until `Limits.age` steps have passed.
+        deadline: reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
+        adapter: digest of the adapter's content, or empty: part of the key of a block's content.
+        salt: caller's bytes. Requests share blocks only with requests of the same salt.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -176,7 +177,7 @@ def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     """Returns the ids of a prompt.
 
     Raises:
-        TypeError: it is no sequence of integers.
+        TypeError: the prompt is no sequence of integers.
 
     Example:
         >>> ids_of([5, 6])
@@ -185,38 +186,38 @@ def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, prompt))
     except TypeError as error:
-        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
+        raise TypeError(f"prompt must be a sequence of integers, got a {type(prompt).__name__}.") from error
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Refuses a request that has a value out of range, or that could never end.
+    """Refuses a request with a value out of range, or without an end.
 
-    A request that passes ends in a bounded number of steps, also if others keep arriving.
+    A request that passes ends in a bounded number of steps, also if other requests keep arriving.
 
     Raises:
-        ValueError: names the field, its value, and the range.
+        ValueError: names the field, the value, and the range.
 
     Example:
         >>> limits = Limits(vocab=100, context=64, blocks=9, block=16)
         >>> check_request(Request((1, 2)), limits)
         >>> check_request(Request((1, 2), Sampling(top_p=0.0)), limits)
         Traceback (most recent call last):
-        ValueError: top_p is 0.0; it must be a number above 0 and at most 1.
+        ValueError: top_p must be a number above 0 and at most 1, got 0.0.
     """
     for name, allowed in RANGES.items():
         value = getattr(request if name == "priority" else request.sampling, name)
         if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
+            raise ValueError(f"{name} must be {allowed}, got {value!r}.")
     _check_tokens("prompt", request.prompt, limits)
     _check_tokens("stop_tokens", request.sampling.stop_tokens, limits)
     for name in ("adapter", "salt"):
         if not isinstance(getattr(request, name), bytes):
-            raise ValueError(f"{name} is {getattr(request, name)!r}; it must be bytes.")
+            raise ValueError(f"{name} must be bytes, got {getattr(request, name)!r}.")
     if request.deadline is not None and type(request.deadline) is not int:
-        raise ValueError(f"deadline is {request.deadline!r}; it must be an integer, in milliseconds, or None.")
+        raise ValueError(f"deadline must be an integer, in milliseconds, or None, got {request.deadline!r}.")
     for name in ("prompt_logprobs", "include_stop"):
         if type(getattr(request.sampling, name)) is not bool:
-            raise ValueError(f"{name} is {getattr(request.sampling, name)!r}; it must be True or False.")
+            raise ValueError(f"{name} must be True or False, got {getattr(request.sampling, name)!r}.")
     _check_biases(request.sampling.logit_bias, limits)
     _check_stop(request.sampling.stop)
     _check_grammar(request.sampling.grammar, request.sampling.n)
@@ -225,63 +226,63 @@ def check_request(request: Request, limits: Limits) -> None:
 
 def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
     if not isinstance(tokens, tuple):
-        raise ValueError(f"{name} is a {type(tokens).__name__}; it must be a tuple of token ids.")
+        raise ValueError(f"{name} must be a tuple of token ids, got a {type(tokens).__name__}.")
     for i, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < limits.vocab:
-            raise ValueError(f"{name}[{i}] is {token!r}; it must be an integer from 0 to {limits.vocab - 1}.")
+            raise ValueError(f"{name}[{i}] must be an integer from 0 to {limits.vocab - 1}, got {token!r}.")
 
 
 def _check_biases(biases: tuple[tuple[int, float], ...], limits: Limits) -> None:
     pairs = isinstance(biases, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in biases)
     if not pairs:
-        raise ValueError(f"logit_bias is {biases!r:.80}; it must be a tuple of pairs, such as ((5, -100.0),).")
+        raise ValueError(f"logit_bias must be a tuple of pairs, such as ((5, -100.0),), got {biases!r:.80}.")
     if len(biases) > MOST_BIASES:
-        raise ValueError(f"logit_bias has {len(biases)} tokens; it must have at most {MOST_BIASES}.")
+        raise ValueError(f"logit_bias must have at most {MOST_BIASES} tokens, got {len(biases)}.")
     seen = set[int]()
     for token, bias in biases:
         if type(token) is not int or not 0 <= token < limits.vocab:
-            raise ValueError(f"logit_bias has token {token!r:.60}; it must be an integer from 0 to {limits.vocab - 1}.")
+            raise ValueError(f"logit_bias must have tokens from 0 to {limits.vocab - 1}, integers, got {token!r:.60}.")
         if token in seen:
-            raise ValueError(f"logit_bias has token {token} twice; give each token one bias.")
+            raise ValueError(f"logit_bias has token {token} twice. Give each token one bias.")
         if bias not in _BIAS:
-            raise ValueError(f"logit_bias of token {token} is {bias!r:.60}; it must be {_BIAS}.")
+            raise ValueError(f"logit_bias of token {token} must be {_BIAS}, got {bias!r:.60}.")
         seen.add(token)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
     if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
-        raise ValueError(f"stop is {stop!r}; it must be a tuple of strings, such as ({str(stop)[:20]!r},).")
+        raise ValueError(f"stop must be a tuple of strings, such as ({str(stop)[:20]!r},), got {stop!r}.")
     if len(stop) > MOST_STOPS:
-        raise ValueError(f"stop has {len(stop)} strings; it must have at most {MOST_STOPS}.")
+        raise ValueError(f"stop must have at most {MOST_STOPS} strings, got {len(stop)}.")
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= LONGEST_STOP:
-            raise ValueError(f"stop[{i}] has {len(text)} characters; it must have from 1 to {LONGEST_STOP}.")
+            raise ValueError(f"stop[{i}] must have from 1 to {LONGEST_STOP} characters, got {len(text)}.")
 
 
 def _check_grammar(grammar: Grammar | None, n: int) -> None:
     if not isinstance(grammar, Grammar | None):
-        raise ValueError(f"grammar is {grammar!r:.80}; make one by Grammar.json_schema(...) or .regex.")
+        raise ValueError(f"grammar is {grammar!r:.80}. Make one by Grammar.json_schema(...) or .regex.")
     if grammar is not None and (n > MOST_MATCHERS or n * len(grammar.text) > MOST_TEXT):
         raise ValueError(
-            f"n is {n}, and the grammar has {len(grammar.text)} characters: each choice compiles it; n must be at most"
-            f" {MOST_MATCHERS}, and n times the characters at most {MOST_TEXT}. Send several requests."
+            f"n is {n}, and the grammar has {len(grammar.text)} characters: each choice compiles it, so n must be at"
+            f" most {MOST_MATCHERS}, and n times the characters at most {MOST_TEXT}. Send several requests."
         )
 
 
 def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
     if not 1 <= prompt < limits.context:
         raise ValueError(
-            f"prompt has {prompt} tokens; it must have from 1 to {limits.context - 1}: the context has"
-            f" {limits.context}, and one is drawn at least."
+            f"prompt must have from 1 to {limits.context - 1} tokens, got {prompt}: the context has {limits.context},"
+            " and one is drawn at least."
         )
     if prompt + drawn > limits.context:
         raise ValueError(
-            f"prompt has {prompt} tokens and max_tokens is {drawn}, together {prompt + drawn}; they must be at most"
-            f" {limits.context}, the context."
+            f"prompt and max_tokens must be at most {limits.context} together, the context, got {prompt} + {drawn} ="
+            f" {prompt + drawn}."
         )
     need = limits.blocks_of(prompt + drawn - 1)  # the last drawn token is never fed
     if need > limits.usable:
         raise ValueError(
-            f"prompt has {prompt} tokens and max_tokens is {drawn}: they need {need} blocks of {limits.block}; they"
-            f" must be at most {limits.usable}, all blocks of the pool."
+            f"prompt and max_tokens must need at most {limits.usable} blocks of {limits.block} tokens, all blocks of"
+            f" the pool, got {need} for {prompt} + {drawn} tokens."
         )

@@ -1,4 +1,4 @@
-"""The results of an engine: tokens one by one, and whole completions."""
+"""Results of an engine: single tokens, and whole completions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,15 +13,15 @@ class Token(NamedTuple):
     Attributes:
         name: name of the request.
         choice: choice of the request.
-        position: position of the token in its sequence; below the prompt's length if it is a scored one.
+        position: position of the token in its sequence, below the prompt's length for a scored token.
         token: id, or None for an end without a token.
-        logprob: under the softmax of the raw logits, or None without a token.
-        version: version of the weights that computed it.
+        logprob: log probability under the softmax of the raw logits, or None without a token.
+        version: version of the weights that computed the token.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
-        text: text that is certain with this token, after the text of the tokens before it, empty in an engine without a
+        text: text that is certain with the token, after the text of the tokens before, empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
-        routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
-        top: the most probable tokens at this position, and their log probabilities: the number that the request wants.
+        routes: experts of all tokens before the last token of a choice, in an engine with `routes=True`.
+        top: most probable tokens at the position, as many as the request wants, and their log probabilities.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Completion(NamedTuple):
     """One choice of a request.
 
     Attributes:
-        tokens: drawn after the prompt.
-        logprobs: of these tokens, under the softmax of the raw logits.
+        tokens: tokens drawn after the prompt.
+        logprobs: log probabilities of `tokens`, under the softmax of the raw logits.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
         versions: versions of the weights that computed each token.
-        prompt_logprobs: prompt logprobs of the prompt's tokens but the first, empty unless the request wants them.
-        prompt_versions: prompt versions of the weights that computed each of `prompt_logprobs`.
-        text: after the prompt's, up to a stop string, empty in an engine without a tokenizer.
-        routes: routes in an engine with `routes=True`, the experts of each token of prompt and answer but the last one,
-            which was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
-        top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities, empty unless the
-            request wants them.
+        prompt_logprobs: log probabilities of the prompt's tokens but the first, empty unless the request wants them.
+        prompt_versions: versions of the weights that computed each of `prompt_logprobs`.
+        text: text after the prompt's, up to a stop string, empty in an engine without a tokenizer.
+        routes: experts of each token of prompt and answer but the last token, which was never computed, in an engine
+            with `routes=True`: [tokens, layers with experts, choices]. None if the choice did not end by a token.
+        top_logprobs: most probable tokens at each of `tokens`, and their log probabilities, empty unless the request
+            wants them.
     """
 
     tokens: list[int]

@@ -1,7 +1,7 @@
-"""The experts that tokens have chosen, beside the cache: a token's are kept in the slot of its keys and values.
+"""Experts of tokens, next to the KV cache: a token's experts are in the slot of the token's keys and values.
 
-So tokens whose blocks are shared, or cached, have theirs without being computed again. Where keys and values of drafts
-move to other slots, so do their experts.
+So tokens of shared or cached blocks have their experts without computing again (prefix caching). Where keys and values
+of drafts move to other slots, so do the experts.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,11 +22,11 @@ from ._state import State
 
 
 class Routes:
-    """The experts of all tokens in the cache, on the host.
+    """Experts of all tokens in the cache, on the host.
 
     Args:
         limits: limits of the engine.
-        decoder: the model.
+        decoder: model.
 
     Raises:
         ValueError: tokens choose no experts.
@@ -35,12 +35,12 @@ class Routes:
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
         if decoder.routes == (0, 0):
             raise ValueError(
-                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known; leave it out,"
+                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known. Leave it out,"
                 " or take the decoder of a model with experts."
             )
         self._block, self.shape = limits.block, decoder.routes
         self._blocks: dict[Choice, list[int]] = {}
-        self._moved: dict[int, int] = {}  # the former slots of experts that move with the next step, by the new ones
+        self._moved: dict[int, int] = {}  # former slots of experts that move with the next step, by new slots
         self._experts = torch.full((limits.blocks * limits.block, *self.shape), -1, dtype=torch.int16)
 
     @property
@@ -55,7 +55,7 @@ class Routes:
         )
 
     def before(self, state: State) -> None:
-        """Keeps the blocks of the sequences in the plan in flight, which lose them where they end."""
+        """Keeps the blocks of the sequences in the plan in flight. A sequence loses its blocks when it ends."""
         self._blocks = {(one.name, one.choice): one.blocks[:] for _, one, _ in state.rows_in_flight()}
 
     def moved(self, moves: Seq[tuple[int, int]]) -> None:
@@ -65,14 +65,14 @@ class Routes:
     def fields(self, output: Output) -> dict[str, Any]:
         """Returns the experts of a sequence, with its last token.
 
-        They are read before a step writes to blocks free by now.
+        Experts are read before a step writes to blocks that are free by now.
         """
         if output.finish is None or output.token is None:
             return {}
         return {"routes": self.of(self._blocks[output.name, output.choice], output.position)}
 
     def ran(self, plan: Plan, results: Results) -> None:
-        """The experts of a plan's tokens, after its moves."""
+        """Keeps the experts of a plan's tokens, after the plan's moves."""
         assert results.experts is not None
         if plan.moves:
             old, new = torch.tensor(plan.moves).unbind(1)
@@ -81,6 +81,6 @@ class Routes:
         self._experts[slots] = results.experts.to("cpu", torch.int16)
 
     def of(self, blocks: list[int], num: int) -> Int16[Tensor, "t m k"]:
-        """Returns the experts of the first tokens of a sequence, which has these blocks."""
+        """Returns the experts of the first tokens of a sequence, by its blocks."""
         slots = [blocks[i // self._block] * self._block + i % self._block for i in range(num)]
         return self._experts[torch.tensor([self._moved.get(slot, slot) for slot in slots], dtype=torch.long)]

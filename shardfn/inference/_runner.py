@@ -1,4 +1,4 @@
-"""The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
+"""The pure step over sharded weights and a donated KV cache: one captured graph for each bucket of tokens."""
 
 import contextlib
 import functools
@@ -48,12 +48,12 @@ Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the m
 
 @explains_keywords(**MEANT_BY_LIMITS)
 def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
-    """The sizes of an engine for a model.
+    """Returns the sizes of an engine for a model.
 
     Args:
-        decoder: the model.
-        context: the most tokens of a sequence; default the model's.
-        cache_bytes: the most bytes of the cache, on all ranks together; fewer if all sequences that run need less.
+        decoder: model.
+        context: most tokens of a sequence. Default: the model's.
+        cache_bytes: most bytes of the KV cache, on all ranks together. Fewer if all sequences that run need less.
         **sizes: other fields of `Limits`.
 
     Raises:
@@ -68,30 +68,31 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
     """
     context = decoder.context if context is None else context
     if "blocks" in sizes:
-        raise ValueError("limits_of: blocks follow from cache_bytes; pass that, or make Limits(...) of your own.")
+        raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
     one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
-    raise_all(ValueError, "limits_of:", _misfits(decoder, one))
+    raise_all(ValueError, "limits_of:", _list_misfits(decoder, one))
     each = decoder.cache.num_bytes(one) // 2
     held, least = cache_bytes // each, 1 + one.width
     if held < least:
         raise ValueError(
-            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context};"
-            f" give {least * each} bytes or more, or take a shorter context."
+            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context}."
+            f" Give {least * each} bytes or more, or take a shorter context."
         )
     blocks = min(held, one.running * one.width + 1)
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
 
 
 class MemoryPlan(NamedTuple):
-    """The bytes of an engine on one rank.
+    """Bytes of an engine on one rank.
 
     Attributes:
-        weights: in their served form, one version, without those on disk. From `update_weights` on two are held, until
-            the next step has changed to the new one; with `recompute=False`, until requests that have begun are done.
-        cache: keys and values.
-        step: all else that is alive at the peak of the largest step, with the weights and the layers of a cache on the
-            host that are brought ahead.
-        host: the bytes of all these that are in the memory of the host.
+        weights: bytes of one version in the served form, without weights on disk. From `update_weights` on two versions
+            are held, until the next step has changed to the new version, or with `recompute=False`, until requests that
+            have begun are done.
+        cache: bytes of keys and values.
+        step: bytes of all else that is alive at the peak of the largest step, with the weights and the layers of a
+            cache on the host that are brought ahead.
+        host: bytes among all these that are in the memory of the host.
     """
 
     weights: int
@@ -101,12 +102,12 @@ class MemoryPlan(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them, on the device and on the host."""
+        """Returns all bytes, on the device and on the host."""
         return self.weights + self.cache + self.step
 
     @property
     def device(self) -> int:
-        """Those on the device."""
+        """Returns the bytes on the device."""
         return self.total - self.host
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ class MemoryPlan(NamedTuple):
 
 
 class GraphKind(NamedTuple):
-    """The arguments of `Runner.bind` that choose a graph."""
+    """Arguments of `Runner.bind` that choose a graph."""
 
     bucket: int
     extended: bool = False
@@ -130,7 +131,7 @@ class GraphKind(NamedTuple):
 def graph_kinds(
     bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
 ) -> list[GraphKind]:
-    """The graphs of a bucket: the plain one first, and those of these kinds, without and with adapters."""
+    """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
     made = list[GraphKind]()
     for added in (None,) if low is None else (None, low):
         for longer in (False, True)[: 1 + extended]:
@@ -141,15 +142,15 @@ def graph_kinds(
 
 
 class Results(NamedTuple):
-    """The results of a plan's rows.
+    """Results of a plan's rows.
 
     Attributes:
-        tokens: that were drawn; -1 where logits were not finite.
-        logprobs: of these tokens.
-        cache: in place of the given one.
-        hidden: the hidden states, float32; None if they are not wanted.
-        top: for each row the most probable tokens that it wants; empty where no row wants any.
-        experts: those of the plan's tokens; None if they are not wanted.
+        tokens: drawn tokens. -1 where logits were not finite.
+        logprobs: log probabilities of `tokens`.
+        cache: cache in place of the given cache.
+        hidden: hidden states, float32. None if they are not wanted.
+        top: most probable tokens that each row wants, empty where no row wants any.
+        experts: experts of the plan's tokens. None if they are not wanted.
     """
 
     tokens: list[int]
@@ -161,20 +162,20 @@ class Results(NamedTuple):
 
 
 class Runner:
-    """The graphs of a decoder, one for each bucket; it holds neither weights nor cache.
+    """Graphs of a decoder, one for each bucket. A runner holds neither weights nor cache.
 
     Args:
-        decoder: the model.
-        limits: the sizes.
-        mesh: from `make_mesh`; None is one device.
-        weights: the memory of weights between their uses, "device", "host" or "disk". A step reads those of a layer
-            while the layer before computes; bits are the same.
-        disk: the directory for "disk".
-        cache: the memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer
-            while the layer before computes, and returns the rows of its tokens; bits are the same.
+        decoder: model.
+        limits: sizes.
+        mesh: mesh from `make_mesh`. None is one device.
+        weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
+            while the layer before computes. Bits are the same.
+        disk: directory for "disk".
+        cache: memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer while
+            the layer before computes, and returns the rows of its tokens. Bits are the same.
 
     Raises:
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads; or there is no such memory,
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads, or there is no such memory,
             or no directory.
     """
 
@@ -189,7 +190,7 @@ class Runner:
         cache: MemoryKind = "device",
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
-        _check(decoder, limits, mesh)
+        _check_decoder(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         self._zero = zero_of(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
@@ -197,18 +198,18 @@ class Runner:
         self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._run = self._made(prefetch=None if is_device(cache) else 0)
+        self._run = self._make_step(prefetch=None if is_device(cache) else 0)
         # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
         self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
-    def _made(self, prefetch: int | None = None) -> dict[str, Sharded]:
-        """The pure step over sharded weights, by the results that are wanted beside tokens."""
+    def _make_step(self, prefetch: int | None = None) -> dict[str, Sharded]:
+        """Returns the pure step over sharded weights, by the results that are wanted in addition to tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.exact else None
         return {
             more: sharded(
-                jit(functools.partial(_step, self._decoder, num), backend=backend, **schedule),
+                jit(functools.partial(_run_step, self._decoder, num), backend=backend, **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
@@ -220,25 +221,25 @@ class Runner:
         }
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
-        """Refuses the model, limits or mesh of other graphs.
+        """Refuses a model, limits or a mesh that the graphs do not fit.
 
         Raises:
-            ValueError: the decoder or the mesh is another one, or limits differ in more than `age`, or fewer blocks.
+            ValueError: the decoder or the mesh is different, or limits differ in more than `age`, or fewer blocks.
         """
         if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
             other = "decoder" if decoder is not self._decoder else "mesh"
-            raise ValueError(f"engine: the runner is of another {other}; pass the one that it was made with.")
+            raise ValueError(f"engine: the runner is of another {other}. Pass the one that it was made with.")
         if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
             self._limits, blocks=2, age=0
         ):
-            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}; make another runner.")
+            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}. Make another runner.")
 
     def packed(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
-        """The served form of parameters.
+        """Returns the served form of parameters.
 
         Raises:
-            ValueError: the cache of an exact decoder is in float64 and they are not, or they are and the cache is not;
-                or they have other leaves than `like`, the served form of earlier ones.
+            ValueError: only the cache or only the parameters of an exact decoder are in float64, or the parameters have
+                other leaves than `like`, the served form of earlier parameters.
         """
         leaves = tree_leaves(params)
         _check_cache(self._decoder, self._limits, leaves)
@@ -259,11 +260,11 @@ class Runner:
         if like is not None:
             _check_alike(like, shapes.tree)
         elif not is_device(self._zero.params) and not self._bound:
-            self._run = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
+            self._run = self._make_step(prefetch=shapes.ahead(self._decoder.cache.layers))
         return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 
     def empty_cache(self) -> Cache:
-        """A cache without content."""
+        """Returns a cache without content."""
         return self._decoder.cache.init(self._limits, self.mesh, self._cache)
 
     def bind(
@@ -279,7 +280,7 @@ class Runner:
         low: LowRank | None = None,
         routed: bool = False,
     ) -> BoundCall:
-        """The graph of a bucket, captured when it is first asked for. Collective then."""
+        """Returns the graph of a bucket, captured at the first call. The first call is collective."""
         if step is None:
             plan = padding(bucket, self._limits, extended=extended)
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
@@ -304,7 +305,7 @@ class Runner:
         return self.bind(more.pop("bucket"), weights, cache, **more)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
-        """The bytes that this rank needs; captures the graph of the largest bucket."""
+        """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
         held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
@@ -321,14 +322,14 @@ class Runner:
         hidden: bool = False,
         routed: bool = False,
     ) -> Results:
-        """The results of the plan's rows.
+        """Returns the results of the plan's rows.
 
         Args:
-            weights: in their served form.
-            cache: of the engine.
-            plan: of the step.
-            allowed: the tokens that each row may draw; None is all.
-            low: the adapters of the plan's tokens.
+            weights: weights in their served form.
+            cache: cache of the engine.
+            plan: plan of the step.
+            allowed: tokens that each row may draw. None is all.
+            low: adapters of the plan's tokens.
             hidden: whether the hidden states of the rows are wanted.
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
@@ -340,27 +341,27 @@ class Runner:
         states = more[0][: plan.num_rows].float() if more else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         experts = more[1][: plan.num_tokens] if routed else None
-        return Results(tokens, logprobs, cache, states, _tops(plan, top), experts)
+        return Results(tokens, logprobs, cache, states, _read_tops(plan, top), experts)
 
     def close(self) -> None:
-        """Drops the graphs, and releases the directory on disk: weights that are there cannot be used any more."""
+        """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
         self._bound.clear()
         for one in (self._pack, *self._run.values()):
             one.close()
 
 
-def _step(
+def _run_step(
     decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: Step
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
-    """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+    """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
-    `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others. The
+    `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise. The
     further results are the first `num` of hidden states and experts.
     """
-    bodies = _bodies(cache, step)
+    bodies = _make_bodies(cache, step)
     found = decoder.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
-    drawn = _drawn(found.logits, step)
-    return *drawn, cache, _top(found.logits, step), *(found.hidden, found.experts)[:num]
+    drawn = _draw_tokens(found.logits, step)
+    return *drawn, cache, _find_top(found.logits, step), *(found.hidden, found.experts)[:num]
 
 
 def runner_of(
@@ -372,10 +373,11 @@ def runner_of(
     disk: Disk | None,
     cache: MemoryKind,
 ) -> Runner:
-    """The runner of an engine: the given one if it fits, or a new one.
+    """Returns the runner of an engine: the given runner if it fits, or a new runner.
 
     Raises:
-        ValueError: it is of another model, limits or mesh; or the memory of weights or of the cache is given beside it.
+        ValueError: the runner has another model, limits or mesh, or the memory of weights or of the cache is given,
+            too.
     """
     if runner is None:
         return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
@@ -387,12 +389,12 @@ def runner_of(
     return runner
 
 
-def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
+def _make_bodies(cache: list[Tensor], step: Step) -> list[Paged]:
     return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.moved) for x in cache]
 
 
-def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Tokens of the rows, and their log probabilities."""
+def _draw_tokens(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Returns tokens of the rows, and their log probabilities."""
     given = widened(logits_RV)
     changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
     if step.biases is not None:
@@ -407,15 +409,15 @@ def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
-def _top(logits_RV: Tensor, step: Step) -> tuple[Tensor, ...]:
-    """The most probable tokens of the rows of an extended step, under the raw logits."""
+def _find_top(logits_RV: Tensor, step: Step) -> tuple[Tensor, ...]:
+    """Returns the most probable tokens of the rows of an extended step, under the raw logits."""
     if step.biases is None:
         return ()
     return kernels.top_logprobs(widened(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
 
 
-def _tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
-    """The tokens that each row wants; those that the model excludes are left out."""
+def _read_tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
+    """Returns the most probable tokens that each row wants, without tokens that the model excludes."""
     if not any(one.top_logprobs for one in plan.sampling):
         return []
     rows = zip(plan.sampling, *(x[: plan.num_rows].tolist() for x in top), strict=True)
@@ -425,9 +427,9 @@ def _tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
     ]
 
 
-def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
+def _check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
     ranks, heads = mesh.axis_size(decoder.cache.axis), decoder.cache.heads
-    problems = _misfits(decoder, limits)
+    problems = _list_misfits(decoder, limits)
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
     if ranks != mesh.size and decoder.cache.axis is None:
@@ -442,7 +444,7 @@ def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
     raise_all(ValueError, "engine:", problems)
 
 
-def _misfits(decoder: Decoder, limits: Limits) -> list[str]:
+def _list_misfits(decoder: Decoder, limits: Limits) -> list[str]:
     problems = []
     if limits.vocab != decoder.vocab:
         problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")

@@ -1,8 +1,8 @@
-"""One step of the schedule: `(state, events, drawn tokens) -> (state, plan, outputs)`.
+"""One step of continuous batching: `(state, events, drawn tokens) -> (state, plan, outputs)`.
 
-A pure function of its arguments: it reads no clock, no memory and no hash of Python's, and walks no set, so that ranks
-which receive the same events hold the same state. It is Dynamic SplitFuse [1] with shared prefixes, priorities and
-preemption by recomputation.
+The step is a pure function of its arguments. It reads no clock, no memory and no hash of Python's, and walks no set, so
+that ranks with the same events hold the same state. The schedule is Dynamic SplitFuse [1], which is chunked prefill,
+with prefix caching [2], priorities and preemption by recomputation.
 
 References:
     [1] Holmes et al., DeepSpeed-FastGen, 2024, https://arxiv.org/abs/2401.08671
@@ -33,10 +33,10 @@ class Output(NamedTuple):
     Args:
         name: name of the request.
         choice: choice of the request.
-        position: position of the token in the sequence; below the prompt's length if it is a scored one.
-        token: drawn, or scored, or None for an end without a token.
+        position: position of the token in the sequence, below the prompt's length for a scored token.
+        token: drawn or scored token, or None for an end without a token.
         row: row of the plan that was in flight, for the log probability, or None without a token.
-        version: version of the parameters that computed it.
+        version: version of the parameters that computed the token.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
     """
 
@@ -52,15 +52,15 @@ class Output(NamedTuple):
 def advance(
     state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Permit | None = None
 ) -> tuple[State, Plan | None, list[Output]]:
-    """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
+    """Takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
     Args:
-        state: is donated: it cannot be advanced again. `state.copy()` keeps one.
-        events: numbered from `state.number` on.
-        drawn: for each wanted row of the last plan the drawn token, any token id for a row that scores, and -1 where
-            logits were not finite: that choice ends as "error".
-        cut: `(context, drafts) -> drafts`, the drafts of a sequence with a grammar that its grammar permits. It follows
-            from these calls alone. Without it, requests with a grammar have no drafts.
+        state: state, which is donated: it cannot be advanced again. `state.copy()` keeps a state.
+        events: events numbered from `state.number` on.
+        drawn: drawn token for each wanted row of the last plan, any token id for a row that scores, and -1 where logits
+            were not finite: such a choice ends as "error".
+        cut: function `(context, drafts) -> drafts` that keeps the drafts that a sequence's grammar permits. The result
+            follows only from these calls. Without `cut`, requests with a grammar have no drafts.
 
     Returns:
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
@@ -84,49 +84,51 @@ def advance(
         >>> plan, outputs[0].token, outputs[0].finish, state.idle
         (None, 51, 'length', True)
     """
-    _check(state, events, drawn)
+    _check_step(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
     stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
-    _settle(state, drawn, stops, outputs)
+    _settle_plan(state, drawn, stops, outputs)
     for event in events:
-        _take(state, event, outputs)
-    _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
+        _take_event(state, event, outputs)
+    _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
-        _renew(state, state.pending)
+        _renew_version(state, state.pending)
     chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
-    state.chain = _link(state, events, drawn, plan)
+    state.chain = _link_chain(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
 
 
-def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
-    """All checks precede all changes."""
+def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
+    """Checks events and drawn tokens. All checks precede all changes."""
     if state.consumed:
-        raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
+        raise DonatedError("This state was advanced before. Advance its successor, or a copy: state.copy().")
     rows = sum(len(chunk.positions) for chunk in state.flight)
     if len(drawn) != rows:
-        raise ValueError(f"drawn has {len(drawn)} tokens; the plan in flight wants {rows}, one for each of its rows.")
+        raise ValueError(
+            f"drawn must have {rows} tokens, one for each wanted row of the plan in flight, got {len(drawn)}."
+        )
     for i, token in enumerate(drawn):
         if not -1 <= token < state.limits.vocab:
-            raise ValueError(f"drawn[{i}] is {token}; it must be from 0 to {state.limits.vocab - 1}, or -1.")
+            raise ValueError(f"drawn[{i}] must be from 0 to {state.limits.vocab - 1}, or -1, got {token}.")
     names, version = set[str](), state.version if state.pending is None else state.pending
     for i, event in enumerate(events):
         if event.number != state.number + i:
             raise ValueError(f"event {event.number} came where event {state.number + i} was expected.")
         if isinstance(event, Add):
             if event.name in state.names or event.name in names:
-                raise ValueError(f"a request named {event.name!r} is in progress; give the new one another name.")
+                raise ValueError(f"a request named {event.name!r} is in progress. Give the new one another name.")
             names.add(event.name)
             check_request(event.request, state.limits)
         elif isinstance(event, Clock):
             check_time(event.time)
         elif isinstance(event, Weights):
             if event.version <= version:
-                raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
+                raise ValueError(f"version must be above {version}, the last version, got {event.version}.")
             version = event.version
         elif isinstance(event, Stop):
             if event.finish not in ("stop", "error"):
@@ -147,8 +149,8 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
-def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
-    """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
+def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
+    """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
         known, own, ends = len(sequence.tokens), chunk.own(drawn, first), False
         for row, p in chunk.valid(own):
@@ -156,7 +158,7 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
                 break
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
-        _record(state, sequence)
+        _record_blocks(state, sequence)
         if len(chunk.drafts):
             take_drafts(state, sequence, chunk, accepted, own)
         if ends:
@@ -167,7 +169,7 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
 def _take_token(
     state: State, sequence: Sequence, place: int, token: int, row: int, stops: _Stops, outputs: list[Output]
 ) -> bool:
-    """Appends or scores one token, and returns whether the choice ends with it."""
+    """Appends or scores one token, and returns whether the choice ends with the token."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
     stop = stops.get((sequence.name, sequence.choice, place))
     if token < 0 or stop == "error":
@@ -190,8 +192,8 @@ def _take_token(
     return finish is not None
 
 
-def _record(state: State, sequence: Sequence) -> None:
-    """Makes blocks known that the last plan has filled."""
+def _record_blocks(state: State, sequence: Sequence) -> None:
+    """Records the blocks that the last plan has filled, for prefix caching."""
     full = sequence.computed // state.limits.block
     if full <= sequence.recorded:
         return
@@ -201,30 +203,30 @@ def _record(state: State, sequence: Sequence) -> None:
     sequence.recorded = full
 
 
-def _take(state: State, event: Event, outputs: list[Output]) -> None:
+def _take_event(state: State, event: Event, outputs: list[Output]) -> None:
     state.number += 1
     match event:
         case Add(_, name, request) if state.draining:
-            outputs.extend(_end(name, c, state, "refused") for c in range(request.sampling.n))
+            outputs.extend(_make_end(name, c, state, "refused") for c in range(request.sampling.n))
         case Add(_, name, request):
             state.add(name, request)
         case Cancel(_, name):
-            _finish(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
+            _finish_sequences(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
         case Stop():
-            pass  # it was taken with its token
+            pass  # taken with its token
         case Clock(_, time):
             state.time = max(state.time, time)
         case Weights(_, version, recompute):
             state.pending = version
             if recompute:
-                _renew(state, version)
+                _renew_version(state, version)
         case Drain():
             state.draining = True
 
 
-def _finish(state: State, sequences: list[Sequence], reason: str, outputs: list[Output]) -> None:
+def _finish_sequences(state: State, sequences: list[Sequence], reason: str, outputs: list[Output]) -> None:
     for sequence in sequences:
-        outputs.append(_end(sequence.name, sequence.choice, state, reason, len(sequence.tokens)))
+        outputs.append(_make_end(sequence.name, sequence.choice, state, reason, len(sequence.tokens)))
         state.remove(sequence)
 
 
@@ -233,22 +235,22 @@ def _is_late(sequence: Sequence, time: int) -> bool:
     return deadline is not None and deadline <= time
 
 
-def _end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
+def _make_end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
     return Output(name, choice, position, None, None, state.version, reason)
 
 
-def _renew(state: State, version: int) -> None:
-    """Changes the version: no block that was computed before is used again."""
+def _renew_version(state: State, version: int) -> None:
+    """Changes the version. No block that was computed before is used again."""
     for sequence in state.running[:]:
         state.preempt(sequence)
-        sequence.preempted = -1  # it may be admitted in this step
+        sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
         sequence.contents = []
     state.pool.forget()
     state.version, state.pending = version, None
 
 
-def _link(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
+def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
     """Returns the next value of the chain. Its cost does not grow with the state."""
     link = hashlib.blake2b(state.chain, digest_size=8)
     counts = (state.step, state.number, state.version, state.time, len(events), len(drawn), *state.counts().values())

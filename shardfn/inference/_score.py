@@ -13,10 +13,10 @@ from shardfn.memory import capturing
 def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """Returns the log probabilities of tokens, with the bits that an engine returns for these logits.
 
-    Its derivative is that of `log_softmax`, whose values are within rounding.
+    The derivative is the derivative of `log_softmax`, whose values are within rounding.
 
     Args:
-        logits: logits as from `gpt.apply` at the position before each token; 16-bit ones are widened to float32.
+        logits: logits as from `gpt.apply` at the position before each token. 16-bit logits are widened to float32.
         tokens: ids.
 
     Raises:
@@ -35,7 +35,7 @@ def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"
 
 
 def widened(logits: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Logits in the dtype in which an engine draws tokens: float32, or float64 of float64.
+    """Returns logits in the dtype in which an engine draws tokens: float32, or float64 of float64.
 
     Args:
         logits: logits of any floating-point dtype.

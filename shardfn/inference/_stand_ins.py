@@ -1,7 +1,7 @@
 """Values in place of weights that are read later: enough for a probe of a model's code, in the memory of a layer.
 
-A probe compares the results of functions with one another, on any values. So leaves of one shape share their memory,
-and so do the packed forms of them.
+A probe compares the results of functions with one another, on any values. So leaves of equal shape share memory, and so
+do the packed forms.
 """
 
 import math
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from shardfn import kernels
 
-# Values after which a leaf begins again: a prime, so that its rows differ.
+# Number of values after which a leaf begins again: a prime, so that rows differ.
 _PERIOD = 65521
 
 
 def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Random values of the shapes and dtypes of some leaves.
+    """Returns random values of the shapes and dtypes of some leaves.
 
     Args:
-        like: the leaves. They may be deferred, and are not read.
+        like: leaves, which may be deferred, and are not read.
 
     Returns:
-        By name, tensors of their own. Those of one shape and dtype have one memory.
+        New tensors by name. Tensors of equal shape and dtype share their memory.
 
     Example:
         >>> made = stand_ins({"a": torch.ones(3, 2), "b": torch.ones(3, 2)})
@@ -36,13 +36,13 @@ def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, x in like.items():
         key = tuple(x.shape), x.dtype
         if key not in kept:
-            kept[key] = _values(draw, *key)
+            kept[key] = _spread_values(draw, *key)
         out[name] = kept[key].view_as(kept[key])
     return out
 
 
 def packed_once() -> Callable[..., Tensor]:
-    """`kernels.pack_rows` that packs each memory once, for leaves that share it and stay unchanged.
+    """Returns `kernels.pack_rows` that packs each memory once, for leaves that share memory and stay unchanged.
 
     Example:
         >>> pack, x = packed_once(), torch.ones(3, 2)
@@ -51,17 +51,17 @@ def packed_once() -> Callable[..., Tensor]:
     """
     kept: dict[Any, Tensor] = {}
 
-    def pack(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
+    def pack_weight(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
         key = weight.data_ptr(), weight.shape, weight.stride(), codes
         if key not in kept:
             kept[key] = kernels.pack_rows(weight, codes)
         return kept[key].view_as(kept[key])
 
-    return pack
+    return pack_weight
 
 
-def _values(draw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values that leave rows of about the same size behind a product, and around 1 for the scales of norms."""
+def _spread_values(draw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns values that leave rows of about the same size behind a product, and around 1 for the scales of norms."""
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     one = 1 + 0.1 * draw if len(shape) < 2 else draw / math.sqrt(shape[-1])

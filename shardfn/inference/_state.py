@@ -1,4 +1,4 @@
-"""The state of the schedule: sequences, their line, and the pool; equal on all ranks."""
+"""State of the schedule: sequences, their line, and the pool. Equal on all ranks."""
 
 import dataclasses
 import hashlib
@@ -20,9 +20,9 @@ from ._trees import NO_DRAFTS, Tree
 
 @dataclass(slots=True)
 class Chunk:
-    """A chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits it wants.
+    """Chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits are wanted.
 
-    Its last tokens are the drafts.
+    The chunk's last tokens are the drafts.
     """
 
     serial: int
@@ -32,25 +32,25 @@ class Chunk:
     drafts: Tree = NO_DRAFTS
 
     def own(self, drawn: Seq[int], first: int) -> Seq[int]:
-        """Returns the tokens of its rows among those of all rows of the plan, from the number of its first row on."""
+        """Returns the chunk's tokens among the tokens of all rows of the plan, from the number of its first row on."""
         return drawn[first : first + len(self.positions)]
 
     def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
-        """Rows whose results are those of known tokens alone, and their positions: drafts are valid if they are drawn.
+        """Returns rows whose results follow only from known tokens, and their positions. A drawn draft is valid.
 
         Args:
-            drawn: for each of `positions`.
+            drawn: drawn token for each of `positions`.
         """
         known = len(self.positions) - len(self.drafts)
         accepted = self.drafts.path(drawn[known - 1 :]) if len(self.drafts) else []
         return [(row, self.positions[row]) for row in [*range(known), *(known + draft for draft in accepted)]]
 
     def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Returns the slots of accepted drafts that others come before, and those of their positions.
+        """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.
 
         Args:
-            accepted: the number of drafts, from the first on.
-            drawn: for each of `positions`.
+            accepted: number of drafts, from the first on.
+            drawn: drawn token for each of `positions`.
             slot: slot of a place in the sequence's blocks.
         """
         path = self.drafts.path(drawn)[:accepted] if self.drafts.branches else []
@@ -60,7 +60,7 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request. Its blocks are a field, so that they leave with it."""
+    """One choice of a request. Blocks are a field, so that they leave with the sequence."""
 
     serial: int  # in order of arrival
     name: str
@@ -70,18 +70,21 @@ class Sequence:
     key: int  # of its draws
     prompt: int  # tokens of the prompt
     scored: int  # the first position whose row of logits is still wanted
-    tokens: array  # prompt, then drawn ones
+    tokens: array  # prompt, then drawn tokens
     computed: int = 0  # tokens whose keys and values are in the cache
-    blocks: list[int] = field(default_factory=list)  # empty while it waits
-    contents: list[Content] = field(default_factory=list)  # of its first full blocks, those asked for so far
+    blocks: list[int] = field(default_factory=list)  # empty in a waiting sequence
+    contents: list[Content] = field(default_factory=list)  # contents of the first full blocks, asked for so far
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
-    preempted: int = -1  # the last step in which it lost its blocks
+    preempted: int = -1  # last step of a preemption
     trust: Trust = field(default_factory=Trust)  # in its drafts
 
     @property
     def reusable(self) -> int:
-        """Tokens that may come from cached blocks: not the last, whose logits are needed, nor those to score."""
+        """Returns the number of tokens that may come from cached blocks.
+
+        Neither the last, whose logits are needed, nor scored tokens.
+        """
         return len(self.tokens) - 1 if self.scored >= self.prompt - 1 else self.scored
 
     @property
@@ -92,32 +95,32 @@ class Sequence:
         return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key, request.sampling)
 
     def copy(self) -> "Sequence":
-        """Returns a sequence of its own, equal to this one."""
+        """Returns a separate sequence, equal to this sequence."""
         return dataclasses.replace(self, tokens=self.tokens[:], blocks=self.blocks[:], contents=self.contents[:])
 
 
 @dataclass(slots=True)
 class State:
-    """All that decides the next plan. Made by `start`, consumed by `advance`. `copy` keeps one.
+    """All that decides the next plan. Made by `start`, consumed by `advance`. `copy` keeps a state.
 
     Attributes:
-        limits: the sizes.
-        pool: the blocks.
-        tokenizer: a digest of the one by which texts stop, or empty.
-        drafter: proposes tokens, or None.
-        step: plans so far, empty ones counted.
-        number: events so far; the number of the next one.
+        limits: sizes.
+        pool: blocks.
+        tokenizer: digest of the tokenizer by which texts stop, or empty.
+        drafter: drafter for speculative decoding, or None.
+        step: plans so far, empty plans counted.
+        number: events so far, and the number of the next event.
         version: version of the parameters.
-        pending: a version that waits until sequences that have begun are done, or None.
-        time: the last reading of the clock, in milliseconds.
+        pending: version that waits until sequences that have begun are done, or None.
+        time: last reading of the clock, in milliseconds.
         draining: whether new requests are refused.
         arrivals: sequences so far.
-        sequences: those in progress, by serial number.
+        sequences: sequences in progress, by serial number.
         names: serial numbers of a request's choices in progress.
         running: sequences that hold blocks, first in order first.
-        waiting: serial numbers of the others, ascending, by priority.
-        flight: the chunks of the plan in flight.
-        moves: slots whose content the next plan moves first, and their new ones.
+        waiting: serial numbers of waiting sequences, ascending, by priority.
+        flight: chunks of the plan in flight.
+        moves: slots whose content the next plan moves first, and their new slots.
         guesses: counts of drafts so far.
         use: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
@@ -152,12 +155,12 @@ class State:
         return not self.sequences
 
     def counts(self) -> dict[str, int]:
-        """Numbers of sequences and blocks, for metrics."""
+        """Returns numbers of sequences and blocks, for metrics."""
         running = len(self.running)
         return {"running": running, "waiting": len(self.sequences) - running, **self.pool.counts()}
 
     def copy(self) -> "State":
-        """Returns a state of its own, equal to this one. It may be advanced even where this one was."""
+        """Returns a separate state, equal to this state. The copy may be advanced even where the original was."""
         sequences = {serial: sequence.copy() for serial, sequence in self.sequences.items()}
         return dataclasses.replace(
             self,
@@ -180,7 +183,7 @@ class State:
             first += len(chunk.positions)
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Returns a sequence's place in order: old ones by arrival, then the others by priority and arrival."""
+        """Returns a sequence's place in order: old sequences by arrival, then the rest by priority and arrival."""
         if self.step - sequence.arrived >= self.limits.age:
             return 0, 0, sequence.serial
         return 1, -sequence.request.priority, sequence.serial
@@ -192,10 +195,10 @@ class State:
 
     def line(self) -> list[Sequence]:
         """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""
-        heads = (islice(self._eligible(lane), self.limits.running) for lane in self.waiting.values())
+        heads = (islice(self._find_eligible(lane), self.limits.running) for lane in self.waiting.values())
         return sorted((sequence for head in heads for sequence in head), key=self.rank)
 
-    def _eligible(self, lane: list[int]) -> Iterator[Sequence]:
+    def _find_eligible(self, lane: list[int]) -> Iterator[Sequence]:
         for serial in lane:
             sequence = self.sequences[serial]
             if (self.pending is None or sequence.begun) and not self._waits_for_first(sequence):
@@ -237,7 +240,10 @@ class State:
             del self.waiting[priority]
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's blocks. It waits, with its drawn tokens, and is computed anew."""
+        """Takes a running sequence's blocks (preemption).
+
+        The sequence waits, with its drawn tokens, and is recomputed.
+        """
         self.running.remove(sequence)
         self._take_blocks(sequence)
         sequence.preempted = self.step
@@ -269,9 +275,9 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     """Returns the state before the first event.
 
     Args:
-        limits: the sizes.
-        tokenizer: a digest of the one by which texts stop, so that ranks find theirs to be equal.
-        drafter: proposes tokens. The state takes a copy of it.
+        limits: sizes.
+        tokenizer: digest of the tokenizer by which texts stop, so that ranks find their tokenizers to be equal.
+        drafter: drafter for speculative decoding. The state takes a copy.
 
     Example:
         >>> start(Limits(vocab=100, context=64, blocks=9)).counts()
@@ -284,7 +290,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
 
 
 def draw_key(seed: int, choice: int) -> int:
-    """Returns the key of a choice's draws; with a token's position it gives the one uniform number of that draw.
+    """Returns the key of a choice's draws. The key and a token's position give the one uniform number of the draw.
 
     Example:
         >>> draw_key(7, 0) == draw_key(7, 0), draw_key(7, 0) == draw_key(7, 1)

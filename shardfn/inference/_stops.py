@@ -1,7 +1,7 @@
-"""Stop strings in a text that comes in pieces: the result does not depend on where the pieces are cut.
+"""Stop strings in a text that comes in pieces: the result does not depend on the cuts between pieces.
 
-The text ends with the first stop string that is complete; of several that are complete at one character, the longest
-one is cut off. Text that may be the beginning of a stop string is held back.
+The text ends with the first complete stop string. Of several stop strings that end at one character, the longest is cut
+off. Text that may begin a stop string is held back, for example "EN" where "END" is a stop string.
 
 References:
     Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977, https://doi.org/10.1137/0206024
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class Cut:
-    """A text up to its first stop string.
+    """Text up to its first stop string.
 
     Args:
         stops: strings that are not empty.
@@ -25,16 +25,16 @@ class Cut:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._tables = [(stop, _borders(stop)) for stop in stops]
+        self._tables = [(stop, _compute_borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
         self._include, self._held = include, ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is certain, and whether it ends here by a stop string."""
+        """Returns the text that is certain, and whether the text ends here by a stop string."""
         if not self._tables:
             return text, False
         for i, character in enumerate(text, 1):
-            if found := self._match(character):
+            if found := self._match_character(character):
                 whole, self._held = self._held + text[:i], ""
                 return whole if self._include else whole[:-found], True
         whole = self._held + text
@@ -47,8 +47,8 @@ class Cut:
         held, self._held = self._held, ""
         return held
 
-    def _match(self, character: str) -> int:
-        """Moves on by a character. The length of the longest stop string that ends with it, or 0."""
+    def _match_character(self, character: str) -> int:
+        """Moves on by a character, and returns the length of the longest stop string that ends there, or 0."""
         longest = 0
         for i, (stop, borders) in enumerate(self._tables):
             k = self._matched[i]
@@ -62,8 +62,8 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=1024)
-def _borders(stop: str) -> tuple[int, ...]:
-    """For each beginning of a string the length of the longest shorter one that it ends with."""
+def _compute_borders(stop: str) -> tuple[int, ...]:
+    """Returns, for each beginning of a string, the length of the longest shorter beginning at its end."""
     borders, k = [0], 0
     for character in stop[1:]:
         while k and stop[k] != character:

@@ -3,8 +3,8 @@
 The longest suffixes of a sequence are looked up in the sequence itself, and in the texts that other requests have
 drawn. After a suffix, each token that followed is a branch, and so on. A branch has the product p of its tokens' parts
 of what followed. The branches of the largest p make a tree. The proposal with the most tokens expected to be accepted,
-the sum of all p, is taken. Counts are those of the reference's trees, over the places where a suffix occurred last
-instead of all.
+the sum of all p, is taken. Counts equal the counts of the reference's trees, over the places where a suffix occurred
+last instead of all places.
 
 References:
     Oliaro et al.: SuffixDecoding, 2024, https://arxiv.org/abs/2411.04975
@@ -28,11 +28,11 @@ _LENGTHS = 4  # suffixes that are tried, the longest first
 
 
 class Place(NamedTuple):
-    """A place in a text after which it goes on.
+    """Place in a text after which the text goes on.
 
     Attributes:
         text: tokens.
-        end: the number of tokens before the place.
+        end: number of tokens before the place.
     """
 
     text: array
@@ -40,10 +40,10 @@ class Place(NamedTuple):
 
 
 class Index:
-    """The last places of each pair of tokens in growing texts. The oldest text can be dropped.
+    """Last places of each pair of tokens in growing texts. The oldest text can be dropped.
 
     Args:
-        places: the most of each pair.
+        places: most places of each pair.
 
     Example:
         >>> index = Index(places=2)
@@ -58,7 +58,7 @@ class Index:
         self._lengths: dict[int, int] = {}
 
     def extend(self, serial: int, tokens: array) -> None:
-        """Takes the tokens of a text beyond those that it had."""
+        """Takes the new tokens of a text."""
         begin = self._lengths.get(serial, 0)
         for end in range(max(begin + 1, _KEY), len(tokens) + 1):
             ends = self._ends.setdefault((tokens[end - 2], tokens[end - 1]), [])
@@ -68,7 +68,7 @@ class Index:
         self._lengths[serial] = len(tokens)
 
     def drop(self, serial: int, tokens: array) -> None:
-        """Forgets a text. It is the oldest, so that its places are the first ones of each pair."""
+        """Forgets the oldest text, whose places are the first places of each pair."""
         for pair in itertools.pairwise(tokens):
             ends = self._ends.get(pair, [])
             while ends and ends[0][0] == serial:
@@ -78,7 +78,7 @@ class Index:
         del self._lengths[serial]
 
     def find(self, tokens: array) -> list[tuple[int, int]]:
-        """Texts and places after the last pair of these tokens, the newest first."""
+        """Returns texts and places after the last pair of these tokens, the newest first."""
         return self._ends.get((tokens[-2], tokens[-1]), [])[::-1] if len(tokens) >= _KEY else []
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Index:
         return len(self._lengths)
 
     def copy(self) -> "Index":
-        """Returns an index of its own, equal to this one."""
+        """Returns a separate index, equal to this index."""
         new = Index(self._places)
         new._ends, new._lengths = {pair: ends[:] for pair, ends in self._ends.items()}, dict(self._lengths)
         return new
@@ -101,16 +101,16 @@ class Guess(NamedTuple):
 
 @dataclass(eq=False)
 class Suffix:
-    """Proposes the tokens that followed the longest suffixes of a sequence, in its own text and in those drawn before.
+    """Drafter that proposes the tokens that followed a sequence's longest suffixes, in any text so far.
 
-    Where several followed, the proposal branches.
+    Where several tokens followed, the proposal branches.
 
     Args:
-        depth: the most tokens of a suffix.
-        factor: a branch has at most this number of tokens for each token of its suffix.
-        least: a branch ends where its probability, by counts, is below this.
-        places: the most places of a suffix that are counted, the newest ones.
-        most_tokens: the most tokens of texts of ended requests. The oldest text is forgotten first. 0 keeps none.
+        depth: most tokens of a suffix.
+        factor: most tokens of a branch for each token of its suffix.
+        least: least probability of a branch, by counts.
+        places: most places of a suffix that are counted, the newest places.
+        most_tokens: most tokens of texts of ended requests. The oldest text is forgotten first. 0 keeps none.
 
     Raises:
         ValueError: a value is out of range.
@@ -134,13 +134,13 @@ class Suffix:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}.")
         if not self.factor > 0 or not 0 <= self.least <= 1:
             raise ValueError(f"factor is {self.factor} and least is {self.least}; they must be above 0, and 0 to 1.")
-        self._own: dict[int, Index] = {}  # by sequence; follows from its tokens
+        self._own: dict[int, Index] = {}  # by sequence, follows from the tokens
         self._texts: OrderedDict[int, tuple[bytes, array]] = OrderedDict()  # of ended requests, with their salts
         self._index: dict[bytes, Index] = {}  # by salt; follows from the texts
         self._size = self._ended = 0
 
     def propose(self, context: Context, most: int) -> Tree:
-        """Returns the tokens after the best suffix. One in the own text is taken if another is not better."""
+        """Returns the tokens after the best suffix. The sequence's text comes before equally good other texts."""
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
         own.extend(context.serial, tokens)
@@ -149,7 +149,7 @@ class Suffix:
         theirs = [Place(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
         best = Guess(0.0, Tree())
         for places in (mine, theirs):
-            for guess in self._guesses(tokens, places, most):
+            for guess in self._make_guesses(tokens, places, most):
                 best = guess if guess.score > best.score else best
         return best.tree
 
@@ -164,10 +164,10 @@ class Suffix:
         self._index.setdefault(context.salt, Index(self.places)).extend(serial, text)
         self._size += len(text)
         while self._size > self.most_tokens:
-            self._forget()
+            self._forget_oldest()
 
     def copy(self) -> "Suffix":
-        """Returns a drafter of its own, equal to this one."""
+        """Returns a separate drafter, equal to this drafter."""
         new = Suffix(self.depth, self.factor, self.least, self.places, self.most_tokens)
         new._own = {serial: index.copy() for serial, index in self._own.items()}
         new._texts = self._texts.copy()
@@ -182,7 +182,7 @@ class Suffix:
             found.update(array("q", (serial, len(salt), len(text))).tobytes() + salt + text.tobytes())
         return found.digest()
 
-    def _forget(self) -> None:
+    def _forget_oldest(self) -> None:
         serial, (salt, text) = self._texts.popitem(last=False)
         self._size -= len(text)
         index = self._index[salt]
@@ -190,39 +190,39 @@ class Suffix:
         if not len(index):
             del self._index[salt]
 
-    def _guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
+    def _make_guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
         """Yields a proposal for each of the longest suffixes."""
-        lengths = [_common(tokens, place, self.depth) for place in places]
+        lengths = [_count_common(tokens, place, self.depth) for place in places]
         for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
             same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
-            yield self._grow(same, tokens, most, int(length * self.factor))
+            yield self._grow_tree(same, tokens, most, int(length * self.factor))
 
-    def _grow(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
-        """Returns the branches of the largest probability; of equal ones the most frequent, then the newest."""
+    def _grow_tree(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
+        """Returns the branches of the largest probability. Of equal branches the most frequent, then the newest."""
         score, found, parents = 0.0, list[int](), list[int]()
-        # Ends of branches: -p, the order in which they were found, the parent, the depth, the token, its places.
+        # Ends of branches: -p, the order of finding, the parent, the depth, the token, the places.
         ends: list[tuple[float, int, int, int, int, list[Place]]] = []
         numbers = itertools.count()
 
-        def extend(parent: int, depth: int, p: float, places: list[Place]) -> None:
-            followed = _followed(places, tokens, depth) if depth < height else {}
+        def extend_tree(parent: int, depth: int, p: float, places: list[Place]) -> None:
+            followed = _group_places(places, tokens, depth) if depth < height else {}
             for token in sorted(followed, key=lambda one: -len(followed[one])):
                 part = p * len(followed[token]) / len(places)
                 if part >= self.least:
                     heapq.heappush(ends, (-part, next(numbers), parent, depth + 1, token, followed[token]))
 
-        extend(-1, 0, 1.0, places)
+        extend_tree(-1, 0, 1.0, places)
         while ends and len(found) < most:
             negative, _, parent, depth, token, own = heapq.heappop(ends)
             found.append(token)
             parents.append(parent)
             score -= negative
-            extend(len(found) - 1, depth, -negative, own)
+            extend_tree(len(found) - 1, depth, -negative, own)
         return Guess(score, Tree(tuple(found), tuple(parents)))
 
 
-def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
-    """Returns the places by their tokens at a depth. The sequence's own text goes on as it did since the place."""
+def _group_places(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
+    """Returns the places by their tokens at a depth. The sequence's text goes on as it did since the place."""
     followed: dict[int, list[Place]] = {}
     for place in places:
         at = place.end + depth
@@ -233,7 +233,7 @@ def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[
     return followed
 
 
-def _common(tokens: array, place: Place, most: int) -> int:
+def _count_common(tokens: array, place: Place, most: int) -> int:
     """Returns the number of equal tokens before the end of a sequence and before a place."""
     text, end, num = place.text, place.end, len(tokens)
     most = min(most, end, num)

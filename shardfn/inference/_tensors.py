@@ -1,4 +1,4 @@
-"""A plan as tensors, of sizes that follow from its bucket alone."""
+"""A plan as tensors, of sizes that follow only from its bucket."""
 
 from array import array
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _NEUTRAL = Sampling(temperature=0.0)
 
 
 class Penalties(NamedTuple):
-    """The arguments of `kernels.penalise`.
+    """Arguments of `kernels.penalise`.
 
     Attributes:
-        history: int32 [R, context]; tokens before a row's place, then -1.
-        prompts: int32 [R]; how many of them are its prompt's.
+        history: int32 [R, context], tokens before a row's place, then -1.
+        prompts: int32 [R], number of prompt tokens among them.
         repetition: float64 [R].
         presence: float64 [R].
         frequency: float64 [R].
@@ -39,7 +39,7 @@ class Penalties(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Numbers that are added to logits; 0 to that of token 0 where a row has fewer.
+    """Numbers that are added to logits. Rows with fewer biases add 0 to the logit of token 0.
 
     Attributes:
         tokens: int64 [R, most].
@@ -51,7 +51,7 @@ class Biases(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The tensors of a plan: B tokens, S sequences, R wanted rows; `Plan` documents those of the same name.
+    """Tensors of a plan: B tokens, S sequences, R wanted rows. `Plan` documents attributes of the same name.
 
     Attributes:
         tokens: int32 [B].
@@ -67,12 +67,12 @@ class Step(NamedTuple):
         top_k: int64 [R].
         top_p: float64 [R].
         min_p: float64 [R].
-        penalties: where a row has an extended sampling, else None.
-        biases: likewise.
-        allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
-        low: where a row has an adapter, else None.
-        tree: bool [B, B] in an engine that has drafts, else None; see `kernels.ragged_attention`.
-        moved: where the cache is on the host, else None.
+        penalties: penalties where a row has an extended sampling, else None.
+        biases: biases where a row has an extended sampling, else None.
+        allowed: bool [R, vocab] where a row has a grammar, else None. The tokens that a row may draw.
+        low: adapters where a row has an adapter, else None.
+        tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
+        moved: places of the step where the cache is on the host, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -105,37 +105,45 @@ def tensors(
     *,
     cache: MemoryKind = "device",
 ) -> Step:
-    """The tensors of a plan, for a cache in a memory. Those on a CPU share the memory of the plan's arrays."""
+    """Returns the tensors of a plan, for a cache in a memory.
+
+    Tensors on a CPU share the memory of the plan's arrays.
+    """
     num_rows = len(plan.rows)
     sampling = [*plan.sampling, *[_NEUTRAL] * (num_rows - len(plan.sampling))]
 
-    def floats(name: str) -> Tensor:
-        return _tensor(array("d", [getattr(s, name) for s in sampling]), torch.float64, device)
+    def make_floats(name: str) -> Tensor:
+        return _make_tensor(array("d", [getattr(s, name) for s in sampling]), torch.float64, device)
 
     top_k = array("q", [s.top_k if s.top_k < limits.vocab else 0 for s in sampling])
     ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
-    tokens, positions, sequences, slots, tables, rows = (_tensor(a, torch.int32, device) for a in ints)
-    places, targets = (_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
+    tokens, positions, sequences, slots, tables, rows = (_make_tensor(a, torch.int32, device) for a in ints)
+    places, targets = (_make_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
     penalties = biases = None
     if plan.histories is not None and plan.prompts is not None:
-        history, prompts = (_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
+        history, prompts = (_make_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        penalties = Penalties(history.view(-1, limits.context), prompts, *map(floats, names))
-        biases = _biases(sampling, device)
+        penalties = Penalties(history.view(-1, limits.context), prompts, *map(make_floats, names))
+        biases = _make_biases(sampling, device)
     return Step(
         *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
-        *(_tensor(plan.keys, torch.int64, device), places, targets),
-        *(floats("temperature"), _tensor(top_k, torch.int64, device), floats("top_p"), floats("min_p")),
+        *(_make_tensor(plan.keys, torch.int64, device), places, targets),
+        *(
+            make_floats("temperature"),
+            _make_tensor(top_k, torch.int64, device),
+            make_floats("top_p"),
+            make_floats("min_p"),
+        ),
         penalties=penalties,
         biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
-        tree=_tree(plan).to(device) if limits.drafts else None,
+        tree=_make_tree(plan).to(device) if limits.drafts else None,
         moved=moved_by(plan, limits, device) if is_host(cache) else None,
     )
 
 
-def _biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
+def _make_biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
     tokens = np.zeros((len(sampling), MOST_BIASES), np.int64)
     values = np.zeros((len(sampling), MOST_BIASES), np.float32)
     for row, one in enumerate(sampling):
@@ -144,8 +152,8 @@ def _biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
     return Biases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
 
 
-def _tree(plan: Plan) -> Tensor:
-    """A draft that may be beside others has bits of its ancestors and itself."""
+def _make_tree(plan: Plan) -> Tensor:
+    """Returns the tree of a plan. A draft that may have siblings has bits of its ancestors and itself."""
     tree = torch.zeros(plan.bucket, plan.bucket, dtype=torch.bool)
     for first, parents in plan.branches:
         for i, parent in enumerate(parents, first):
@@ -155,5 +163,5 @@ def _tree(plan: Plan) -> Tensor:
     return tree
 
 
-def _tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(a, dtype=dtype).to(device)

@@ -1,6 +1,6 @@
-"""The texts of all choices in progress, and the stop strings that end them.
+"""Texts of all choices in progress, and the stop strings that end texts.
 
-A text is a function of its tokens. The schedule knows no text: a stop string that a token completes is an event of the
+A text is a function of tokens. The schedule knows no text. A token that completes a stop string makes an event of the
 step that takes the token, so that token numbers, log probabilities and blocks end there, on all ranks.
 """
 
@@ -17,11 +17,11 @@ from ._stops import Cut
 
 @dataclass(slots=True)
 class _Text:
-    """The text of one choice: certain up to a stop string that may have begun."""
+    """Text of one choice: certain up to a stop string that may have begun."""
 
     growing: Growing
     cut: Cut
-    due: dict[int, str] = field(default_factory=dict)  # by the position of the token that it comes with
+    due: dict[int, str] = field(default_factory=dict)  # by the position of the text's token
 
     def rest(self) -> str:
         """Returns the text that was held back; at the end of a choice."""
@@ -30,10 +30,10 @@ class _Text:
 
 
 class Texts:
-    """Follows the tokens of an engine's choices.
+    """Follower of the tokens of an engine's choices.
 
     Args:
-        detokenizer: None gives every token an empty text.
+        detokenizer: detokenizer. None gives every token an empty text.
     """
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
@@ -57,7 +57,7 @@ class Texts:
             )
 
     def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
-        """Takes tokens, of which the grammars' `ends` are known. The ends by stop strings."""
+        """Takes tokens and the `ends` by grammars, and returns the ends by stop strings."""
         if self._detokenizer is None:
             return {}
         found: Ends = {}
@@ -66,7 +66,7 @@ class Texts:
             choice, end = one.place[:2], ends.get(one.place)
             if choice in ended:
                 continue
-            if stopped := self._take(one, end):
+            if stopped := self._take_token(one, end):
                 found[one.place] = "stop"
             if stopped or end:
                 ended.add(choice)
@@ -84,7 +84,7 @@ class Texts:
         del self._texts[key]
         return text if output.token is not None else one.rest()
 
-    def _take(self, drawn: Drawn, end: str | None) -> bool:
+    def _take_token(self, drawn: Drawn, end: str | None) -> bool:
         assert self._detokenizer is not None
         if end == "error":
             return False  # the token is dropped

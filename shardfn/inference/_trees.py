@@ -1,4 +1,4 @@
-"""Drafts that branch: a tree of guessed tokens below the last known one."""
+"""Drafts that branch: a tree of guessed tokens below the last known token."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Tree:
-    """Guessed tokens, each with the one before it.
+    """Guessed tokens, each with the place of the token before.
 
     At each place the child that equals the drawn token is followed, so that siblings are guesses of one place.
 
     Args:
-        tokens: tokens of the drafts. The first ones are kept where there is no room for all.
-        parents: parents of each draft its place among the drafts; -1 is the last known token. Parents come before
+        tokens: tokens of the drafts. The first drafts are kept where there is no room for all.
+        parents: place of each draft's parent among the drafts. -1 is the last known token. Parents come before
             children.
 
     Raises:
-        ValueError: parents are not one for each token, or one does not come before its child.
+        ValueError: tokens and parents differ in number, or a parent does not come before its child.
 
     Example:
         >>> tree = Tree((5, 6, 7, 8), (-1, 0, 0, 2))  # 5, then 6; or 5, 7, 8
@@ -37,7 +37,7 @@ class Tree:
 
     @classmethod
     def chain(cls, tokens: Seq[int]) -> "Tree":
-        """Drafts that follow one another.
+        """Returns a tree of drafts that follow one another.
 
         Example:
             >>> Tree.chain([5, 6])
@@ -51,7 +51,7 @@ class Tree:
 
     @cached_property
     def branches(self) -> bool:
-        """Returns whether a draft does not follow the one before it."""
+        """Returns whether a draft does not follow the draft before."""
         return self.parents != tuple(range(-1, len(self.tokens) - 1))
 
     @cached_property
@@ -71,7 +71,7 @@ class Tree:
         """Returns the drafts that are accepted.
 
         Args:
-            drawn: the token drawn after the last known one, and those after each draft.
+            drawn: token drawn after the last known token, and tokens drawn after each draft.
         """
         found, at = [], -1
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
@@ -80,7 +80,7 @@ class Tree:
         return found
 
     def ancestors(self, draft: int) -> list[int]:
-        """Returns the drafts from the first to this one."""
+        """Returns the drafts from the first to a draft."""
         found = []
         while draft >= 0:
             found.append(draft)
@@ -88,11 +88,11 @@ class Tree:
         return found[::-1]
 
     def branch(self, draft: int) -> list[int]:
-        """Returns the tokens from the first draft to this one."""
+        """Returns the tokens from the first draft to a draft."""
         return [self.tokens[i] for i in self.ancestors(draft)]
 
     def first(self, num: int) -> "Tree":
-        """Returns the first drafts alone."""
+        """Returns only the first drafts."""
         return self if num >= len(self) else Tree(self.tokens[: max(0, num)], self.parents[: max(0, num)])
 
 

@@ -1,6 +1,6 @@
-"""Weights in their served form that are made leaf by leaf, so that the parameters are never in memory beside them.
+"""Weights in their served form, made leaf by leaf, so that the parameters are never in memory next to the weights.
 
-They are made so of parameters that are read when they are used, and where they are kept away from the device.
+Weights are made so of parameters that are read at their use, and where weights are kept away from the device.
 
 weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few leaves
 """
@@ -45,7 +45,7 @@ SMALL = 1024
 
 
 def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
-    """The rule of weights in a memory.
+    """Returns the rule of weights in a memory.
 
     Raises:
         ValueError: there is no such memory, or the directory is missing or has no effect.
@@ -65,23 +65,23 @@ class Shapes(NamedTuple):
     """Weights in their served form, as shapes.
 
     Attributes:
-        tree: of global shapes, on "meta".
-        specs: of the leaves.
+        tree: global shapes, on "meta".
+        specs: specs of the leaves.
     """
 
     tree: PyTree
     specs: list[P]
 
     def ahead(self, layers: int) -> int:
-        """Bytes that are moved to the device ahead of their use. The disk is read three times as far: by a layer."""
+        """Returns the bytes moved to the device ahead of their use. The disk is read three times as far: by a layer."""
         return -(-sum(x.nbytes for x in tree_leaves(self.tree)) // (3 * layers))
 
 
 def packed_shapes(source: "Source") -> Shapes:
-    """The shapes of the served form. Collective.
+    """Returns the shapes of the served form. Collective.
 
     Raises:
-        RankError: ranks have other parameters.
+        RankError: ranks have different parameters.
     """
     source.compare()
     decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
@@ -90,34 +90,34 @@ def packed_shapes(source: "Source") -> Shapes:
     own = [x.shape for x in blocks]
     ranks: list[Any] = comms_of(mesh).control.gather(own) if mesh.size > 1 else [own]
 
-    def whole(k: int) -> Tensor:
+    def get_whole(k: int) -> Tensor:
         shape = list(blocks[k].shape)
         for d, axis in enumerate(specs[k]):
             if axis is not None:
                 shape[d] = sum(shapes[k][d] for shapes in ranks)
         return torch.empty(shape, dtype=blocks[k].dtype, device="meta")
 
-    return Shapes(tree_unflatten(tree_flatten(tree)[1], [whole(k) for k in range(len(blocks))]), specs)
+    return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
 def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
-    """The served form, each leaf in its own memory before the next ones are made. Collective.
+    """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
-        source: the parameters. Each leaf of their served form is made of one of them, and of shapes; if all are for
-            the device, they may be made of several: then all parameters are read once more, and together.
-        shapes: of the result.
-        kept: the `Sharding` of each leaf of the result.
-        pool: where leaves on disk are written.
+        source: parameters. Each leaf of their served form is made of one parameter, and of shapes. If all are for the
+            device, a leaf may be made of several parameters: then all parameters are read once more, and together.
+        shapes: shapes of the result.
+        kept: `Sharding` of each leaf of the result.
+        pool: pool where leaves on disk are written.
 
     Raises:
-        ValueError: a leaf that is kept away from the device is made of several parameters; lists them.
+        ValueError: a leaf that is kept away from the device is made of several parameters. The message lists them.
     """
     mesh, wanted = source.mesh, tree_leaves(kept, is_leaf=_is_sharding)
     wholes, treedef = tree_flatten(shapes.tree)
     out: list[GlobalTensor | None] = [None] * len(wholes)
 
-    def fill(group: tuple[int, ...]) -> None:
+    def fill_group(group: tuple[int, ...]) -> None:
         blocks = tree_leaves(source.packed(group))
         for k, block in enumerate(blocks):
             if out[k] is None and block.device.type != "meta":
@@ -126,23 +126,23 @@ def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | No
             blocks[k] = wholes[k]  # drops the block
 
     for group in source.groups():
-        fill(group)
+        fill_group(group)
         trim_heap()
     if any(x is None for x in out) and all(is_device(place.memory_kind) for place in wanted):
-        fill(source.all)
+        fill_group(source.all)
     missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
     raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)
     return tree_unflatten(treedef, out)
 
 
 class Source:
-    """Parameters of a model; some have values, and the others are shapes.
+    """Parameters of a model. Some have values, and the rest are shapes.
 
     Args:
-        decoder: the model.
-        params: whole tensors, drawn ones that are deferred, or `GlobalTensor`s.
-        layout: the `Sharding` of each.
-        mesh: the mesh.
+        decoder: model.
+        params: whole tensors, deferred draws, or `GlobalTensor`s.
+        layout: `Sharding` of each parameter.
+        mesh: mesh.
     """
 
     def __init__(self, decoder: Decoder, params: PyTree, layout: PyTree, mesh: Mesh) -> None:
@@ -153,14 +153,14 @@ class Source:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """The group of all leaves."""
+        """Returns the group of all leaves."""
         return tuple(range(len(self._leaves)))
 
     def compare(self) -> None:
-        """Refuses trees of other leaves, and whole leaves of other values, on some ranks. Collective.
+        """Refuses trees of different leaves, and whole leaves of different values, on some ranks. Collective.
 
         Raises:
-            RankError: they differ.
+            RankError: ranks have different parameters.
         """
         if self.mesh.size == 1:
             return
@@ -172,7 +172,7 @@ class Source:
             check_replicas(list(whole), list(whole.values()), comms.control)
 
     def groups(self) -> Iterator[tuple[int, ...]]:
-        """Neighbouring leaves, of `TOGETHER` bytes or one."""
+        """Yields groups of neighbouring leaves, of `TOGETHER` bytes or a single leaf."""
         group, size = list[int](), 0
         for i, x in enumerate(self._leaves):
             nbytes = x.shape.numel() * x.dtype.itemsize
@@ -184,23 +184,23 @@ class Source:
         yield tuple(group)
 
     def packed(self, group: tuple[int, ...]) -> PyTree:
-        """The served form, with values where it is made of the leaves of a group alone."""
-        blocks = [self._block(i) if i in group else self._shape(i) for i in range(len(self._leaves))]
+        """Returns the served form, with values where it is made only of the leaves of a group."""
+        blocks = [self._load_block(i) if i in group else self._get_shape(i) for i in range(len(self._leaves))]
         with bind_mesh(self.mesh), torch.no_grad():
             return self.decoder.pack(tree_unflatten(self._treedef, blocks))
 
-    def _slices(self, i: int) -> tuple[slice, ...]:
+    def _get_slices(self, i: int) -> tuple[slice, ...]:
         return block_slices(tuple(self._leaves[i].shape), self._layout[i].spec, self.mesh.shape, self.mesh.coords)
 
-    def _shape(self, i: int) -> Tensor:
-        sizes = [s.stop - s.start for s in self._slices(i)]
+    def _get_shape(self, i: int) -> Tensor:
+        sizes = [s.stop - s.start for s in self._get_slices(i)]
         return torch.empty(sizes, dtype=self._leaves[i].dtype, device="meta")
 
-    def _block(self, i: int) -> Tensor:
+    def _load_block(self, i: int) -> Tensor:
         x = self._leaves[i]
         if isinstance(x, GlobalTensor):
             return reshard(x, self._layout[i], mesh=self.mesh).local
-        return draw_block(x, self._slices(i)).to(self.mesh.device)
+        return draw_block(x, self._get_slices(i)).to(self.mesh.device)
 
 
 def _is_spec(x: Any) -> bool:
@@ -212,27 +212,27 @@ def _is_sharding(x: Any) -> bool:
 
 
 def without_copies(gm: GraphModule) -> GraphModule:
-    """A captured program that uses values from the disk in the memory of the host, where that is the device's."""
+    """Returns a captured program that uses values from the disk in the host's memory, where that is the device's."""
     ops, graph = torch.ops.shardfn_memory, Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in list(graph.nodes):
-        move = _started(node, ops.to_device_start.default)
+        move = _find_started(node, ops.to_device_start.default)
         if move is None or move.args[1] != torch.device("cpu"):
             continue
         read = move.args[0]
-        if isinstance(read, Node) and _started(read, ops.read_start.default) and len(read.users) == 1:
+        if isinstance(read, Node) and _find_started(read, ops.read_start.default) and len(read.users) == 1:
             node.replace_all_uses_with(read)
             graph.erase_node(node)
             graph.erase_node(move)
     return GraphModule(gm, graph)
 
 
-def _started(node: Node, op: Any) -> Node | None:
-    """The node of this op that a node waits for; None if it does not."""
+def _find_started(node: Node, op: Any) -> Node | None:
+    """Returns the node of an op that a node waits for, or None."""
     start = node.args[0] if node.target is torch.ops.shardfn_memory.wait.default else None
     return start if isinstance(start, Node) and start.target is op else None
 
 
 def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:
-    """The bytes of weights on this rank in some memories."""
+    """Returns the bytes of weights on this rank in some memories."""
     return sum(x.held.nbytes for x in tree_leaves(weights) if x.memory_kind in kinds)

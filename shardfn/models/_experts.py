@@ -1,4 +1,4 @@
-"""The experts of a transformer's layers, as a setting of its `Config`.
+"""The experts of a transformer's layers, as a setting of the transformer's `Config`.
 
 E experts, k choices of a token, F ffn of an expert.
 """
@@ -19,27 +19,28 @@ _LOCAL = moe.Local()
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Which layers have experts, how tokens choose them, and where they meet.
+    """Rule of the layers with experts: how tokens choose their experts, and where tokens and experts meet.
 
     Attributes:
         num: E.
         top_k: k.
-        d_ff: F. None is that of the dense layers.
-        every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
+        d_ff: F. None is the F of the dense layers.
+        every: distance of layers with experts. Layer i has experts where `i >= first` and `(i - first + 1) % every ==
+            0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
-        route: `route(logits, k=, name=)` to a `moe.Routing`: `moe.top_k`, or others, with settings by
-            `functools.partial`. It also gets `bias=` where `bias_rate` is above 0, `exact=True` in an exact model,
-            `mask=` where the batch has one, and `chosen=` where choices are replayed.
+        route: function `route(logits, k=, name=)` to a `moe.Routing`, such as `moe.top_k`, with settings by
+            `functools.partial`. `route` also gets `bias=` where `bias_rate` is above 0, `exact=True` in an exact model,
+            `mask=` where the batch has a mask, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
-        balance_loss: a function of `moe.balance`. It gets `axes=`, and `mask=` as `route` does.
+        balance_loss: function of `moe.balance`. The function gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.
-        axes: the batch's axes, over which balance and capacity are taken. None is each rank's own tokens.
-        capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes; later ones are
+        axes: axes of the batch, over which balance and capacity are taken. None takes only each rank's tokens.
+        capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes. Later choices are
             dropped. Padding counts in neither number. None drops none.
-        shared: the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
-        bias_rate: a bias of each expert in the choice alone, moved once a step against its load, in place of a balance
-            loss. The loss then has a state (`models.moe.loss`).
-        exchange: where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
+        shared: whether the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
+        bias_rate: step of a bias of each expert, used only in the choice, and moved once a step against the expert's
+            load, in place of a balance loss. The loss then has a state (`models.moe.loss`).
+        exchange: place where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
             `moe.Sum("tp")`.
 
     Raises:
@@ -103,10 +104,10 @@ class Experts:
         Args:
             logits_SE: logits of the router.
             name: name of the layer.
-            options: options of `route`. Those that are None are left out.
+            options: options of `route`. Options that are None are left out.
 
         Raises:
-            ValueError: `route` does not take one of the options, or its own.
+            ValueError: `route` does not take an option of the call or of its `functools.partial`.
         """
         given = {n: x for n, x in options.items() if x is not None}
         raise_all(
@@ -117,7 +118,7 @@ class Experts:
         return self.route(logits_SE, k=self.top_k, name=name, **given)
 
     def inexact(self) -> list[str]:
-        """Reasons for which a token's results depend on the other tokens, or on the ranks."""
+        """Returns the reasons for which a token's results depend on the other tokens, or on the ranks."""
         out = list[str]()
         if self.capacity is not None:
             out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens; leave it out.")
@@ -138,10 +139,13 @@ class Experts:
 
     def _not_taken(self, names: Iterable[str]) -> list[str]:
         """Returns the keyword arguments that `route` does not take."""
-        return [] if self._taken is None else [n for n in names if n not in self._taken]
+        return [] if self._route_options is None else [n for n in names if n not in self._route_options]
 
     @functools.cached_property
-    def _taken(self) -> frozenset[str] | None:
-        """Returns the arguments that `route` takes. None is any keyword. Every layer of every forward asks for them."""
+    def _route_options(self) -> frozenset[str] | None:
+        """Returns the arguments that `route` takes.
+
+        None is any keyword. Every layer of every forward calls this function.
+        """
         taken = inspect.signature(self.route).parameters
         return None if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else frozenset(taken)

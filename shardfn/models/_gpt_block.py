@@ -1,4 +1,4 @@
-"""One block of the transformer, on this rank's part of it: x += attn(norm(x)), x += mlp(norm(x)), and its dropout.
+"""One block of the transformer, on this rank's part of the block: x += attn(norm(x)), x += mlp(norm(x)), and dropout.
 
 B batch, T tokens, D model, H heads.
 """
@@ -40,24 +40,24 @@ def block(
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen | None]:
-    """Returns the stream after one layer, and the facts of its router if it has experts.
+    """Returns the stream after one layer, and the facts of its router if the layer has experts.
 
-    `p` has its leaves. `table` has attention's arguments for positions and documents. `bias_E` is in the choice alone.
-    `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of the router's;
-    with `load` the facts have metrics.
+    `p` has the layer's leaves. `table` has attention's arguments for positions and documents. `bias_E` counts only in
+    the choice. `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of
+    the router's. With `load` the facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
-    table = _dropping(config, table, key, index_B)
-    y_BTD = _attention(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
+    table = _add_dropout(config, table, key, index_B)
+    y_BTD = _attend_tokens(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
     x_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
     seen = None
     if "router" in p:
         h_BTD = norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b"))
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
-        y_BTD = y_BTD if "w_down" not in p else y_BTD + _mlp(config, along, p, h_BTD)
+        y_BTD = y_BTD if "w_down" not in p else y_BTD + _apply_mlp(config, along, p, h_BTD)
     else:
-        feed = functools.partial(_feed, config, along)
-        # Those leaves alone: a tiled function has all of its parameters gathered at once.
+        feed = functools.partial(_feed_forward, config, along)
+        # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.
         y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
     return x_BTD + dropout(config, along, k2, y_BTD, index_B), seen
 
@@ -65,18 +65,18 @@ def block(
 _FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
 
 
-def _feed(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
-    return _mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
+def _feed_forward(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+    return _apply_mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
 
 
-def _attention(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:
+def _attend_tokens(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:
     biases = (p.get(name) for name in ("bq", "bk", "bv", "bo"))
     weights = nn.AttentionWeights(*(weight(config, p[name]) for name in ("wq", "wk", "wv", "wo")), *biases)
     heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
     return nn.self_attention(x_BTD, weights, heads, **table, **along._asdict())
 
 
-def _mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
     up_FD, down_DF = weight(config, p["w_up"]), weight(config, p["w_down"])
     if config.mlp == "swiglu":
         gate_FD = weight(config, p["w_gate"])
@@ -94,7 +94,7 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
 
 
 def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Attention's arguments for the positions of tokens, of all heads."""
+    """Returns attention's arguments for the positions of tokens, of all heads."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if config.position == "rope" and config.exact:
         return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
@@ -105,22 +105,22 @@ def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> 
     return {}
 
 
-def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
+def _add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
     """Returns the arguments of attention, with the dropout of one block added."""
     if key is None or config.attention_dropout == 0:
         return table
-    how, index_B = table["how"], _numbers(f"attention_dropout {config.attention_dropout}", index_B)
+    how, index_B = table["how"], _check_numbers(f"attention_dropout {config.attention_dropout}", index_B)
     # 0 and 1 are the keys of the residual branches.
     return table | {
         "how": how._replace(mask=how.mask & nn.PairDropout(fold_in(key, 2), config.attention_dropout, index_B))
     }
 
 
-def _numbers(what: str, index_B: Tensor | None) -> Tensor:
+def _check_numbers(what: str, index_B: Tensor | None) -> Tensor:
     """Returns the samples' global numbers.
 
     Raises:
-        ValueError: they are missing.
+        ValueError: numbers are missing.
     """
     if index_B is None:
         raise ValueError(
@@ -131,10 +131,10 @@ def _numbers(what: str, index_B: Tensor | None) -> Tensor:
 
 
 def dropout(config: Config, along: Along, key: Tensor | None, x_BTD: Tensor, index_B: Tensor | None) -> Tensor:
-    """Dropout by global position; `x_BTD` itself without a key."""
+    """Returns `x_BTD` after dropout by global position, or unchanged without a key."""
     if key is None or config.dropout == 0:
         return x_BTD
-    index_B = _numbers(f"dropout {config.dropout}", index_B)
+    index_B = _check_numbers(f"dropout {config.dropout}", index_B)
     body, T = config.attention, x_BTD.shape[1] if along.sequence is None else along.sequence
     own = nn.own_rows(body, T)
     own = own if along.sequence is None else nn.part_of(own, *nn.own_range(T, along.axis))

@@ -27,7 +27,7 @@ _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("l
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a model.
+    """Shape of a model.
 
     Attributes:
         vocab_size: V.
@@ -36,40 +36,42 @@ class Config:
         num_heads: H, which divides D.
         num_kv_heads: G, which divides H. None is H.
         d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu.
-        max_len: the longest sequence.
+        max_len: longest sequence.
         norm: "layer" or "rms".
         mlp: "gelu" or "swiglu".
         position: "learned", "rope" or "alibi".
-        tie_embeddings: the output layer is the embedding.
-        bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have no
-            bias. "qkv" is those of queries, keys and values alone, as in Qwen2.
-        dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
-        stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts. A step of many
-            layers is then captured in seconds. Draws and values are the same.
-        embedding_norm: the embeddings are normalised, as in BLOOM.
-        per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
-            biases [H, K] and [G, K]. A mesh axis then cuts between heads, also one that does not divide their number.
-            Draws and values are the same.
-        attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks that each
-            have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
-        loss_tile: tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
-        norm_eps: the term that norms add to the variance.
-        rope_base: rope base of rotary positions: the longest wave is 2 pi rope_base tokens.
-        window: tokens that a token attends to, itself among them, as in Mistral. None is all before it.
-        layout: function from the number of tokens to a further mask, intersected with the others. Block-sparse
+        tie_embeddings: whether the output layer is the embedding.
+        bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
+            have no bias. "qkv" is only the biases of queries, keys and values, as in Qwen2.
+        dropout: rate, on the embeddings and on both residual branches. Active only where a key is given.
+        stacked: whether blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts. A step of
+            many layers is then captured in seconds. Draws and values are the same.
+        embedding_norm: whether the embeddings are normalised, as in BLOOM.
+        per_head: whether the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H,
+            K], biases [H, K] and [G, K]. A mesh axis then cuts between heads, also an axis that does not divide their
+            number, for example 3 heads on 2 ranks. Draws and values are the same.
+        attention: rule by which attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks
+            that each have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
+        loss_tile: number of tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
+        norm_eps: term that norms add to the variance.
+        rope_base: base of rotary positions. The longest wave is 2 pi rope_base tokens.
+        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before.
+        layout: function from the number of tokens to a further mask, intersected with the other masks. Block-sparse
             attention is `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that
             differs between heads has num_heads of them.
-        causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".
-        attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
-        exact: a token's logits have the same bits beside any other tokens, on any number of threads, and on the ranks
-            of tensor parallelism that `chunks` allows. Parameters are float32, or all float64, which is slow, for tests
-            and small models. Gradients are torch's.
-        experts: layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None: all are dense.
-        chunks: with `exact`, the chunks of a linear layer's inputs (`nn.ExactWeight`): a power of two for 1, 2, 4, ..
-            ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
+        causal: whether tokens attend only to earlier tokens. With False, tokens attend to later tokens, too, as in
+            BERT, and a batch has "targets".
+        attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`). Active only where a key is given.
+        exact: whether the model is batch-invariant: a token's logits have the same bits next to any other tokens, on
+            any number of threads, and on the ranks of tensor parallelism that `chunks` allows. Parameters are float32,
+            or all float64, which is slow, for tests and small models. Gradients are torch's.
+        experts: rule of the layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None:
+            all are dense.
+        chunks: number of chunks of a linear layer's inputs (`nn.ExactWeight`), with `exact`: a power of two for 1, 2,
+            4, .. ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
 
     Raises:
-        ValueError: lists every field that is out of range or at odds with another.
+        ValueError: lists every field that is out of range or at odds with another field.
 
     Example:
         >>> Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4).head_dim
@@ -105,27 +107,30 @@ class Config:
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        raise_all(ValueError, "Config:", _problems(self))
+        raise_all(ValueError, "Config:", _list_problems(self))
 
     @property
     def head_dim(self) -> int:
-        """K = D / H."""
+        """Returns K = D / H."""
         return self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """G."""
+        """Returns G."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def ff_dim(self) -> int:
-        """F."""
+        """Returns F."""
         wide = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // 192) * 64
         return self.d_ff or wide
 
     @property
     def layers_a_block(self) -> int:
-        """Layers of one of the stacked blocks: with experts in every k-th layer k, so that blocks are alike."""
+        """Returns the layers of a stacked block.
+
+        K with experts in every k-th layer, so that blocks have equal leaves.
+        """
         return self.experts.every if self.stacked and self.experts else 1
 
     @property
@@ -135,7 +140,7 @@ class Config:
 
     @classmethod
     def gpt2_like(cls, **changes: Any) -> "Config":
-        """GPT-2 small (124M parameters) with `changes`.
+        """Returns GPT-2 small (124M parameters) with `changes`.
 
         Example:
             >>> Config.gpt2_like(num_layers=2).num_layers
@@ -147,7 +152,7 @@ class Config:
 
     @classmethod
     def llama_like(cls, **changes: Any) -> "Config":
-        """Llama 7B with `changes`: RMS norm, swiglu, rotary positions, no biases.
+        """Returns Llama 7B with `changes`: RMS norm, swiglu, rotary positions, no biases.
 
         Example:
             >>> Config.llama_like(num_layers=2, d_model=64, num_heads=4, d_ff=None).ff_dim
@@ -159,7 +164,7 @@ class Config:
 
     @classmethod
     def bloom_like(cls, **changes: Any) -> "Config":
-        """BLOOM 176B with `changes`: ALiBi, and a norm after the embedding.
+        """Returns BLOOM 176B with `changes`: ALiBi, and a norm after the embedding.
 
         Example:
             >>> Config.bloom_like(num_layers=2, d_model=24, num_heads=3).position
@@ -170,7 +175,7 @@ class Config:
         return cls(**{**base, **style, "max_len": 2048, **changes})
 
 
-def _problems(c: Config) -> list[str]:
+def _list_problems(c: Config) -> list[str]:
     out = []
     for name in _SIZES:
         value = getattr(c, name)

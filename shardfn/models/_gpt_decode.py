@@ -1,4 +1,4 @@
-"""The GPT on tokens of many sequences at once, whose keys and values are kept by the bodies of attention.
+"""The GPT on tokens of many sequences at once. The bodies of attention keep their keys and values (KV cache).
 
 T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V vocabulary.
 """
@@ -24,12 +24,12 @@ from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
 
 
 class Decoded(NamedTuple):
-    """The results of `decode`.
+    """Results of `decode`.
 
     Attributes:
         logits: logits of the rows.
-        hidden: the states of the rows that the head multiplies.
-        experts: experts of each token, in each of the m layers that have some.
+        hidden: states of the rows that the head multiplies.
+        experts: experts of each token, in each of the m layers with experts.
     """
 
     logits: Float[Tensor, "r v"]
@@ -48,21 +48,21 @@ def decode(
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
 ) -> Decoded:
-    """Logits of some of the tokens of several sequences, with the hidden states and experts behind them.
+    """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
-    Each layer's attention is computed by a body of its own, which keeps the layer's keys and values from one call to
-    the next, and knows which tokens belong together. So a sequence may be passed in any parts, beside any others.
+    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from one call to the
+    next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other sequences
+    (continuous batching).
 
     Args:
-        config: the shape; causal, without `layout`.
+        config: shape, causal, without `layout`.
         params: parameters from `pack`.
         tokens_T: ids.
         positions_T: positions of each token in its sequence, below `max_len`.
-        rows_R: the tokens whose logits are wanted.
-        bodies: one for each layer.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        then: function for weights of an exact config, by names such as "blocks.0.wq", the function that
-            `ExactWeight.then` is.
+        rows_R: tokens whose logits are wanted.
+        bodies: bodies of attention, one for each layer.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        then: functions for weights of an exact config, by names such as "blocks.0.wq". Each is an `ExactWeight.then`.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -84,10 +84,10 @@ def decode(
     """
     check_decodable(config)
     if len(bodies) != config.num_layers:
-        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
+        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis, then)
-    config = _without_losses(config)
+    config = _drop_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
     if config.position == "learned":
@@ -106,14 +106,14 @@ def decode(
         x_1TD, seen = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
         experts += [] if seen is None else [seen.experts]
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
-    own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
+    own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
     return Decoded(logits_RV, x_RD, experts_Tmk)
 
 
-def _without_losses(config: Config) -> Config:
-    """Returns the config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
+def _drop_losses(config: Config) -> Config:
+    """Returns the config with routers over only this rank's tokens, as the axes of a training batch are not here."""
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, axes=None, z=0.0))
@@ -121,40 +121,42 @@ def _without_losses(config: Config) -> Config:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rotating(nn.Local):
-    """A body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
+    """Body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
 
     inner: nn.Body
     cos_TK: Tensor
     sin_TK: Tensor
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        q_BTHK, k_BSGK = (self._rotated(x) for x in (q_BTHK, k_BSGK))
+        q_BTHK, k_BSGK = (self._rotate_heads(x) for x in (q_BTHK, k_BSGK))
         return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
 
-    def _rotated(self, x_1THK: Tensor) -> Tensor:
+    def _rotate_heads(self, x_1THK: Tensor) -> Tensor:
         if x_1THK.dtype != torch.float32:
             return nn.rope(x_1THK, self.cos_TK, self.sin_TK)
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
 def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
-    """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
+    """Returns parameters as `decode` takes them.
+
+    Separate layers, with the weights of exact layers as `row_linear` reads them.
 
     A function of each rank's blocks. `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too. A
     weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a GGUF
-    file. These are not rounded again. A table of embeddings is in codes where it is tied to the head.
+    file. Such blocks are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`, or this rank's blocks of them.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit. "int8",
-            "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that
-            fits: `{"embed|head": "int8", "": "int4"}`.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        codes: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded weights,
+            bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq" and
+            "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
-        TypeError: leaves of an exact model are float16, or some are float64 and others not. The message lists all. Or
-            float64 has codes.
+        TypeError: leaves of an exact model are float16, or only some are float64. The message lists all. Or float64 has
+            codes.
         ValueError: leaves are missing, unknown, or of another model. The message lists all. Or codes of layers that are
             not exact, or whose groups of inputs lie on several ranks.
 
@@ -173,7 +175,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
         num = config.num_layers // config.layers_a_block
         blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
-    head = _head(config)
+    head = _get_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
     check_policy(codes, [*linear, head], "pack")
     _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
@@ -183,12 +185,17 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     shapes: Any = block_shapes(config, axis)
     blocks = [
         {
-            name: _packed(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}")) if name in _LINEAR else x
+            name: _pack_weight(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}"))
+            if name in _LINEAR
+            else x
             for name, x in p.items()
         }
         for i, (p, own) in enumerate(zip(blocks, shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes_of(codes, head))}
+    return params | {
+        "blocks": blocks,
+        head: _pack_weight(head, params[head], shapes[head].shape, codes_of(codes, head)),
+    }
 
 
 def _check_exact(params: Params, codes: CodePolicy) -> None:
@@ -196,7 +203,7 @@ def _check_exact(params: Params, codes: CodePolicy) -> None:
     if named and all(x.dtype == torch.float64 for _, x in named):
         if codes is not None:
             raise TypeError(
-                f"pack: codes={codes!r} of leaves in float64; convert them: tree_map(lambda x: x.float(), params)"
+                f"pack: codes={codes!r} of leaves in float64. Convert them: tree_map(lambda x: x.float(), params)"
             )
         return
     known = torch.float32, torch.bfloat16, torch.uint8
@@ -212,19 +219,19 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
     """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, codes = name.rpartition(".")[2], codes_of(policy, name)
-        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _head(config))):
+        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _get_head(config))):
             raise ValueError(
-                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read; decode it."
+                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read. Decode it."
             )
         if kind in _BY_INPUTS and codes is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
             inputs = x.shape[1:].numel()
             if inputs % GROUP:
                 raise ValueError(
                     f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
-                    f" {GROUP} share a scale; take fewer ranks, or no codes."
+                    f" {GROUP} share a scale. Take fewer ranks, or no codes."
                 )
     if policy is not None and not config.exact:
-        raise ValueError(f"pack: codes={policy!r} of layers that are not exact; take Config(exact=True).")
+        raise ValueError(f"pack: codes={policy!r} of layers that are not exact. Take Config(exact=True).")
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
@@ -234,7 +241,7 @@ def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
-    """Returns the rotations of all positions: computed once, being much work for one token."""
+    """Returns the rotations of all positions, computed once, as they are much work for one token."""
     if config.position != "rope":
         return {}
     embed = params["embed"]
@@ -247,8 +254,8 @@ _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
 _BY_INPUTS = ("wo", "w_down")
 
 
-def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
-    """Panels of a weight, whose dims of heads count as one."""
+def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
+    """Returns the panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
     if matrix.dtype == torch.uint8:
@@ -256,27 +263,27 @@ def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | No
     return pack_rows(matrix, None if name == "router" else codes)
 
 
-def _head(config: Config) -> str:
+def _get_head(config: Config) -> str:
     return "embed" if config.tie_embeddings else "head"
 
 
 def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
-    """Packed leaves as weights of layers."""
+    """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
-    head = _head(config)
+    head = _get_head(config)
 
-    def weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
+    def get_weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
         return nn.ExactWeight(panels, block.shape, config.chunks, then=then.get(name))
 
     blocks = [
-        {name: weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
+        {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
         for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: weight(params[head], shapes[head], head)}
+    return params | {"blocks": blocks, head: get_weight(params[head], shapes[head], head)}
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
+    """Returns inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
 
     Example:
         >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
@@ -295,7 +302,7 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def check_decodable(config: Config) -> None:
-    """Refuses a config whose tokens do not look back alone, one after another.
+    """Refuses a config that cannot be decoded token by token, for example with `causal=False`.
 
     Raises:
         ValueError: names the setting.
@@ -303,11 +310,11 @@ def check_decodable(config: Config) -> None:
     if not config.causal:
         raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
     if config.layout is not None:
-        raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
+        raise ValueError("decode: the masks of `layout` are those of whole sequences. Leave it out.")
     if config.experts is not None and config.experts.bias_rate > 0:
         raise ValueError(
             f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
             " no parameters; such a model is not served."
         )
     if not isinstance(config.attention, nn.Dense):
-        raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")
+        raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Take attention=Dense().")

@@ -1,4 +1,4 @@
-"""The mixture of experts of one layer, on this rank's part of it, and the facts of its router.
+"""The mixture of experts of one layer, on this rank's part of the layer, and the facts of the router.
 
 B batch, T tokens, S = B T, D model, E experts, k choices.
 """
@@ -20,20 +20,20 @@ from ._gpt_leaves import Params, weight
 
 
 class Along(NamedTuple):
-    """The axes that cut the blocks. With `sequence`, the number of tokens, tokens are cut between blocks."""
+    """Axes that cut the blocks. With `sequence`, the number of tokens, tokens are cut between blocks."""
 
     axis: Axes = None
     sequence: int | None = None
 
 
 class Seen(NamedTuple):
-    """The facts of one router, or their sums over several.
+    """Facts of one router, or their sums over several routers.
 
     Attributes:
-        loss: the weighted balance losses.
-        counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
-        metrics: metrics of `moe.load`: sums and weights; {} where they are not asked for.
-        experts: experts of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
+        loss: weighted balance losses.
+        counts: choices of each expert, int64 `[E]`, of stacked layers `[L, E]`.
+        metrics: metrics of `moe.load`: sums and weights, or {} where metrics are not asked for.
+        experts: experts of each token, before a capacity, int64 `[S, k]`, of several layers `[L, S, k]`.
     """
 
     loss: Tensor
@@ -56,14 +56,14 @@ def mixture(
 ) -> tuple[Tensor, Seen]:
     """Returns the sum of the experts that each token has chosen, or are replayed, weighted by the router.
 
-    0 for padding.
+    Padding has the sum 0.
     """
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
     if cut and config.exact:
         raise ValueError(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
-            f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
+            f" experts, whose sums have other bits. Use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
     options = {
         "bias": bias_E,
@@ -71,12 +71,12 @@ def mixture(
         "chosen": None if chosen_BTk is None else chosen_BTk.flatten(0, 1).long(),
     }
     logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
-    routing, seen = _routed(config, config.experts, logits_BTE, name, options, load)
+    routing, seen = _route_tokens(config, config.experts, logits_BTE, name, options, load)
     if cut:
-        # Each rank has its own features of every expert, and so a part of each result.
+        # Each rank has a part of the features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
-        routing = moe.Routing(*(_own_rows(x, along, len(x_BTD)) for x in routing))
+        routing = moe.Routing(*(_take_rows(x, along, len(x_BTD)) for x in routing))
     run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, exact=config.exact)
     run = functools.partial(moe.swiglu_experts, exact=config.exact) if config.mlp == "swiglu" else run
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
@@ -94,7 +94,7 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
     """Returns the choices of each layer with experts, [m, B, T, k].
 
     Raises:
-        ValueError: they are not those of the config's layers and of the tokens.
+        ValueError: choices do not fit the config's layers and the tokens.
     """
     k = config.experts.top_k if config.experts is not None else 0
     wanted = (*tokens_BT.shape, len(config.expert_layers), k)
@@ -109,7 +109,7 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 def check_bias(config: Config, bias_mE: Tensor | None) -> None:
-    """Refuses biases of other experts, and none where tokens choose by some.
+    """Refuses biases of other experts, and missing biases where tokens choose by biases.
 
     Raises:
         ValueError: has both shapes, and the remedy.
@@ -119,7 +119,7 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
         if experts is not None and experts.bias_rate > 0:
             raise ValueError(
                 f"experts with bias_rate={experts.bias_rate} are chosen by biases, which lie in the model state, and"
-                ' bias is missing; pass bias=model_state["bias"], or train by models.moe.loss.'
+                ' bias is missing. Pass bias=model_state["bias"], or train by models.moe.loss.'
             )
         return
     wanted = None if experts is None else (len(config.expert_layers), experts.num)
@@ -131,7 +131,7 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
 
 
 def _features_are_cut(experts: Experts, along: Along) -> bool:
-    """Returns whether each rank along the blocks' axis has its own features of each expert.
+    """Returns whether each rank along the blocks' axis has only a part of the features of each expert.
 
     Raises:
         ValueError: the exchange is along that axis, and takes tokens that lie otherwise.
@@ -143,12 +143,12 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
         own = "their own" if along.sequence is not None else "the same"
         remedy = "Tokens or Weights" if along.sequence is not None else "Sum, or sequence=True"
         raise ValueError(
-            f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}; use {remedy}."
+            f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}. Use {remedy}."
         )
     return False
 
 
-def _routed(
+def _route_tokens(
     config: Config,
     experts: Experts,
     logits_BTE: Tensor,
@@ -158,7 +158,7 @@ def _routed(
 ) -> tuple[moe.Routing, Seen]:
     """Returns the choices of all tokens that the ranks of a block have.
 
-    The counts of a load are sent where it is asked for.
+    The counts of a load are sent only where they are asked for.
     """
     mask = options["mask"]
     by: dict[str, Any] = {"axes": experts.axes} | ({} if mask is None else {"mask": mask})
@@ -188,14 +188,14 @@ def _count_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None) -> int 
 
 
 def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_tokens: int) -> int:
-    """Returns the most tokens that the ranks along `axes` have together.
+    """Returns the most tokens that the ranks along `axes` have together, for example 7 tokens on 2 ranks with 4 and 3.
 
     Args:
-        config: attention's axes cut sequences.
-        along: with `sequence`, the blocks' axis cuts them between blocks.
+        config: config whose attention's axes cut sequences.
+        along: axes of the blocks. With `sequence`, the blocks' axis cuts tokens between blocks.
         axes: axes of the ranks.
-        num_rows: rows of this rank, as of the others.
-        num_tokens: tokens of a row on this rank. Ranks that cut a sequence may have others.
+        num_rows: number of rows of this rank, and of each other rank.
+        num_tokens: number of tokens of a row on this rank. Ranks that cut a sequence may have other numbers.
     """
     ranks, named = axis_size(axes), set(P(axes).axes)
     cuts: list[tuple[Any, int]] = []
@@ -211,20 +211,20 @@ def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_t
 
 def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
     """Returns the logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
-    logits_BTE = _logits(config, w_ED, x_BTD, along)
+    logits_BTE = _compute_logits(config, w_ED, x_BTD, along)
     if along.sequence is None:
         return logits_BTE
-    # All ranks of the block route all of its tokens, and go on alike.
+    # All ranks of the block route all tokens of the block, and go on with equal choices.
     return all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
 
 
-def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+def _compute_logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
     if config.exact:
         return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, ExactWeight) else between(w_ED, *along)))
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
     return linear(x_BTD.to(wide), between(w_ED, *along).to(wide))
 
 
-def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
+def _take_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
     assert along.sequence is not None
     return take_own_block(x_SE.unflatten(0, (batch, along.sequence)), along.axis, dim=1).flatten(0, 1)

@@ -37,17 +37,19 @@ from shardfn.nn import ExactWeight
 
 from ._gpt_config import Config
 
-Params = Any  # a dict as `init` makes it; optree types its results as its own PyTree
+Params = Any  # a dict from `init`, as optree types its results as optree's PyTree
 
 
 def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
-    """Fresh parameters: weights normal(0, 0.02), those that write to the residual stream by 1 / sqrt(2 L) smaller.
+    """Returns fresh parameters.
 
-    Drawn by `shardfn.core`'s functions, so inside `deferred()` the leaves are deferred.
+    Weights normal(0, 0.02), and smaller by 1 / sqrt(2 L) where they write to the residual stream.
+
+    `shardfn.core`'s functions draw the leaves, so inside `deferred()` the leaves are deferred.
 
     Args:
-        config: the shape.
-        key: the key; leaf i is drawn with `fold_in(key, i)`.
+        config: shape.
+        key: key. Leaf i is drawn with `fold_in(key, i)`.
 
     Returns:
         float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}. Weights are [out, in]. With
@@ -59,22 +61,22 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
         >>> init(config, key(0))["blocks"][0]["wq"].shape
         torch.Size([32, 32])
     """
-    leaves, treedef = tree_flatten(_leaves(config))
+    leaves, treedef = tree_flatten(_list_leaves(config))
     keys = split(key, len(leaves))
     params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
     return _stack_blocks(config, params, stack_draws) if config.stacked else params
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
-    """Returns the compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
+    """Returns the compute layout: `P()`, whole, for every leaf. Of stacked blocks, the layout of each layer.
 
-    With `tp` that of Megatron: heads, features of the MLP and the vocabulary are cut along it, and `apply` and `loss`
-    are to get the same as their `axis`.
+    With `tp` the layout is Megatron's: heads, features of the MLP and the vocabulary are cut along `tp`, and `apply`
+    and `loss` must get the same as their `axis`.
 
     Args:
-        config: the shape.
-        tp: the mesh axes of tensor parallelism. None: every leaf is whole.
-        pp: the axis along which the layers of a pipeline lie, for `stages`. None: every rank has all layers.
+        config: shape.
+        tp: mesh axes of tensor parallelism. None: every leaf is whole.
+        pp: axis along which the layers of a pipeline lie, for `stages`. None: every rank has all layers.
 
     Raises:
         ValueError: `pp` of blocks that are not stacked.
@@ -84,10 +86,10 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
         >>> specs(config)["embed"], specs(config, tp="tp")["blocks"][0]["wo"]
         (P(), P(None, 'tp'))
     """
-    tree = tree_map(lambda leaf: leaf.spec(tp), _leaves(config))
+    tree = tree_map(lambda leaf: leaf.spec(tp), _list_leaves(config))
     if pp is not None:
         if not config.stacked:
-            raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers; use Config(stacked=True).")
+            raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers. Use Config(stacked=True).")
         return _stack_blocks(config, tree, lambda same: P(pp, *same[0]))
     return (
         _stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
@@ -95,17 +97,17 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
 
 
 def weight(config: Config, w: Any) -> Any:
-    """Returns a weight of a linear layer as the config computes it. One that is exact already is unchanged."""
+    """Returns a weight of a linear layer as the config computes it. An exact weight is unchanged."""
     return ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, ExactWeight) else w
 
 
 def check_blocks(config: Config, params: Params, axis: Axes) -> None:
-    """Compares every leaf with this rank's block of it under `specs(config, tp=axis)`.
+    """Compares every leaf with this rank's block under `specs(config, tp=axis)`.
 
     Raises:
         ValueError: lists every leaf that is another block, by path.
     """
-    sizes = _own_shapes(config, axis)
+    sizes = _get_shapes(config, axis)
     if tree_structure(sizes) != tree_structure(params):
         return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
@@ -118,14 +120,14 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
 
 
 def check_leaves(config: Config, params: Params, axis: Axes) -> None:
-    """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with those of the config.
+    """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with the config's leaves.
 
     Leaves of bytes are blocks of codes along the last dim, as from `kernels.code_blocks`.
 
     Raises:
         ValueError: lists every leaf that is missing, unknown, or of another shape, by path.
     """
-    sizes = _own_shapes(config, axis)
+    sizes = _get_shapes(config, axis)
     want: dict[str, Any] = dict(zip(tree_paths(sizes, "params"), tree_leaves(sizes), strict=True))
     have: dict[str, Any] = dict(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
     problems = [f"{path} is missing" for path in want if path not in have]
@@ -144,7 +146,7 @@ def _has_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(x.shape) == shape
 
 
-def _own_shapes(config: Config, axis: Axes) -> PyTree:
+def _get_shapes(config: Config, axis: Axes) -> PyTree:
     sizes = block_shapes(config, axis)
     if not config.stacked:
         return sizes
@@ -154,10 +156,10 @@ def _own_shapes(config: Config, axis: Axes) -> PyTree:
 def block_shapes(config: Config, axis: Axes) -> PyTree:
     """Returns the shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
     mesh = current_mesh()
-    want: list[Any] = tree_leaves(_leaves(config))
+    want: list[Any] = tree_leaves(_list_leaves(config))
     blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
     shapes = [BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
-    return tree_unflatten(tree_structure(_leaves(config)), shapes)
+    return tree_unflatten(tree_structure(_list_leaves(config)), shapes)
 
 
 def num_params(config: Config) -> int:
@@ -167,7 +169,7 @@ def num_params(config: Config) -> int:
         >>> num_params(Config.gpt2_like())
         124439808
     """
-    return sum(math.prod(leaf.shape) for leaf in tree_leaves(_leaves(config)))
+    return sum(math.prod(leaf.shape) for leaf in tree_leaves(_list_leaves(config)))
 
 
 # One table from which all of these are read.
@@ -175,7 +177,7 @@ def num_params(config: Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BlockShape:
-    """The shape of a rank's block of a leaf."""
+    """Shape of a rank's block of a leaf."""
 
     shape: tuple[int, ...]
 
@@ -201,7 +203,7 @@ class _DrawnLeaf:
         return normal(key, self.shape, mean=self.mean, stddev=self.stddev)
 
 
-def _leaves(config: Config) -> PyTree:
+def _list_leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
     blocks = [_block_leaves(config, i) for i in range(config.num_layers)]
     tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": blocks}
@@ -220,7 +222,7 @@ def _stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) ->
 
 
 def join_layers(layers: Sequence[Params]) -> Params:
-    """Returns the leaves of layers as those of one block: the names of several begin with the layer's place in it.
+    """Returns the leaves of layers as leaves of one block. Names of several layers begin with the layer's place.
 
     Example:
         >>> join_layers([{"w": 1}, {"w": 2}])
@@ -232,7 +234,7 @@ def join_layers(layers: Sequence[Params]) -> Params:
 
 
 def layers_of(config: Config, block: Params) -> list[Params]:
-    """Returns the leaves of each layer of a block; the inverse of `join_layers`."""
+    """Returns the leaves of each layer of a block, the inverse of `join_layers`."""
     num = config.layers_a_block
     if num == 1:
         return [block]
@@ -247,7 +249,7 @@ def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config) if has_experts else {})
 
 
-def _residual(config: Config) -> float:
+def _residual_scale(config: Config) -> float:
     return 0.02 / math.sqrt(2 * config.num_layers)
 
 
@@ -256,7 +258,7 @@ def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
     tree = {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
-    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual(config), cut=1)}
+    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual_scale(config), cut=1)}
     if config.bias:
         tree |= {
             n: _DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
@@ -266,7 +268,7 @@ def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
 
 def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     D, F = config.d_model, config.ff_dim
-    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual(config), cut=1)}
+    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
     if config.mlp == "swiglu":
         return tree | {"w_gate": _DrawnLeaf((F, D), cut=0)}
     biases = {"b_up": _DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": _DrawnLeaf((D,), stddev=0.0)}
@@ -278,7 +280,7 @@ def _expert_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     E, D, F = config.experts.num, config.d_model, config.experts.d_ff or config.ff_dim
     (front, *_) = (*config.experts.exchange.spec, None)
     leaf = functools.partial(_DrawnLeaf, front=front)
-    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual(config), cut=2)}
+    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
     if config.mlp == "swiglu":
         return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
     biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}

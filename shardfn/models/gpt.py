@@ -61,25 +61,25 @@ def apply(
     bias: Float[Tensor, "m e"] | None = None,
     at: Int[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b _ v"]:
-    """Logits of the next token at each position, or at some of them.
+    """Returns logits of the next token at each position, or at some positions.
 
     x = embed[tokens] (+ position); for each block x += attn(norm(x)), x += mlp(norm(x)); logits = norm(x) head^T.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
-        tokens_BT: T <= max_len; where `config.attention` cuts the sequence, this rank's.
-        key: turns dropout on.
-        index_B: global numbers of the samples; needed where dropout is on.
-        wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
-        chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
-            of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
-        bias: biases of the experts in each of the m layers that have some, in the choice alone: `model_state["bias"]`
+        tokens_BT: ids, T <= max_len. Where `config.attention` cuts the sequence, this rank's ids.
+        key: key that turns dropout on.
+        index_B: global numbers of the samples, needed where dropout is on.
+        wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        chosen: experts of each token in each layer with experts, in place of the routers' choices, such as the experts
+            of `rl.Rollout.routes`. -1 is a choice without an expert. The routers' weights and gradients are as before.
+        bias: biases of the experts in each of the m layers with experts, used only in the choice: `model_state["bias"]`
             of `models.moe`, which a config with `bias_rate` needs.
-        at: the positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no
-            others. None is all of them.
+        at: positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no other
+            positions. None is all positions.
 
     Returns:
         [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,
@@ -87,7 +87,7 @@ def apply(
 
     Raises:
         ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices or
-            biases of other experts, no biases where experts have some, or `at` where a rank has only some of the
+            biases of other experts, no biases where experts have biases, or `at` where a rank has only some of the
             tokens.
 
     Example:
@@ -98,8 +98,8 @@ def apply(
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
     batch = {"tokens": tokens_BT, "index": index_B}
-    x_BTD, _ = _hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
-    return _logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
+    x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
+    return _compute_logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
 
 
 def choices(
@@ -111,10 +111,10 @@ def choices(
     chosen: Int[Tensor, "b t m k"] | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> Int64[Tensor, "b t m k"]:
-    """Returns the experts of each token in each of the m layers that have some, as `apply` uses them.
+    """Returns the experts of each token in each of the m layers with experts, as `apply` uses them.
 
     Args:
-        config: the shape, with experts.
+        config: shape, with experts.
         params: see `apply`.
         tokens_BT: see `apply`.
         axis: see `apply`.
@@ -131,10 +131,10 @@ def choices(
         >>> choices(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 3, 2])
     """
-    _, seen = _hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
+    _, seen = _compute_hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
     if seen is None:
         raise ValueError(
-            "choices: the config has experts=None, so tokens choose none; give it models.moe.Experts(...)."
+            "choices: the config has experts=None, so tokens choose none. Give it models.moe.Experts(...)."
         )
     return seen.experts.unflatten(1, tokens_BT.shape).permute(1, 2, 0, 3)
 
@@ -151,25 +151,29 @@ def loss(
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> Any:
-    """Mean cross entropy of each token given those before it; without `causal`, of the "targets" given all tokens.
+    """Returns the mean cross entropy of each token given earlier tokens.
 
-    Sequences that are cut, packed or padded have unequal numbers of targets that count, so there it is a WeightedMean.
+    Without `causal`, of the "targets" given all tokens.
+
+    Sequences that are cut, packed or padded have unequal numbers of targets that count, for example 5 and 3, so that
+    the result is a WeightedMean.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
         batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
-            "segment_ids", int64 [B, T + 1], tokens attend to those of their own document. Or as `shifted` and
+            "segment_ids", int64 [B, T + 1], tokens attend only to tokens of their document. Or as `shifted` and
             `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
             "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
-            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes it of lengths.
-        key: turns dropout on.
-        wrap: applied to the block function.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
-        tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
-        bias: biases as of `apply`. `models.moe.loss` takes it from the model state, and counts the choices that move
-            it.
+            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths.
+        key: key that turns dropout on.
+        wrap: function applied to the block function.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        tile: function applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled,
+            tiles=8)`.
+        bias: biases as of `apply`. `models.moe.loss` takes biases from the model state, and counts the choices that
+            move biases.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
@@ -178,7 +182,7 @@ def loss(
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`. A model that looks ahead and a batch without "targets", whose tokens it would see, or
             with a "mask" without "segment_ids", by which tokens leave out padding. A "mask" that does not fit the
-            tokens; "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
+            tokens. "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
             rank's tokens together.
 
     Example:
@@ -205,19 +209,19 @@ def loss_and_seen(
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | None = None,
 ) -> tuple[Any, Seen | None]:
-    """`loss`, and the facts of all routers. `models.moe.loss` makes metrics of them.
+    """Returns `loss`, and the facts of all routers. `models.moe.loss` makes metrics of the facts.
 
     Args:
-        config: config as of `loss`.
-        params: parameters as of `loss`.
-        batch: batch as of `loss`.
-        key: key as of `loss`.
-        load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
-        wrap: as of `loss`.
-        axis: axis as of `loss`.
-        sequence: sequence as of `loss`.
-        tile: tile as of `loss`.
-        bias: biases as of `loss`.
+        config: see `loss`.
+        params: see `loss`.
+        batch: see `loss`.
+        key: see `loss`.
+        load: whether `Seen.metrics` are computed. Over axes each layer then sends E counts.
+        wrap: see `loss`.
+        axis: see `loss`.
+        sequence: see `loss`.
+        tile: see `loss`.
+        bias: see `loss`.
 
     Example:
         >>> import shardfn.core as core
@@ -229,19 +233,18 @@ def loss_and_seen(
     """
     _check_batch(batch)
     _check_of_logits(batch, "loss", "take a loss of apply(..., at=, chosen=)")
-    given, batch = batch, _shifted(config, batch)
+    given, batch = batch, _shift_targets(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
-    x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
+    x_BTD, seen = _compute_hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
     extra = None if seen is None else seen.loss.mean()
-    return _mean(config, params, x_BTD, batch, along, extra, weighted=_weighted(given)), seen
+    return _compute_mean(config, params, x_BTD, batch, along, extra, weighted=_is_weighted(given)), seen
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns the batch with each token's successor as "targets", so that sequences can be cut.
 
-    Unchanged if it has them.
-
-    The successor of a document's last token does not count, and padding does not.
+    A batch with "targets" is returned unchanged. The successor of a document's last token does not count, and padding
+    does not.
 
     Args:
         batch: {"tokens": int64 [B, T + 1], "segment_ids"?: int64 [B, T + 1], "mask"?: bool [B, T + 1], ...}.
@@ -269,14 +272,14 @@ _OF_TOKENS = ("tokens", "targets", "segment_ids", "mask")
 
 
 def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """This rank's tokens of whole rows, as `config.attention` cuts them: `shifted`, and then cut.
+    """Returns this rank's tokens of whole rows, as `config.attention` cuts them: `shifted`, and then cut.
 
-    The step's spec for each is `P("dp", config.attention.axes)`.
+    The step's spec for each entry is `P("dp", config.attention.axes)`.
 
     Args:
-        config: the shape.
+        config: shape.
         batch: whole rows, as `loss` takes them.
-        mesh: the mesh of the step.
+        mesh: mesh of the step.
 
     Example:
         >>> import shardfn.core as core
@@ -285,7 +288,7 @@ def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str
         >>> cut_sequences(config, batch, core.make_mesh({"sp": 1}))["targets"].tolist()
         [[6, 7]]
     """
-    out = _shifted(config, batch)
+    out = _shift_targets(config, batch)
     T = out["tokens"].shape[1]
     with bind_mesh(mesh):
         length = nn.whole_length(config.attention, T)
@@ -300,9 +303,9 @@ class Stages(NamedTuple):
     """The loss in three parts, as a pipeline takes them.
 
     Attributes:
-        first: `first(params, batch[, key]) -> h`: embeds the tokens.
-        block: `block(p, h[, key]) -> h`: one layer; p has its leaves.
-        last: `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
+        first: function `first(params, batch[, key]) -> h` that embeds the tokens.
+        block: function `block(p, h[, key]) -> h` of one layer. p has the layer's leaves.
+        last: function `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
     """
 
     first: Callable[..., Any]
@@ -318,25 +321,26 @@ def stages(
     sequence: bool = False,
     loss: LogitsLoss | None = None,
 ) -> Stages:
-    """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
+    """Returns `loss` as parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
     Stages send the residual stream, the positions and documents of the tokens, and with dropout the samples' numbers. A
-    pipeline gives each layer a key of its own, so its dropout masks differ from those of `loss`.
+    pipeline gives each layer a separate key, so dropout masks differ from `loss`'s masks.
 
     Args:
-        config: the shape. Its blocks are stacked.
-        wrap: applied to the block function, as in `wrap=remat`.
-        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        sequence: between blocks each rank of `axis` has its own tokens.
-        loss: `loss(logits, batch)`, in place of the mean cross entropy, such as one of `shardfn.rl`: a 0-d tensor or a
-            WeightedMean, and with `has_aux` an aux. The logits are those of `apply` for all of `batch["tokens"]`, a
-            part of V on each rank of `axis`. As with `apply`, no balance of experts is added. The batch may have "at"
-            and "routes", which are `at` and `chosen` of `apply`; stages then also send the routes, as int32.
+        config: shape with stacked blocks.
+        wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
+        loss: function `loss(logits, batch)`, in place of the mean cross entropy, such as a loss of `shardfn.rl`: to a
+            0-d tensor or a WeightedMean, and with `has_aux` an aux. The logits are `apply`'s for all of
+            `batch["tokens"]`, a part of V on each rank of `axis`. As with `apply`, no balance of experts is added. The
+            batch may have "at" and "routes", which are `at` and `chosen` of `apply`. Stages then also send the routes,
+            as int32.
 
     Raises:
-        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on; `loss` with
-            a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or routes of
-            other experts.
+        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on, or `loss`
+            with a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
+            routes of other experts.
 
     Example:
         >>> import shardfn.core as core
@@ -359,10 +363,10 @@ def stages(
         )
     first, run, last = stages_and_seen(config, axis, sequence, loss)
 
-    def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+    def run_layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
         return run(p, h, key)[0]
 
-    return Stages(first, wrap(layer), last)
+    return Stages(first, wrap(run_layer), last)
 
 
 def stages_and_seen(
@@ -374,23 +378,23 @@ def stages_and_seen(
         ValueError: the blocks are not stacked, or `loss` with a `loss_tile`.
     """
     if not config.stacked:
-        raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
+        raise ValueError("stages: a pipeline runs stacked layers. Use Config(stacked=True).")
     if loss is not None and config.loss_tile is not None:
         raise ValueError(
             f"stages: loss={loss} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile at a"
-            " time; take loss_tile=None."
+            " time. Take loss_tile=None."
         )
 
-    def along(num_tokens: int) -> _Along:
+    def get_along(num_tokens: int) -> _Along:
         return _Along(axis, num_tokens if sequence else None)
 
-    def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
+    def run_first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
         if loss is None:
             _check_of_logits(batch, "stages", "pass stages(loss=)")
-            batch = _shifted(config, batch)
+            batch = _shift_targets(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
-        cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
-        x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
+        cut, positions_T = get_along(tokens_BT.shape[1]), _get_positions(config, tokens_BT)
+        x_BTD = _embed_tokens(config, params, tokens_BT, positions_T, cut)
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
@@ -399,11 +403,11 @@ def stages_and_seen(
             h["routes"] = _by_layer(config, batch["routes"], tokens_BT).int().contiguous()
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
-    def layer(
+    def run_layer(
         p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Seen | None]:
-        table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
-        cut, x_BTD, index_B, seen = along(len(h["position"])), h["x"], h.get("index"), None
+        table = _make_table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
+        cut, x_BTD, index_B, seen = get_along(len(h["position"])), h["x"], h.get("index"), None
         routes_mBTk = h.get("routes")
         more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
         layers = layers_of(config, p)
@@ -414,16 +418,16 @@ def stages_and_seen(
         share |= {} if routes_mBTk is None else {"routes": routes_mBTk.roll(-1, 0)}
         return h | {"x": x_BTD} | share, seen
 
-    def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
+    def run_last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
-        cut = along(len(h["position"]))
+        cut = get_along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
         if loss is not None:
             x_BTD = x_BTD if (at_BS := batch.get("at")) is None else _rows_at(config, cut, x_BTD, at_BS)
-            return loss(_logits(config, params, x_BTD, cut), batch)
-        return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
+            return loss(_compute_logits(config, params, x_BTD, cut), batch)
+        return _compute_mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_is_weighted(batch))
 
-    return Stages(first, layer, last)
+    return Stages(run_first, run_layer, run_last)
 
 
 @torch.no_grad()
@@ -439,17 +443,17 @@ def generate(
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
-    Every step runs the model on the last `max_len` tokens. A `layout` must take any number of them (`padded=True`). The
-    noise is a function of (key, step), so all ranks that hold the same prompt sample the same.
+    Every step runs the model on the last `max_len` tokens. A `layout` must take any number of tokens (`padded=True`).
+    The noise is a function of (key, step), so all ranks that hold the same prompt sample the same tokens.
 
     Args:
-        config: the shape.
+        config: shape.
         params: parameters as from `init`.
-        prompt_BT: at least one token.
-        num_tokens: the number to append.
-        key: the key of the noise.
-        temperature: 0 takes the likeliest token.
-        axis: the mesh axes along which the leaves are cut, as in `apply`.
+        prompt_BT: prompts of at least one token.
+        num_tokens: number of tokens to append.
+        key: key of the noise.
+        temperature: divisor of logits. 0 takes the likeliest token.
+        axis: mesh axes along which the leaves are cut, as in `apply`.
         bias: see `apply`.
 
     Returns:
@@ -474,10 +478,12 @@ def generate(
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias)
-        own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
+        x_BTD, _ = _compute_hidden(
+            config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias
+        )
+        own_BV = _compute_logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
-        next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
+        next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT
 
@@ -502,14 +508,14 @@ def _check_batch(batch: Any) -> None:
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ValueError(
             f'the "mask" of a batch is {mask.dtype} of shape {tuple(mask.shape)}, and its tokens have shape'
-            f" {tuple(tokens.shape)}; give each token a bool, False for padding."
+            f" {tuple(tokens.shape)}. Give each token a bool, False for padding."
         )
 
 
 _WHOLE = _Along()
 
 
-def _hidden(
+def _compute_hidden(
     config: Config,
     params: Params,
     batch: dict[str, Any],
@@ -525,18 +531,20 @@ def _hidden(
     chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
     check_bias(config, bias)
     if tile is not None and along.sequence is not None:
-        raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
+        raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together. Drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
-    positions_T = _positions(config, tokens_BT)
+    positions_T = _get_positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
-    x_BTD = _embedded(config, params, tokens_BT, positions_T, along)
-    table = _table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
+    x_BTD = _embed_tokens(config, params, tokens_BT, positions_T, along)
+    table = _make_table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along, tile, load=load))
     if config.stacked:
-        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen)
+        x_BTD, seen = _scan_blocks(
+            config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen
+        )
     else:
         found = list[Seen]()
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
@@ -548,7 +556,7 @@ def _hidden(
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
 
 
-def _scanned(
+def _scan_blocks(
     config: Config,
     block: Callable[..., Any],
     blocks: Params,
@@ -563,7 +571,7 @@ def _scanned(
     num = config.layers_a_block
     keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
 
-    def body(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
+    def run_block(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
         leaves, own_keys, own_bias, own_chosen = x
         seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
@@ -571,25 +579,25 @@ def _scanned(
             x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, *more)
         return x_BTD, seen
 
-    return nn.scan(body, x_BTD, (blocks, keyed, bias, chosen))
+    return nn.scan(run_block, x_BTD, (blocks, keyed, bias, chosen))
 
 
-def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
+def _get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     """Returns the global positions of this rank's tokens.
 
     Raises:
-        ValueError: the sequence is longer than the model's longest, or these are not this rank's tokens of it.
+        ValueError: the sequence is longer than the model's longest, or the tokens are not this rank's part.
     """
     T = tokens_BT.shape[1]
     length = nn.whole_length(config.attention, T)
     if length > config.max_len:
         raise ValueError(
-            f"a sequence of {length} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
+            f"a sequence of {length} tokens for Config(max_len={config.max_len}). Cut it or raise max_len."
         )
     return nn.own_positions(config.attention, T, tokens_BT.device)
 
 
-def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
+def _embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
     x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     if config.position == "learned":
         whole = not config.attention.axes
@@ -600,15 +608,15 @@ def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Te
     return x_BTD
 
 
-def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+def _shift_targets(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     if not config.causal and "targets" not in batch:
         raise ValueError(
-            'Config(causal=False): each token sees the next, which cannot be its target; give the batch "targets": the'
+            'Config(causal=False): each token sees the next, which cannot be its target. Give the batch "targets": the'
             ' tokens that are masked in its "tokens", and -100 elsewhere.'
         )
     if not config.causal and "mask" in batch and "segment_ids" not in batch:
         raise ValueError(
-            'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention; give the'
+            'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention. Give the'
             ' batch "segment_ids", in which padding has a number of its own.'
         )
     return shifted(batch)
@@ -618,7 +626,7 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
     """Refuses entries of a batch that a mean cross entropy does not use.
 
     Raises:
-        ValueError: names them.
+        ValueError: names the entries.
     """
     if given := [name for name in ("at", "routes") if name in batch]:
         raise ValueError(
@@ -627,22 +635,22 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
         )
 
 
-def _weighted(batch: dict[str, Any]) -> bool:
+def _is_weighted(batch: dict[str, Any]) -> bool:
     """Returns whether rows differ in the number of targets that count."""
     return any(name in batch for name in ("targets", "segment_ids", "mask"))
 
 
-def _mean(
+def _compute_mean(
     config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, extra: Tensor | None, *, weighted: bool
 ) -> Any:
     """Returns the mean cross entropy, and `extra` added to it."""
     targets_BT = batch["targets"]
     if config.loss_tile is None:
-        logits_BTV = _logits(config, params, x_BTD, along)
+        logits_BTV = _compute_logits(config, params, x_BTD, along)
         pair = nn.cross_entropy_sum(logits_BTV, targets_BT, axis=along.axis, vocab_size=config.vocab_size)
     else:
         options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
-        pair = nn.tiled_cross_entropy(x_BTD, _head(config, params), targets_BT, tile=config.loss_tile, **options)
+        pair = nn.tiled_cross_entropy(x_BTD, _get_head(config, params), targets_BT, tile=config.loss_tile, **options)
     if not weighted:
         mean = pair[0] / pair[1].clamp(min=1)
         return mean if extra is None else mean + extra
@@ -650,13 +658,13 @@ def _mean(
     return WeightedMean(pair[0] if extra is None else pair[0] + extra * pair[1], pair[1])
 
 
-def _head(config: Config, params: Params) -> Any:
+def _get_head(config: Config, params: Params) -> Any:
     return params["embed" if config.tie_embeddings else "head"]
 
 
-def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
+def _compute_logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
     return nn.column_linear(
-        x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
+        x_BTD, _weight(config, _get_head(config, params)), features=config.vocab_size, **along._asdict()
     )
 
 
@@ -665,13 +673,15 @@ def _rows_at(config: Config, along: _Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
         cause = f"{config.attention}" if config.attention.axes else "sequence=True"
         raise ValueError(
             f"apply(at=) of shape {tuple(at_BS.shape)} takes positions of whole rows, and with {cause} a rank has only"
-            " some tokens of each; drop one."
+            " some tokens of each. Drop one."
         )
     return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
-def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
-    """Attention's arguments for positions and documents: of this rank's tokens and all heads."""
+def _make_table(
+    config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None
+) -> dict[str, Any]:
+    """Returns attention's arguments for positions and documents: of this rank's tokens and all heads."""
     causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     mask = causal if config.causal else nn.Full()
     if config.layout is not None:
@@ -681,7 +691,7 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
     return how | _position_tables(config, positions_T, dtype)
 
 
-def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
+def _sample_tokens(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logits_BV.argmax(-1)
     tiny = torch.finfo(torch.float32).tiny

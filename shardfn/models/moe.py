@@ -26,7 +26,7 @@ ModelState = dict[str, Tensor]
 
 
 def gpt_moe(**changes: Any) -> gpt.Config:
-    """GPT-2 small with GShard's experts in every second layer, with `changes`.
+    """Returns GPT-2 small with GShard's experts in every second layer, with `changes`.
 
     Example:
         >>> gpt_moe(num_layers=4).expert_layers
@@ -39,7 +39,7 @@ def gpt_moe(**changes: Any) -> gpt.Config:
 
 
 def mixtral_like(**changes: Any) -> gpt.Config:
-    """Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
+    """Returns Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
 
     Example:
         >>> mixtral_like(num_layers=2).experts.num
@@ -53,9 +53,9 @@ def mixtral_like(**changes: Any) -> gpt.Config:
 
 
 def qwen3_moe_like(**changes: Any) -> gpt.Config:
-    """Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
+    """Returns Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
 
-    Queries and keys are not normalised, as they are there.
+    Queries and keys are not normalised, although they are in Qwen3.
 
     Example:
         >>> qwen3_moe_like(num_layers=2).experts.top_k
@@ -71,9 +71,9 @@ def qwen3_moe_like(**changes: Any) -> gpt.Config:
 
 
 def deepseek_v3_like(**changes: Any) -> gpt.Config:
-    """DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared one, balanced by biases.
+    """Returns DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared expert, balanced by biases.
 
-    Its attention is that of Llama, not DeepSeek's latent one. The loss has a state: `init_state`, `loss`, `finish`.
+    Attention is Llama's, not DeepSeek's latent attention. The loss has a state: `init_state`, `loss`, `finish`.
 
     Example:
         >>> deepseek_v3_like(num_layers=5).expert_layers
@@ -96,16 +96,16 @@ def loss(
     axes: Axes = None,
     **options: Any,
 ) -> Any:
-    """`gpt.loss` and the metrics of the routers; where experts have a bias, with the model state, too.
+    """Returns `gpt.loss` and the metrics of the routers. Where experts have a bias, with the model state, too.
 
         loss(config, params, batch[, key]) -> (loss, aux)
         loss(config, params, model_state, batch[, key]) -> (loss, aux, model_state)        with bias_rate > 0
 
     Args:
-        config: the shape, with experts.
+        config: shape, with experts.
         params: parameters as from `gpt.init`.
-        rest: the model state if experts have a bias, the batch, and the key that turns dropout on.
-        axes: the batch's axes, over which the choices of experts are counted for their biases.
+        rest: model state if experts have a bias, the batch, and the key that turns dropout on.
+        axes: axes of the batch, over which the choices of experts are counted for their biases.
         options: options of `gpt.loss`.
 
     Raises:
@@ -145,7 +145,7 @@ def init_state(config: gpt.Config) -> ModelState:
         >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
         torch.Size([2, 256])
     """
-    shape = len(config.expert_layers), _experts(config).num
+    shape = len(config.expert_layers), _get_experts(config).num
     return {"bias": torch.zeros(shape), "counts": torch.zeros(shape, dtype=torch.int64)}
 
 
@@ -158,17 +158,17 @@ def stages(
     sequence: bool = False,
     loss: gpt.LogitsLoss | None = None,
 ) -> gpt.Stages:
-    """`gpt.stages` of experts with a bias, which each stage keeps for its own layers.
+    """Returns `gpt.stages` of experts with a bias, which each stage keeps for its layers.
 
     The model state is `PipelineState(blocks=moe.init_state(config))`, with the spec `PipelineState(P(), P("pp"), P())`.
 
     Args:
-        config: the shape, with experts that have a bias. Its blocks are stacked.
-        axes: the batch's axes, over which the choices of experts are counted.
-        wrap: as of `gpt.stages`.
-        axis: axis as of `gpt.stages`.
-        sequence: sequence as of `gpt.stages`.
-        loss: loss as of `gpt.stages`.
+        config: shape with stacked blocks, and with experts that have a bias.
+        axes: axes of the batch, over which the choices of experts are counted.
+        wrap: see `gpt.stages`.
+        axis: see `gpt.stages`.
+        sequence: see `gpt.stages`.
+        loss: see `gpt.stages`.
 
     Raises:
         ValueError: experts have no bias, or as `gpt.stages`.
@@ -185,27 +185,27 @@ def stages(
         tensor(32)
     """
     if not _has_bias(config):
-        raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0); use gpt.stages.")
+        raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0). Use gpt.stages.")
     first, run, last = gpt.stages_and_seen(config, axis, sequence, loss)
 
-    def layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
+    def run_layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
         h, seen = run(p, h, key, state["bias"])
         assert seen is not None
         return h, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
 
-    def stateless(f: Callable[..., Any]) -> Callable[..., Any]:
+    def drop_state(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, state, *rest: (f(params, *rest), state)
 
-    return gpt.Stages(stateless(first), wrap(layer), stateless(last))
+    return gpt.Stages(drop_state(first), wrap(run_layer), drop_state(last))
 
 
 def finish(config: gpt.Config, model_state: Any) -> Any:
     """Returns the model state after a step.
 
-    Biases moved once by the counts of all microbatches, and the counts cleared.
+    Biases have moved once by the counts of all microbatches, and the counts are cleared.
 
-    It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`; in a pipeline its state is a
-    `PipelineState`.
+    The function is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`. In a pipeline the
+    state is a `PipelineState`.
 
     Example:
         >>> config = deepseek_v3_like(num_layers=4)
@@ -216,7 +216,7 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
     """
     if isinstance(model_state, PipelineState):
         return model_state._replace(blocks=finish(config, model_state.blocks))
-    bias = moe.bias_update(model_state["bias"], model_state["counts"], _experts(config).bias_rate)
+    bias = moe.bias_update(model_state["bias"], model_state["counts"], _get_experts(config).bias_rate)
     return {**model_state, "bias": bias, "counts": torch.zeros_like(model_state["counts"])}
 
 
@@ -227,16 +227,16 @@ def num_active_params(config: gpt.Config) -> int:
         >>> round(num_active_params(mixtral_like()) / 1e9, 1), round(gpt.num_params(mixtral_like()) / 1e9, 1)
         (12.9, 46.7)
     """
-    experts = _experts(config)
+    experts = _get_experts(config)
     one = (3 if config.mlp == "swiglu" else 2) * config.d_model * (experts.d_ff or config.ff_dim)
     return gpt.num_params(config) - len(config.expert_layers) * (experts.num - experts.top_k) * one
 
 
-def _experts(config: gpt.Config) -> Experts:
+def _get_experts(config: gpt.Config) -> Experts:
     if config.experts is None:
-        raise ValueError(f"the model has no experts; give it some, as in {mixtral_like.__name__}().")
+        raise ValueError(f"the model has no experts. Give it some, as in {mixtral_like.__name__}().")
     return config.experts
 
 
 def _has_bias(config: gpt.Config) -> bool:
-    return _experts(config).bias_rate > 0
+    return _get_experts(config).bias_rate > 0

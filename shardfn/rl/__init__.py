@@ -1,6 +1,6 @@
 """Learning from rewards: losses of policies, critics and models of rewards, and rollouts by the engine of inference.
 
-Losses are pure functions of log probabilities and lengths. Each is a `WeightedMean`, so any number of ranks and
+Losses are pure functions of log probabilities and lengths. Each loss is a `WeightedMean`, so any number of ranks and
 microbatches has the gradient of the whole batch.
 """
 

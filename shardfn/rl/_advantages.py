@@ -1,4 +1,4 @@
-"""Advantages: of answers among those of their prompt, and of tokens by the values of a critic.
+"""Advantages: of answers among the answers to their prompt, and of tokens by the values of a critic.
 
 B rows, T tokens of an answer.
 """
@@ -38,20 +38,20 @@ def group_advantages(
     | RLOO | mean of the "others" | False |
 
     A group of equal rewards has advantages 0. A reward that is NaN or infinite is missing: its answer has advantage 0,
-    and the others are a group without it. A group of one answer has advantage 0. If all rewards are missing, as where
-    `score` was not called, there is a warning, except in a captured step.
+    and the remaining answers are a group. A group of a single answer has advantage 0. If all rewards are missing, for
+    example where `score` was not called, there is a warning, except in a captured step.
 
     Args:
-        rewards_B: rows `size * i` to `size * (i + 1) - 1` are group i.
-        size: answers of a prompt.
+        rewards_B: rewards. Rows `size * i` to `size * (i + 1) - 1` are group i.
+        size: number of answers to a prompt.
         baseline: see above.
         deviation: see above.
-        eps: added to the deviation; above 0, as that of equal rewards is 0.
-        axis: mesh axes that cut the rows, also within groups. All ranks have equal numbers of them. Only a loss, or
-            another function that a mesh runs, knows its axes: elsewhere the rows are this rank's own.
+        eps: term added to the deviation. Above 0, as the deviation of equal rewards is 0.
+        axis: mesh axes that cut the rows, also within groups. All ranks have equal numbers of rows. Only a loss, or
+            another function that a mesh runs, knows its axes. Elsewhere the rows are only this rank's.
 
     Returns:
-        The advantages of this rank's rows; constants.
+        The advantages of this rank's rows, as constants.
 
     Raises:
         ValueError: rewards are not one dim, `size` does not divide the number of rows, or `eps` is not above 0.
@@ -69,12 +69,12 @@ def group_advantages(
     check_numbers("group_advantages", eps=eps)
     whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
     if size < 1 or len(whole) % size:
-        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
+        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}. Pass whole groups.")
     if baseline not in ("mean", "others"):
-        raise ValueError(f'baseline is {baseline!r}; it must be "mean" or "others".')
+        raise ValueError(f'baseline must be "mean" or "others", got {baseline!r}.')
     _warn_without_rewards(whole)
     # In float64 the square of no reward in float32 overflows.
-    of_all = _of_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
+    of_all = _compare_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
     return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
 
@@ -89,7 +89,7 @@ def _warn_without_rewards(rewards: Tensor) -> None:
         )
 
 
-def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
+def _compare_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
     known = rewards.isfinite()
     num = known.sum(1, keepdim=True).to(rewards.dtype)
     # Less the largest of the group first: the mean of equal rewards is then exactly theirs.
@@ -112,20 +112,20 @@ def gae(
     discount: float = 1.0,
     decay: float = 0.95,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Generalised advantages, and the returns that a critic learns.
+    """Returns generalised advantages, and the returns that a critic learns.
 
-    delta_t = r_t + discount V_{t+1} - V_t;  A_t = delta_t + discount decay A_{t+1};  R_t = A_t + V_t; V is 0 from the
+    delta_t = r_t + discount V_{t+1} - V_t,  A_t = delta_t + discount decay A_{t+1},  R_t = A_t + V_t. V is 0 from the
     answer's end on.
 
     Args:
         rewards_BT: rewards of each token.
-        values_BT: the critic's, before each token.
+        values_BT: values of the critic, before each token.
         lengths_B: tokens of each answer.
         discount: gamma.
         decay: lambda.
 
     Returns:
-        (advantages, returns), constants; 0 from each answer's end on.
+        (advantages, returns), as constants. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, a length is not from 0 to T, or a factor not from 0 to 1.

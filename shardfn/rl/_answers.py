@@ -1,7 +1,7 @@
 """Answers as rows of one width: masks from lengths, and sums over tokens.
 
-Column j of a row is the answer's token j: where a tool wrote between them, the j-th token that the model drew. A token
-counts if j is below the row's length. Its id is never looked at, so an end token that is also the padding counts.
+Column j of a row is the answer's token j. Where a tool wrote between tokens, column j is the j-th token that the model
+drew. A token counts if j is below the row's length, whatever its id, so an end token that is also the padding counts.
 
 B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
 """
@@ -19,10 +19,10 @@ from ._shapes import check_lengths, check_places, check_shapes
 
 
 def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
-    """Returns the tokens that count: those before each row's length.
+    """Returns the mask of tokens that count: the tokens before each row's length.
 
     Args:
-        lengths_B: tokens of each answer; 0 is an empty one.
+        lengths_B: tokens of each answer. 0 is an empty answer.
         width: T.
 
     Example:
@@ -41,7 +41,7 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
     """Returns the mean over all tokens that count, of all ranks and microbatches.
 
     Args:
-        x_BT: a value for each token.
+        x_BT: value of each token.
         lengths_B: tokens of each answer.
 
     Raises:
@@ -57,7 +57,7 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
 
 
 def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
-    """`token_mean` of tensors that are checked."""
+    """Returns `token_mean` of tensors that are checked."""
     mask_BT, x_BT = answer_mask(lengths_B, x_BT.shape[1]), widened(x_BT)  # 16 bits have no count of 257
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
 
@@ -66,7 +66,7 @@ def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
     """Returns the mean over all rows, of all ranks and microbatches.
 
     Args:
-        x_B: a value for each row.
+        x_B: value of each row.
 
     Example:
         >>> row_mean(torch.tensor([1.0, 3.0])).mean()
@@ -99,7 +99,7 @@ def answer_logprobs(
             behind its prompt.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        Log probabilities [B, T]. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -110,8 +110,8 @@ def answer_logprobs(
         tensor([[-2.0794,  0.0000]])
     """
     given = {"logits_BLV": logits_BLV}
-    before_BT = _before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
-    return _drawn(_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
+    before_BT = _find_before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
 
 
 def answer_positions(
@@ -121,9 +121,9 @@ def answer_positions(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Int[Tensor, "b t"]:
-    """Returns the position before each token of the answers, whose logits draw that token: `at` of `gpt.apply`.
+    """Returns the position before each token of the answers, whose logits draw the token: `at` of `gpt.apply`.
 
-    The head then multiplies no token of a prompt, and no logits of one are kept for the backward.
+    The head then multiplies no token of a prompt, and no logits of a prompt are kept for the backward.
 
     Args:
         ids_BL: ids as of `answer_logprobs`.
@@ -133,7 +133,7 @@ def answer_positions(
         places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]. Any position of the row from each answer's end on.
+        Positions [B, T]. Any position of the row from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -142,7 +142,7 @@ def answer_positions(
         >>> answer_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[1, 2]])
     """
-    return _before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _find_before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
 
 
 def logprobs_at(
@@ -153,7 +153,7 @@ def logprobs_at(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """`answer_logprobs` of logits at `answer_positions` only, with the same bits.
+    """Returns `answer_logprobs` of logits at `answer_positions` only, with the same bits.
 
     Args:
         logits_BTV: logits as from `gpt.apply(..., at=answer_positions(ids_BL, ...))`.
@@ -164,7 +164,7 @@ def logprobs_at(
         places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        Log probabilities [B, T]. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -174,9 +174,9 @@ def logprobs_at(
         >>> logprobs_at(torch.zeros(1, 2, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
-    before_BT = _before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
     check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
-    return _drawn(logits_BTV, ids_BL, before_BT, lengths_B)
+    return _compute_drawn(logits_BTV, ids_BL, before_BT, lengths_B)
 
 
 def answer_values(
@@ -196,7 +196,7 @@ def answer_values(
         places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        Values [B, T]. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -205,7 +205,7 @@ def answer_values(
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    before_BT = _before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
     found_BT = values_BL.gather(1, before_BT)
     return masked(found_BT, answer_mask(lengths_B, width))
 
@@ -227,7 +227,7 @@ def answer_entropies(
         places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        Entropies [B, T]. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -237,8 +237,8 @@ def answer_entropies(
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    before_BT = _before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
-    logs_BTV = _rows(logits_BLV, before_BT).log_softmax(-1)
+    before_BT = _find_before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    logs_BTV = _take_rows(logits_BLV, before_BT).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
@@ -251,21 +251,21 @@ def answer_divergences(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """KL(pi, ref) at each token of the answers: the sum over the vocabulary, which `kl` estimates by the token drawn.
+    """Returns KL(pi, ref) at each token: the sum over the vocabulary, which `kl` estimates by the drawn token.
 
-    A single improbable token makes k3 as large as ref / pi, and its mean over a rollout with it. This sum has the same
-    mean over draws and no such tail, so take it to watch or to bound a divergence.
+    A single improbable token makes k3 as large as ref / pi, and with k3 its mean over a rollout. The sum over the
+    vocabulary has the same mean over draws and no such tail, so take the sum to watch or to bound a divergence.
 
     Args:
         logits_BLV: logits of the policy, as of `answer_logprobs`.
-        reference_BLV: reference of the reference.
+        reference_BLV: logits of the reference.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
         places_BT: places as of `answer_logprobs`.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        Divergences [B, T]. 0 from each answer's end on.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -280,13 +280,13 @@ def answer_divergences(
         https://arxiv.org/abs/2504.10637
     """
     check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    before_BT = _before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
-    p_BTV, q_BTV = (_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
+    before_BT = _find_before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
     return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
 
 
-def _before(
+def _find_before(
     function: str,
     given: Mapping[str, Tensor],
     prompts_B: Tensor,
@@ -295,7 +295,10 @@ def _before(
     places_BT: Tensor | None,
     ids_BL: Tensor | None = None,
 ) -> Tensor:
-    """Returns the position before each token of the answers, after the checks of `function`; that of padding is any."""
+    """Returns the position before each token of the answers, after the checks of `function`.
+
+    Padding has any position.
+    """
     check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
     check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
     [x] = given.values()
@@ -306,11 +309,11 @@ def _before(
     return (places_BT - 1).clamp(0, length - 1)
 
 
-def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
+def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
     return widened(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
 
 
-def _drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
+def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Returns the log probability of the token behind each position, by the logits there."""
     mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)

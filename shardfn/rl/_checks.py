@@ -1,4 +1,4 @@
-"""Checks of a loop of rollouts and updates: that the trainer's distribution is that of the draws, and tokens agree."""
+"""Checks of a loop of rollouts and updates: the trainer's distribution equals the draws', and tokens agree."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ from ._shapes import check_lengths, check_numbers, check_shapes
 
 
 def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, tolerance: float = 0.0) -> None:
-    """Refuses a rollout whose log probabilities are not those of the trainer's weights before their first update.
+    """Refuses a rollout whose log probabilities differ from the trainer's before the first update.
 
-    For an exact model they are equal to the last bit. They differ if dropout is active in the actor, if other weights
-    drew the answers, or if the loss uses another temperature. Call it where the loop can wait for the values.
+    For an exact model both are equal to the last bit. They differ if dropout is active in the actor, if other weights
+    drew the answers, or if the loss uses another temperature. Call the check where the loop can wait for the values.
 
     Args:
-        logprobs_BT: logprobs of the actor, as by `step.apply`.
+        logprobs_BT: log probabilities of the actor, as by `step.apply`.
         rollout: rollout of the same weights.
-        tolerance: the largest difference; for a model that is not exact about 1e-4 in float32.
+        tolerance: largest difference. For a model that is not exact about 1e-4 in float32.
 
     Raises:
         ValueError: names the first row and token that differ, with both values, or the tolerance is negative.
@@ -51,19 +51,21 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
 def mismatch_metrics(
     logprobs_BT: Float[Tensor, "b t"], drawn_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]
 ) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: how far the trainer's log probabilities are from those of the draws, without gradients.
+    """Returns metrics for a loss's aux.
 
-    They measure the mismatch of training and engine where both have the same weights: in a first epoch. In later ones
-    they also have the updates. With an exact model all are 0.
+    Distances of the trainer's log probabilities from the draws', without gradients.
+
+    The metrics measure the mismatch of training and engine where both have the same weights: in a first epoch. In later
+    epochs the metrics also have the updates. With an exact model all are 0 in a first epoch.
 
     Args:
-        logprobs_BT: logprobs of the policy that learns.
+        logprobs_BT: log probabilities of the policy that learns.
         drawn_BT: `Rollout.logprobs`.
         lengths_B: tokens of each answer.
 
     Returns:
-        "mismatch", the mean over tokens of the absolute difference; "mismatch_most", the mean over answers of their
-        largest one; "mismatched", the part of tokens that have other bits.
+        "mismatch", the mean over tokens of the absolute difference, "mismatch_most", the mean over answers of their
+        largest difference, and "mismatched", the part of tokens that have other bits.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T.
@@ -86,8 +88,8 @@ def check_tokenizers(actor: Any, other: Any) -> None:
     """Refuses two models whose ids mean different tokens, such as an actor and a model of rewards from elsewhere.
 
     Args:
-        actor: a tokenizer with `get_vocab`, as those of transformers, or its mapping from tokens to ids.
-        other: other of the model that reads the actor's ids.
+        actor: tokenizer with `get_vocab`, such as a tokenizer of transformers, or its mapping from tokens to ids.
+        other: tokenizer or mapping of the model that reads the actor's ids.
 
     Raises:
         ValueError: names the smallest id that differs, with both tokens.
@@ -95,7 +97,7 @@ def check_tokenizers(actor: Any, other: Any) -> None:
     Example:
         >>> check_tokenizers({"a": 0, "b": 1}, {"a": 0, "b": 1})
     """
-    ours, theirs = ({i: token for token, i in _vocabulary(x).items()} for x in (actor, other))
+    ours, theirs = ({i: token for token, i in _get_vocabulary(x).items()} for x in (actor, other))
     wrong = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if wrong:
         i = wrong[0]
@@ -106,5 +108,5 @@ def check_tokenizers(actor: Any, other: Any) -> None:
         )
 
 
-def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
+def _get_vocabulary(tokenizer: Any) -> Mapping[str, int]:
     return tokenizer if isinstance(tokenizer, Mapping) else tokenizer.get_vocab()

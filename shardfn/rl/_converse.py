@@ -1,7 +1,9 @@
-"""Rollouts of several turns: an answer calls a tool, whose tokens go into it, and the model goes on behind them.
+"""Rollouts of several turns.
 
-The places of the tokens that the model drew are those of the rollout, so that every loss of this room learns from them
-alone, and sees the tool's tokens as it sees a prompt's.
+An answer calls a tool, whose tokens go into the answer, and the model goes on behind them.
+
+The rollout has the places of the tokens that the model drew, so that every loss of this room learns only from these
+tokens, and sees the tool's tokens as it sees a prompt's.
 """
 
 import dataclasses
@@ -25,14 +27,14 @@ from ._shapes import check_shapes
 
 
 class Conversations(NamedTuple):
-    """A rollout of answers that call a tool, and the failures of the tool.
+    """Rollout of answers that call a tool, and the failures of the tool.
 
     Attributes:
-        rollout: without rewards. `lengths`, `logprobs` and `versions` are of the tokens that the model drew, and
-            `places` has where they are in `ids`.
+        rollout: rollout without rewards. `lengths`, `logprobs` and `versions` are of the tokens that the model drew,
+            and `places` has their places in `ids`.
         calls: calls of the tool, in each answer.
-        counts: "raised", "late", "invalid" (no list of ids) and "died" (its process ended), of all calls.
-        first: the first failure, with its error, empty if nothing failed.
+        counts: "raised", "late", "invalid" (no list of ids) and "died" (the process ended), of all calls.
+        first: first failure, with its error, empty if nothing failed.
         failed: calls in each answer that failed, by kind in the order of `FAILURES`.
     """
 
@@ -81,34 +83,35 @@ def converse(
     seconds: float = 10.0,
     workers: int = 1,
 ) -> Conversations:
-    """Answers to prompts, `sampling.n` to each, in which the model may call a tool; without rewards.
+    """Returns answers to prompts, `sampling.n` to each, in which the model may call a tool. Rewards are missing.
 
     Where the model draws one of `call_tokens`, the tool gets the ids of the prompt and of the answer so far, and its
     result is put behind them. The answer ends by a stop token, or where `sampling.max_tokens` are drawn, `calls` are
-    used up, or the row has no room for a result and one more token. An answer is the same beside any other ones if the
-    tool is a function of its arguments.
+    used up, or the row has no room for a result and a further token. An answer is the same next to any other answers if
+    the tool is a function of its arguments.
 
-    Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its
+    Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
     cache. With an exact model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the whole
     conversation has the bits of the rollout's log probabilities.
 
     Args:
         engine: see `sample`. Several ranks divide the calls of the tool, and have the same results.
-        prompts: ids of each.
+        prompts: ids of each prompt.
         sampling: see `sample`. `max_tokens` is T, the most tokens that the model draws in an answer.
-        tool: `tool(prompt, answer) -> ids`. It runs in a fork of this process, as the function of `score`.
-        call_tokens: ids that call the tool; none of them is a stop token.
+        tool: function `tool(prompt, answer) -> ids`, run in a fork of this process, as the function of `score`.
+        call_tokens: ids that call the tool. None of them is a stop token.
         key: key of this iteration.
-        start: the number of the first prompt, where ranks or calls have prompts of their own.
+        start: number of the first prompt, where ranks or calls have different prompts.
         length: L, the same on all ranks. Default: the engine's context.
         since: see `sample`.
-        calls: the most calls in an answer.
+        calls: most calls in an answer.
         failed: ids that take the place of a result where the tool fails.
-        seconds: the limit of a call.
-        workers: processes.
+        seconds: limit of a call.
+        workers: number of processes.
 
     Raises:
-        ValueError: as `sample`, or no token calls the tool, one of them is a stop token, or a number is out of range.
+        ValueError: as `sample`, or no token calls the tool, or such a token is a stop token, or a number is out of
+            range.
         RuntimeError: as `sample`.
         NotImplementedError: this system has no fork.
 
@@ -126,7 +129,7 @@ def converse(
     check_sampling("converse", sampling)
     length = engine.limits.context if length is None else length
     check_prompts("converse", prompts, sampling.max_tokens, length, engine)
-    _check(engine, sampling, call_tokens, failed, length, calls)
+    _check_conversation(engine, sampling, call_tokens, failed, length, calls)
     talks = [
         _Talk(list(prompt), len(prompt), seed)
         for i, prompt in enumerate(prompts)
@@ -136,30 +139,30 @@ def converse(
     how: dict[str, Any] = {"seconds": seconds, "workers": workers, "mesh": engine.mesh, "axis": engine.mesh.axis_names}
     going, outcomes = list(range(len(talks))), list[Outcome]()
     while going:
-        _draw(engine, talks, going, sampling, call_tokens, length)
+        _draw_answers(engine, talks, going, sampling, call_tokens, length)
         going = [i for i in going if _may_call(talks[i], sampling, call_tokens, length, calls)]
-        found = outcomes_of(asked, [_arguments(talks[i]) for i in going], **how)
+        found = outcomes_of(asked, [_read_arguments(talks[i]) for i in going], **how)
         outcomes += [(going[row], kind, value) for row, kind, value in found]
-        going = [i for i, one in zip(going, found, strict=True) if _put(talks[i], one, failed, length)]
+        going = [i for i, one in zip(going, found, strict=True) if _put_outcome(talks[i], one, failed, length)]
     return Conversations(
-        _rollout(talks, rollout_for(engine, len(talks), length, sampling.max_tokens), since, engine),
+        _make_rollout(talks, rollout_for(engine, len(talks), length, sampling.max_tokens), since, engine),
         torch.tensor([talk.calls for talk in talks], device=engine.mesh.device),
         count_kinds(outcomes),
         next((asked.text(one) for one in outcomes if one[1]), ""),
-        _failed(len(talks), outcomes).to(engine.mesh.device),
+        _describe_failed(len(talks), outcomes).to(engine.mesh.device),
     )
 
 
 def call_metrics(calls_B: Int[Tensor, " b"], failed_BK: Int[Tensor, "b kinds"]) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: means over the answers of all ranks.
+    """Returns metrics for a loss's aux: means over the answers of all ranks.
 
     Args:
         calls_B: `Conversations.calls`.
         failed_BK: `Conversations.failed`.
 
     Returns:
-        "calls" of an answer; "calls_raised", "calls_late", "calls_invalid" and "calls_died", those among them that
-        failed so.
+        "calls" of an answer, and "calls_raised", "calls_late", "calls_invalid" and "calls_died", the failed calls by
+        kind.
 
     Raises:
         ValueError: shapes do not fit.
@@ -174,7 +177,7 @@ def call_metrics(calls_B: Int[Tensor, " b"], failed_BK: Int[Tensor, "b kinds"]) 
     return {name: row_mean(x_B.float()) for name, x_B in ({"calls": calls_B} | kinds).items()}
 
 
-def _failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
+def _describe_failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
     found = torch.zeros(rows, len(FAILURES), dtype=torch.int64)
     for row, kind, _ in outcomes:
         if kind:
@@ -182,40 +185,40 @@ def _failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
     return found
 
 
-def _check(
+def _check_conversation(
     engine: Engine, sampling: Sampling, call_tokens: Sequence[int], failed: Sequence[int], length: int, calls: int
 ) -> None:
     vocab, context = engine.limits.vocab, engine.limits.context
     for name, ids in (("call_tokens", call_tokens), ("failed", failed)):
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab]
         if wrong:
-            raise ValueError(f"converse: {name} has {wrong[0]!r}; pass ids from 0 to {vocab - 1}.")
+            raise ValueError(f"converse: {name} has {wrong[0]!r}. Pass ids from 0 to {vocab - 1}.")
     both = sorted(set(call_tokens) & set(sampling.stop_tokens))
     if both or not call_tokens:
         raise ValueError(
-            f"converse: call_tokens are {list(call_tokens)}, and stop_tokens {list(sampling.stop_tokens)}; pass one at"
+            f"converse: call_tokens are {list(call_tokens)}, and stop_tokens {list(sampling.stop_tokens)}. Pass one at"
             " least that calls the tool, and ends no answer."
         )
     if length > context:
         raise ValueError(
-            f"converse: length is {length}, and the engine's context {context}; pass a shorter length, or limits of a"
+            f"converse: length is {length}, and the engine's context {context}. Pass a shorter length, or limits of a"
             " longer context."
         )
     if calls < 1:
-        raise ValueError(f"converse: calls is {calls}; pass 1 at least, or take sample for answers without a tool.")
+        raise ValueError(f"converse: calls is {calls}. Pass 1 at least, or take sample for answers without a tool.")
 
 
 def _ids_below(vocab: int) -> Callable[[Any], list[int]]:
-    def accept(value: Any) -> list[int]:
+    def accept_ids(value: Any) -> list[int]:
         ids = [operator.index(i) for i in value]
         if not all(0 <= i < vocab for i in ids):
             raise ValueError(ids)
         return ids
 
-    return accept
+    return accept_ids
 
 
-def _draw(
+def _draw_answers(
     engine: Engine, talks: list[_Talk], going: list[int], sampling: Sampling, call_tokens: Sequence[int], length: int
 ) -> None:
     """Lets the model go on in each conversation, up to a call or its end."""
@@ -223,7 +226,7 @@ def _draw(
         dataclasses.replace(
             sampling,
             n=1,
-            seed=talk.seed,  # draws also depend on their positions, so turns share it
+            seed=talk.seed,  # draws also depend on their positions, so turns share the seed
             max_tokens=min(sampling.max_tokens - len(talk.places), length - len(talk.ids)),
             stop_tokens=(*sampling.stop_tokens, *call_tokens),
         )
@@ -240,11 +243,11 @@ def _may_call(talk: _Talk, sampling: Sampling, call_tokens: Sequence[int], lengt
     return room and talk.calls < calls and talk.ids[-1] in call_tokens
 
 
-def _arguments(talk: _Talk) -> tuple[list[int], list[int]]:
+def _read_arguments(talk: _Talk) -> tuple[list[int], list[int]]:
     return talk.ids[: talk.prompt], talk.ids[talk.prompt :]
 
 
-def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
+def _put_outcome(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
     """Puts a result behind the call, and returns whether the model goes on."""
     _, kind, value = outcome
     result: Sequence[int] = failed if kind else value
@@ -255,7 +258,7 @@ def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> b
     return True
 
 
-def _rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Rollout:
+def _make_rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Rollout:
     for i, talk in enumerate(talks):
         num = len(talk.places)
         out.prompts[i], out.lengths[i], out.ended[i] = talk.prompt, num, talk.ended

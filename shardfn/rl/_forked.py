@@ -1,7 +1,7 @@
 """Calls of a function in Python that may fail: each has a time limit, and failures are outcomes.
 
-Calls run in forks of this process, which are ended if they take too long. So a function needs no file of its own, and
-nothing that it does, a crash among it, reaches the run.
+Calls run in forks of this process, which are ended if they take too long. So a function needs no separate file, and
+nothing that a function does, such as a crash, reaches the run.
 """
 
 import collections
@@ -29,13 +29,13 @@ PATIENCE = 10.0
 
 
 class Called(NamedTuple):
-    """A function that is called in forks.
+    """Function that is called in forks.
 
     Attributes:
-        who: the function of this room that calls it, for errors.
+        who: function of this room that makes the calls, for errors.
         function: function of a row's arguments.
-        accept: function from its result to the outcome's value, by an error where it is invalid.
-        wanted: a result that is accepted, for texts: "a finite number".
+        accept: function from a result to the outcome's value, by an error where the result is invalid.
+        wanted: description of a result that is accepted, such as "a finite number".
     """
 
     who: str
@@ -76,12 +76,14 @@ def outcomes_of(
         )
     if not hasattr(os, "fork"):
         raise NotImplementedError(
-            f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork; call the"
+            f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork. Call the"
             " function yourself, and for rewards pass rollout._replace(rewards=...)."
         )
     own = range(len(calls)) if mesh is None else range(mesh.axis_index(axis), len(calls), mesh.axis_size(axis))
-    outcomes = list(_run(called, calls, own, seconds, workers))
-    return sorted(outcomes if mesh is None else _joined(called.who, outcomes, mesh, axis), key=lambda one: one[0])
+    outcomes = list(_run_calls(called, calls, own, seconds, workers))
+    return sorted(
+        outcomes if mesh is None else _join_outcomes(called.who, outcomes, mesh, axis), key=lambda one: one[0]
+    )
 
 
 def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -91,17 +93,17 @@ def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 class _Worker:
-    """A fork that calls the function for some rows in turn."""
+    """Fork that calls the function for some rows in turn."""
 
     def __init__(self, called: Called, calls: Sequence[Any], rows: collections.deque[int], seconds: float) -> None:
-        self.rows = rows  # without an outcome yet; the first one is being computed
+        self.rows = rows  # without an outcome yet, the first in progress
         self.pipe, theirs = Pipe(duplex=False)
-        self.pid = _fork(called, calls, list(rows), seconds, self.pipe, theirs)
+        self.pid = _fork_worker(called, calls, list(rows), seconds, self.pipe, theirs)
         theirs.close()
         self.since = time.monotonic()
 
     def end(self) -> None:
-        """Ends the fork, wherever it is."""
+        """Ends the fork, at any point of its work."""
         self.pipe.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended
             os.killpg(self.pid, signal.SIGKILL)
@@ -109,7 +111,7 @@ class _Worker:
         os.waitpid(self.pid, 0)
 
 
-def _joined(who: str, outcomes: list[Outcome], mesh: Mesh, axis: Axes) -> list[Outcome]:
+def _join_outcomes(who: str, outcomes: list[Outcome], mesh: Mesh, axis: Axes) -> list[Outcome]:
     """Returns the outcomes of all ranks along the axes."""
     if mesh.axis_size(axis) == 1:
         return outcomes
@@ -120,7 +122,9 @@ def _joined(who: str, outcomes: list[Outcome], mesh: Mesh, axis: Axes) -> list[O
     return [outcome for rank in mesh.along(mesh.axes(axis)) for outcome in everywhere[rank]]
 
 
-def _run(called: Called, calls: Sequence[Any], own: Sequence[int], seconds: float, workers: int) -> Iterator[Outcome]:
+def _run_calls(
+    called: Called, calls: Sequence[Any], own: Sequence[int], seconds: float, workers: int
+) -> Iterator[Outcome]:
     shares = [collections.deque(own[w::workers]) for w in range(min(workers, len(own)))]
     running = {worker.pipe: worker for share in shares for worker in [_Worker(called, calls, share, seconds)]}
     try:
@@ -131,7 +135,7 @@ def _run(called: Called, calls: Sequence[Any], own: Sequence[int], seconds: floa
             late = [pipe for pipe, worker in running.items() if pipe not in ready and now >= worker.since + seconds]
             for pipe in [*ready, *late]:
                 worker = running[pipe]  # pyright: ignore[reportArgumentType]  # a pipe of `running`
-                kind, value = ("late", seconds) if pipe in late else _received(worker)
+                kind, value = ("late", seconds) if pipe in late else _receive_outcome(worker)
                 yield worker.rows.popleft(), kind, value
                 worker.since = now
                 if worker.rows and kind not in ("late", "died"):
@@ -146,14 +150,14 @@ def _run(called: Called, calls: Sequence[Any], own: Sequence[int], seconds: floa
             worker.end()
 
 
-def _received(worker: _Worker) -> tuple[str, Any]:
+def _receive_outcome(worker: _Worker) -> tuple[str, Any]:
     try:
         return worker.pipe.recv()
     except (EOFError, OSError):
         return "died", None
 
 
-def _fork(
+def _fork_worker(
     called: Called,
     calls: Sequence[Any],
     rows: list[int],
@@ -171,14 +175,14 @@ def _fork(
         return pid
     try:
         ours.close()
-        _serve(called, calls, rows, theirs, seconds)
+        _serve_calls(called, calls, rows, theirs, seconds)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
         os._exit(0)
 
 
-def _serve(called: Called, calls: Sequence[Any], rows: list[int], pipe: Connection, seconds: float) -> None:
+def _serve_calls(called: Called, calls: Sequence[Any], rows: list[int], pipe: Connection, seconds: float) -> None:
     os.setpgid(0, 0)  # processes that the function starts end with it
     # No socket stays open in here: peers of a rank that dies are to see it at once.
     os.closerange(3, pipe.fileno())
@@ -188,21 +192,21 @@ def _serve(called: Called, calls: Sequence[Any], rows: list[int], pipe: Connecti
     torch.set_num_threads(1)  # those of OpenMP are lost
     for row in rows:
         signal.setitimer(signal.ITIMER_REAL, seconds + PATIENCE)
-        pipe.send(_outcome(called, calls[row]))
+        pipe.send(_make_outcome(called, calls[row]))
 
 
-def _outcome(called: Called, call: Any) -> tuple[str, Any]:
+def _make_outcome(called: Called, call: Any) -> tuple[str, Any]:
     try:
         value = called.function(*call)
     except BaseException as error:
-        return "raised", f"{type(error).__name__}: {_text(error, str)}"
+        return "raised", f"{type(error).__name__}: {_describe_value(error, str)}"
     try:
         return "", called.accept(value)
     except Exception:
-        return "invalid", _text(value, repr)[:80]
+        return "invalid", _describe_value(value, repr)[:80]
 
 
-def _text(value: Any, form: Callable[[Any], str]) -> str:
+def _describe_value(value: Any, form: Callable[[Any], str]) -> str:
     try:
         return form(value)
     except Exception as error:

@@ -24,16 +24,16 @@ def kl(
     | | value | mean of the value | mean of the gradient |
     |---|---|---|---|
     | k1 | -x | KL(pi, ref) | 0 |
-    | k2 | x^2 / 2 | neither divergence | that of KL(pi, ref) |
-    | k3 | e^x - 1 - x | KL(pi, ref) | that of KL(ref, pi) |
+    | k2 | x^2 / 2 | neither divergence | gradient of KL(pi, ref) |
+    | k3 | e^x - 1 - x | KL(pi, ref) | gradient of KL(ref, pi) |
 
-    The means are over tokens that pi draws itself. Tokens of an older policy need the ratio to it as a weight: with its
-    gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a reward, where only
-    the value counts, take k1 or k3; in a loss without ratios k2 or k3.
+    The means are over tokens that pi draws. Tokens of an older policy need the ratio to the older policy as a weight:
+    with the ratio's gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a
+    reward, where only the value counts, take k1 or k3. In a loss without ratios take k2 or k3.
 
     Args:
-        logprobs: logprobs of the policy.
-        reference: reference of the reference, for the same tokens; a constant.
+        logprobs: log probabilities of the policy.
+        reference: log probabilities of the reference, for the same tokens, as a constant.
         estimator: see above.
 
     Raises:
@@ -52,7 +52,7 @@ def kl(
             return x * x / 2
         case "k3":
             return x.expm1() - x
-    raise ValueError(f'estimator is {estimator!r}; it must be "k1", "k2" or "k3".')
+    raise ValueError(f'estimator must be "k1", "k2" or "k3", got {estimator!r}.')
 
 
 def follow_divergence(beta: float, divergence: float, target: float, *, rate: float = 0.1, most: float = 0.2) -> float:
@@ -61,15 +61,15 @@ def follow_divergence(beta: float, divergence: float, target: float, *, rate: fl
     Beta (1 + rate clip(divergence / target - 1, -most, most)).
 
     A fixed beta bounds no divergence: it is too weak for one seed and too strong for the next. With this rule beta
-    grows while the divergence is above its target, by up to `rate * most` an iteration, and shrinks below it. It is a
-    part of the state of a run: save it with the checkpoint.
+    grows while the divergence is above its target, by up to `rate * most` an iteration, and shrinks below its target.
+    Beta is a part of the state of a run: save it with the checkpoint.
 
     Args:
         beta: beta of this iteration, above 0.
-        divergence: of this iteration, the same on all ranks, such as the mean of `answer_divergences`.
+        divergence: divergence of this iteration, the same on all ranks, such as the mean of `answer_divergences`.
         target: target of the divergence, above 0.
-        rate: the paper's suits thousands of iterations; runs of a hundred take more.
-        most: of the relative error.
+        rate: rate of change. The paper's rate suits thousands of iterations. Runs of a hundred take more.
+        most: bound of the relative error.
 
     Raises:
         ValueError: a number is not above 0 and finite, or `rate * most` is not below 1, so that beta would not stay

@@ -34,19 +34,20 @@ def ppo_policy(
     behaviour_BT: Float[Tensor, "b t"] | None = None,
     truncate: float = TRUNCATE,
 ) -> WeightedMean:
-    """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
+    """Returns PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
     Args:
-        logprobs_BT: logprobs of the policy that learns.
-        old_BT: of the policy before the first update by these answers.
+        logprobs_BT: log probabilities of the policy that learns.
+        old_BT: log probabilities of the policy before the first update by these answers.
         advantages_BT: advantages of each token, as from `gae`.
         lengths_B: tokens of each answer.
-        clip: how far a ratio may go; (below, above) where these differ.
-        most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; at least that of
-            `clip`. None is any, and a loss of inf where the ratio overflows.
-        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`: each
-            token's loss then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
-        truncate: the largest such factor.
+        clip: distance that a ratio may have from 1, or a pair (below, above).
+        most: largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded. At least the largest
+            ratio of `clip`. None is any, and a loss of inf where the ratio overflows.
+        behaviour_BT: log probabilities of the policy that drew the answers, where it is older than the policy of
+            `old_BT`: each token's loss then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of
+            `old_BT`.
+        truncate: largest such factor.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T. `truncate` is not positive, or without
@@ -67,7 +68,7 @@ def ppo_policy(
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     weight_BT = truncated_weights("ppo_policy", old_BT, behaviour_BT, lengths_B, truncate)
-    return counted_mean(_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
+    return counted_mean(_compute_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -86,7 +87,7 @@ def ppo_value(
         old_BT: values when the answers were drawn.
         returns_BT: returns as from `gae`.
         lengths_B: tokens of each answer.
-        clip: how far a value may go.
+        clip: distance that a value may have from its old value.
 
     Raises:
         ValueError: shapes do not fit, a length is not from 0 to T, or the clip is not above 0.
@@ -138,37 +139,38 @@ def grpo(
     Means are over the rows and tokens of all ranks and microbatches. An empty answer counts as a row of loss 0.
 
     Args:
-        logprobs_BT: logprobs of the policy that learns.
-        old_BT: of the policy before the first update by these answers.
+        logprobs_BT: log probabilities of the policy that learns.
+        old_BT: log probabilities of the policy before the first update by these answers.
         advantages_B: advantages as from `group_advantages`.
         lengths_B: tokens of each answer.
-        clip: how far a ratio may go; (below, above) where these differ.
-        most: the largest ratio of answers whose advantage is negative, which the objective "clip" leaves unbounded; at
-            least that of `clip`. None is any, and a loss of inf where the ratio overflows.
-        normalise: "sequence" is the mean over an answer's tokens, and over answers; "batch" that over all tokens;
-            "constant" the sum over an answer's tokens by `constant`, and the mean over answers.
-        constant: the longest answer's tokens, as a rule.
+        clip: distance that a ratio may have from 1, or a pair (below, above).
+        most: largest ratio of answers whose advantage is negative, which the objective "clip" leaves unbounded. At
+            least the largest ratio of `clip`. None is any, and a loss of inf where the ratio overflows.
+        normalise: "sequence" is the mean over an answer's tokens, and over answers. "batch" is the mean over all
+            tokens. "constant" is the sum over an answer's tokens by `constant`, and the mean over answers.
+        constant: number of the longest answer's tokens, as a rule.
         ratio: "token", or "sequence": exp of the mean of an answer's log ratios.
-        objective: "clip" is -min(rho A, clip(rho) A); "weight" is -clip(rho) A log pi, with clip(rho) a constant
+        objective: "clip" is -min(rho A, clip(rho) A). "weight" is -clip(rho) A log pi, with clip(rho) a constant
             weight.
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
         estimator: estimator of the divergence.
         corrected: whether the divergence of a token has the weight pi / pi_behaviour, with the ratio's gradient, as in
             DeepSeek-V3.2 and by default in TRL (`use_bias_correction_kl`). Then k1 and k3 have the mean and the mean
-            gradient of KL(pi, ref) in every epoch. Without it k3 has the gradient of KL(ref, pi), and a token that has
-            become improbable since its draw has a k3 of ref / pi. The weight has no bound: one of 2 made the divergence
-            of a run up to 15% smaller than it was. Clip the norm of gradients, as rare weights are large.
-        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`: each
-            token's loss, without its divergence, then counts min(pi_old / pi_behaviour, truncate) times: truncated
-            importance sampling. The clip bounds the updates by these answers alone, and not those since they were
-            drawn. None is the policy of `old_BT`. Where both have the same bits, so has the loss.
-        truncate: the largest such factor. It bounds the variance. Without it, the mean of a token's gradient, given the
-            tokens before it, would be that over draws of `old_BT`.
+            gradient of KL(pi, ref) in every epoch. Otherwise k3 has the gradient of KL(ref, pi), and a token that has
+            become improbable since its draw has a k3 of ref / pi. The weight has no bound: a bound of 2 made the
+            divergence of a run up to 15% too small. Clip the norm of gradients, as rare weights are large.
+        behaviour_BT: log probabilities of the policy that drew the answers, where it is older than the policy of
+            `old_BT`: each token's loss, without its divergence, then counts min(pi_old / pi_behaviour, truncate) times
+            (truncated importance sampling). The clip bounds only the updates by these answers, and not the updates
+            since the answers were drawn. None is the policy of `old_BT`. Where both have the same bits, so has the
+            loss.
+        truncate: largest such factor, which bounds the variance. Without the bound, the mean of a token's gradient,
+            given the tokens before, would equal the mean over draws of `old_BT`.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T. A choice is unknown. `constant` is missing, or
-            without effect; `beta` without a reference, or a reference without `beta`. `truncate` is not positive, or
+            without effect. `beta` without a reference, or a reference without `beta`. `truncate` is not positive, or
             without `behaviour_BT`. A clip is out of range, `beta` negative, or `most` without effect.
 
     Example:
@@ -205,15 +207,15 @@ def grpo(
         log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
     a_BT = advantages_B[:, None].expand_as(log_BT)
     if objective == "clip":
-        loss_BT = _surrogate(log_BT, a_BT, clip, most)
+        loss_BT = _compute_surrogate(log_BT, a_BT, clip, most)
     else:
-        loss_BT = -_clipped(log_BT.exp(), clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
+        loss_BT = -_clip_ratio(log_BT.exp(), clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
     loss_BT = loss_BT * truncated_weights("grpo", old_BT, behaviour_BT, lengths_B, truncate)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
         weight_BT = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) if corrected else 1.0
         loss_BT = loss_BT + beta * weight_BT * kl_BT
-    return _normalised(loss_BT, lengths_B, normalise, constant)
+    return _normalise_loss(loss_BT, lengths_B, normalise, constant)
 
 
 @explains_keywords(**MEANT)
@@ -225,18 +227,17 @@ def rloo(
     *,
     clip: Clip = 0.2,
 ) -> WeightedMean:
-    """Returns the loss of whole answers as single actions.
+    """Returns the loss of whole answers as single actions, a mean over answers.
 
-    The ratio is that of their probabilities. A mean over answers.
-
-    On the first epoch its gradient is REINFORCE's, of -A log pi(answer).
+    The ratio is the ratio of the answers' probabilities. On the first epoch the gradient is REINFORCE's, of -A log
+    pi(answer).
 
     Args:
-        logprobs_BT: logprobs of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        logprobs_BT: log probabilities of the policy that learns.
+        old_BT: log probabilities of the policy that drew the answers.
         advantages_B: advantages as from `group_advantages(baseline="others", deviation=False)`.
         lengths_B: tokens of each answer.
-        clip: how far a ratio may go; (below, above) where these differ.
+        clip: distance that a ratio may have from 1, or a pair (below, above).
 
     Raises:
         ValueError: shapes do not fit, a length is not from 0 to T, or the clip is out of range.
@@ -253,7 +254,7 @@ def rloo(
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
     check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return row_mean(_surrogate(log_BT.sum(1), advantages_B, clip, None))
+    return row_mean(_compute_surrogate(log_BT.sum(1), advantages_B, clip, None))
 
 
 @explains_keywords(**MEANT)
@@ -267,21 +268,22 @@ def policy_metrics(
     behaviour_BT: Float[Tensor, "b t"] | None = None,
     truncate: float = TRUNCATE,
 ) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: means over all tokens, without gradients.
+    """Returns metrics for a loss's aux: means over all tokens, without gradients.
 
     Args:
-        logprobs_BT: logprobs of the policy that learns.
-        old_BT: of the policy before the first update by these answers.
+        logprobs_BT: log probabilities of the policy that learns.
+        old_BT: log probabilities of the policy before the first update by these answers.
         lengths_B: tokens of each answer.
         clip: clip of the loss.
         reference_BT: log probabilities of the reference.
-        behaviour_BT: behaviour of the policy that drew the answers, where it is older than that of `old_BT`, or None.
-        truncate: truncate of the loss.
+        behaviour_BT: log probabilities of the policy that drew the answers, where it is older than the policy of
+            `old_BT`, or None.
+        truncate: truncation of the loss.
 
     Returns:
-        "ratio", pi / pi_old; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the
-        clip; "length", the mean over answers. With a reference "kl", by k3 with the weights pi / pi_behaviour: the
-        divergence of the policy that learns, though an older one has drawn the tokens; with `behaviour_BT` "weight",
+        "ratio", pi / pi_old, "exact", the part of ratios that are 1 to the last bit, "clipped", the part outside of the
+        clip, and "length", the mean over answers. With a reference "kl", by k3 with the weights pi / pi_behaviour: the
+        divergence of the policy that learns, though an older policy has drawn the tokens. With `behaviour_BT` "weight",
         min(pi_old / pi_behaviour, truncate).
 
     Raises:
@@ -299,7 +301,7 @@ def policy_metrics(
     check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
-    rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
+    rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clip_ratio(rho_BT, clip)}
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
         rows["kl"] = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) * kl_BT
@@ -309,12 +311,12 @@ def policy_metrics(
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
-def _both(clip: Clip) -> tuple[float, float]:
+def _split_clip(clip: Clip) -> tuple[float, float]:
     return clip if isinstance(clip, tuple) else (clip, clip)
 
 
 def _check_clip(who: str, clip: Clip, most: float | None = None) -> None:
-    below, above = _both(clip)
+    below, above = _split_clip(clip)
     if not (0 < below <= 1 and 0 < above < math.inf):
         raise ValueError(
             f"{who}: clip is {clip}; ratios are clipped to [1 - below, 1 + above], and below must be above 0 and at"
@@ -327,23 +329,23 @@ def _check_clip(who: str, clip: Clip, most: float | None = None) -> None:
         )
 
 
-def _clipped(rho: Tensor, clip: Clip) -> Tensor:
-    below, above = _both(clip)
+def _clip_ratio(rho: Tensor, clip: Clip) -> Tensor:
+    below, above = _split_clip(clip)
     return rho.clamp(1 - below, 1 + above)
 
 
-def _surrogate(log: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
-    # Ratios beyond their bound have no gradient. Some way beyond it they stay there, so that exp does not overflow: inf
-    # times an advantage or a gradient of 0 is NaN.
+def _compute_surrogate(log: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
+    # Ratios beyond their bound have no gradient. Some way beyond the bound they stay there, so that exp does not
+    # overflow: inf times an advantage or a gradient of 0 is NaN.
     beyond = 1.0
-    above = log.clamp(max=math.log1p(_both(clip)[1]) + beyond)
+    above = log.clamp(max=math.log1p(_split_clip(clip)[1]) + beyond)
     below = log if most is None else log.clamp(max=math.log(most) + beyond)
     rho = torch.where(a < 0, below, above).exp()
     free = rho if most is None else rho.clamp(max=most)
-    return -torch.minimum(free * a, _clipped(rho, clip) * a)
+    return -torch.minimum(free * a, _clip_ratio(rho, clip) * a)
 
 
-def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
+def _normalise_loss(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
     if normalise == "batch":
         return counted_mean(loss_BT, lengths_B)
     sums_B = masked(loss_BT, answer_mask(lengths_B, loss_BT.shape[1])).sum(1)
@@ -368,5 +370,5 @@ def _check_choices(
     check_numbers("grpo", "0 or more", beta=beta)
     if (reference is None) != (beta == 0):
         raise ValueError(
-            f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference; pass both or neither."
+            f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference. Pass both or neither."
         )

@@ -28,18 +28,18 @@ def dpo(
 ) -> WeightedMean:
     """Computes the loss of direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
 
-    With `smoothing` it is conservative DPO. TRL's `label_smoothing` is that of another loss, `robust_dpo`.
+    With `smoothing` the loss is conservative DPO. TRL's `label_smoothing` belongs to another loss, `robust_dpo`.
 
     Args:
         chosen_B: log probabilities of the better answers: sums over their tokens.
-        rejected_B: log probabilities of the other answers.
+        rejected_B: log probabilities of the rejected answers.
         chosen_reference_B: log probabilities of the better answers by the reference.
-        rejected_reference_B: log probabilities of the other answers by the reference.
+        rejected_reference_B: log probabilities of the rejected answers by the reference.
         beta: strength with which the policy is held to the reference.
         smoothing: s, the part of pairs that is expected to be the wrong way round.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
             above 0, or the smoothing not from 0 to 1.
 
     Example:
@@ -52,7 +52,7 @@ def dpo(
         Mitchell, A note on DPO with noisy preferences, 2023 (`smoothing`), https://ericmitchell.ai/cdpo.pdf
     """
     check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
-    h_B = beta * _margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = beta * _compute_margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
@@ -68,19 +68,19 @@ def robust_dpo(
 ) -> WeightedMean:
     """Computes robust DPO: (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s).
 
-    Its mean over labels, of which a part s is wrong, is the mean of `dpo` over right labels. It equals TRL's
+    The mean over labels, of which a part s is wrong, is the mean of `dpo` over right labels. The loss equals TRL's
     `loss_type="robust"` with `label_smoothing=s`.
 
     Args:
-        chosen_B: as of `dpo`.
-        rejected_B: rejected as of `dpo`.
-        chosen_reference_B: chosen reference as of `dpo`.
-        rejected_reference_B: rejected reference as of `dpo`.
+        chosen_B: log probabilities as of `dpo`.
+        rejected_B: log probabilities as of `dpo`.
+        chosen_reference_B: log probabilities as of `dpo`.
+        rejected_reference_B: log probabilities as of `dpo`.
         smoothing: s, the part of pairs that is the wrong way round.
         beta: strength with which the policy is held to the reference.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
             above 0, or the smoothing is negative, or not below a half.
 
     Example:
@@ -93,7 +93,7 @@ def robust_dpo(
     """
     if not 0 <= smoothing < 0.5:
         raise ValueError(f"robust_dpo: smoothing is {smoothing}; it must be at least 0 and below 0.5.")
-    h_B = beta * _margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = beta * _compute_margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
 
 
@@ -110,20 +110,20 @@ def ipo(
 ) -> WeightedMean:
     """Computes identity preference optimisation: (h - 1 / (2 beta))^2, where h is of means over an answer's tokens.
 
-    The optimum is finite for pairs without noise. Means over tokens are those of the paper's experiments and of TRL.
-    For example, lengths of ones give the loss of sums.
+    The optimum is finite for pairs without noise. Means over tokens are as in the paper's experiments and in TRL. For
+    example, lengths of ones give the loss of sums.
 
     Args:
-        chosen_B: as of `dpo`: sums over an answer's tokens.
-        rejected_B: rejected as of `dpo`.
-        chosen_reference_B: chosen reference as of `dpo`.
-        rejected_reference_B: rejected reference as of `dpo`.
+        chosen_B: log probabilities as of `dpo`: sums over an answer's tokens.
+        rejected_B: log probabilities as of `dpo`.
+        chosen_reference_B: log probabilities as of `dpo`.
+        rejected_reference_B: log probabilities as of `dpo`.
         chosen_lengths_B: number of tokens of each better answer.
-        rejected_lengths_B: number of tokens of each other answer.
+        rejected_lengths_B: number of tokens of each rejected answer.
         beta: strength with which the policy is held to the reference.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
             above 0.
 
     Example:
@@ -156,14 +156,14 @@ def hinge(
     """Computes the hinge loss of a pair: max(0, 1 - beta h).
 
     Args:
-        chosen_B: as of `dpo`.
-        rejected_B: rejected as of `dpo`.
-        chosen_reference_B: chosen reference as of `dpo`.
-        rejected_reference_B: rejected reference as of `dpo`.
-        beta: the margin is 1 / beta.
+        chosen_B: log probabilities as of `dpo`.
+        rejected_B: log probabilities as of `dpo`.
+        chosen_reference_B: log probabilities as of `dpo`.
+        rejected_reference_B: log probabilities as of `dpo`.
+        beta: inverse of the margin, which is 1 / beta.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
             above 0.
 
     Example:
@@ -174,7 +174,7 @@ def hinge(
     References:
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
     """
-    h_B = _margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _compute_margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((1 - beta * h_B).relu())
 
 
@@ -190,7 +190,7 @@ def kto(
 ) -> WeightedMean:
     """Computes Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
 
-    s is -1 for an answer that is wanted, and 1 for one that is not.
+    s is -1 for an answer that is wanted, and 1 for an unwanted answer.
 
     Args:
         logprobs_B: log probabilities of the answers: sums over their tokens.
@@ -199,10 +199,10 @@ def kto(
         divergence: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
             this number, or 0 if it is negative, as a constant.
         beta: strength with which the policy is held to the reference.
-        weights: w of wanted answers, and w of the others.
+        weights: w of wanted answers, and w of unwanted answers.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first, or beta is not
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
             above 0, or a weight negative.
 
     Example:
@@ -226,16 +226,16 @@ def kto(
 def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
     """Returns the term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
 
-    The whole loss is this one and the cross entropy of the chosen answers: two losses of a step, or a sum.
+    The whole loss is this term and the cross entropy of the chosen answers: two losses of a step, or a sum.
 
     Args:
         chosen_B: log probabilities of the better answers: means over their tokens, below 0.
-        rejected_B: rejected of the others.
+        rejected_B: log probabilities of the rejected answers: means over their tokens, below 0.
         beta: weight of the term.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; beta is not above 0, or a mean is not below 0, such as
-            that of an empty answer.
+        ValueError: a tensor has not one number for each answer, or beta is not above 0, or a mean is not below 0, such
+            as the mean of an empty answer.
 
     Example:
         >>> orpo(torch.tensor([-1.0]), torch.tensor([-1.0])).mean()
@@ -252,7 +252,7 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
     return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
 
 
-def _margins(
+def _compute_margins(
     who: str, beta: float, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
 ) -> Tensor:
     check_numbers(who, beta=beta)

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 
 class RewardSignal(NamedTuple):
-    """Announces rollouts from which nothing is learnt: a pure value that each rollout turns into the next one.
+    """Announcer of rollouts from which nothing is learnt: a pure value that each rollout turns into the next value.
 
-    If all advantages of all ranks are 0, as where the answers to each prompt have equal rewards, the loss of a policy
-    has no gradient. A single rollout of this kind is common. `patience` of them in a row are announced by a warning.
+    If all advantages of all ranks are 0, for example where the answers to each prompt have equal rewards, the loss of a
+    policy has no gradient. A single rollout of this kind is common. `patience` of them in a row are announced by a
+    warning.
 
     Attributes:
         patience: number of rollouts in a row without a signal after which there is a warning, and again after as many.
@@ -35,7 +36,7 @@ class RewardSignal(NamedTuple):
             ValueError: patience is not 1 or more.
         """
         if self.patience < 1:
-            raise ValueError(f"RewardSignal: patience is {self.patience}; it must be 1 or more.")
+            raise ValueError(f"RewardSignal: patience must be 1 or more, got {self.patience}.")
         waited = self.waited + 1 if float(flat) >= 1 else 0
         if waited and waited % self.patience == 0:
             warnings.warn(

@@ -29,19 +29,19 @@ def kl_rewards(
 ) -> Float[Tensor, "b t"]:
     """Returns the reward of each token: -beta times k1, and at the last token the answer's clipped score.
 
-    A score that is NaN, of a reward function that failed, or infinite counts as 0. An empty answer has no token that
-    its score could go to.
+    A score that is NaN, of a reward function that failed, or infinite counts as 0. An empty answer has no token for its
+    score.
 
     Args:
-        logprobs_BT: logprobs of the policy that drew the answers.
-        reference_BT: reference of the reference.
+        logprobs_BT: log probabilities of the policy that drew the answers.
+        reference_BT: log probabilities of the reference.
         scores_B: scores of the answers.
         lengths_B: tokens of each answer.
         beta: weight of the divergence.
-        clip: scores are clipped to [-clip, clip]. None leaves them.
-        after_end: the score goes to the place after the last token where the row has one, as in DeepSpeed-Chat. Pass
-            `gae` lengths of one more token where the row has one, too, `(lengths + 1).clamp(max=T)`, and the losses the
-            lengths themselves.
+        clip: bound of scores, which are clipped to [-clip, clip]. None leaves scores unchanged.
+        after_end: whether the score goes to the place after the last token where the row has such a place, as in
+            DeepSpeed-Chat. Then pass `(lengths + 1).clamp(max=T)` to `gae` as lengths, and the lengths themselves to
+            the losses.
 
     Raises:
         ValueError: shapes do not fit. A length is not from 0 to T. `beta` is negative, or `clip` not above 0.
@@ -99,12 +99,12 @@ def pairwise(
 ) -> WeightedMean:
     """Returns the loss of a reward model: -log sigmoid(chosen - rejected), a mean over tokens, and over pairs.
 
-    The tokens are those from the first difference of a pair to the longer one's end. Beyond the shorter one's end its
-    values are those of its padding, so pad with one id. A pair without a difference counts its last token.
+    The tokens go from the first difference of a pair to the longer row's end. Beyond the shorter row's end its values
+    are the values of its padding, so pad with one id. A pair without a difference counts its last token.
 
     Args:
         chosen_BT: values of the better rows, prompt and answer.
-        rejected_BT: values of the others.
+        rejected_BT: values of the rejected rows.
         chosen_ids_BT: tokens.
         rejected_ids_BT: tokens.
         chosen_lengths_B: tokens of each row.

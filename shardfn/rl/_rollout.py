@@ -16,27 +16,28 @@ from shardfn.engine import WeightedMean
 from ._answers import answer_mask, row_mean
 from ._shapes import check_numbers
 
-# Of a call of a function in Python: an exception, no result in time, one that is not accepted, the end of its process.
+# Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its
+# process.
 FAILURES = ("raised", "late", "invalid", "died")
 
 
 class Rollout(NamedTuple):
-    """Answers of one width. It is cut along its rows as any batch, and saved as any tree.
+    """Answers of one width, cut along rows as any batch, and saved as any tree.
 
     Attributes:
-        ids: [B, L], each prompt and behind it its answer; then zeros, which no loss looks at.
+        ids: ids [B, L] of each prompt and behind it of its answer, then zeros, which no loss looks at.
         prompts: tokens of each prompt.
-        lengths: tokens of each answer, those that the model drew.
-        logprobs: [B, T], of each token when it was drawn; 0 from the end on.
-        versions: [B, T], of the weights that drew it; -1 from the end on.
-        rewards: rewards of each answer; NaN where it has not got one. An infinite one, as of a model, is as NaN.
+        lengths: number of tokens that the model drew in each answer.
+        logprobs: log probability of each token when it was drawn [B, T]. 0 from the end on.
+        versions: version of the weights that drew each token [B, T]. -1 from the end on.
+        rewards: rewards of each answer, NaN where a reward is missing. An infinite reward, as of a model, is as NaN.
         ended: whether the answer ended by a stop token, and not by its length.
-        places: [B, T], of each token in `ids`; 0 from the end on. Those of `sample` follow their prompts; between those
-            of `converse` are the tokens of a tool, which no loss learns from.
-        routes: [B, L, m, k], int16, of an engine with `routes=True`: the experts of each token in `ids` in each of m
-            layers, for `gpt.apply(chosen=)`; -1 from the last token on, whose successor is not known. [B, L, 0, 0]
-            otherwise.
-        failed: 0, or the number of the failure in `FAILURES`, from 1 on, for which `score` has no reward.
+        places: place of each token in `ids` [B, T]. 0 from the end on. Tokens of `sample` follow their prompts. Between
+            tokens of `converse` are the tokens of a tool, which no loss learns from.
+        routes: experts of each token in `ids` in each of m layers, of an engine with `routes=True`, for
+            `gpt.apply(chosen=)`: [B, L, m, k], int16. -1 from the last token on, whose successor is not known. [B, L,
+            0, 0] otherwise.
+        failed: number of the failure in `FAILURES`, from 1 on, for which `score` has no reward, or 0.
 
     Example:
         >>> empty_rollout(2, 8, 4).logprobs.shape
@@ -56,16 +57,16 @@ class Rollout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """T."""
+        """Returns T."""
         return self.logprobs.shape[1]
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int, Tensor]:
-        """Where the answers lie, for `answer_logprobs(logits, rollout.ids, *rollout.where)` and its kin."""
+        """Returns the places of the answers, for `answer_logprobs(logits, rollout.ids, *rollout.where)` and its kin."""
         return self.prompts, self.lengths, self.width, self.places
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
-        """Returns the ids of a row's prompt and answer, with those of a tool in it."""
+        """Returns the ids of a row's prompt and answer, with a tool's ids in the answer."""
         start, num = int(self.prompts[row]), int(self.lengths[row])
         # An answer without places is right behind its prompt.
         end = max(start + num, int(self.places[row, num - 1]) + 1 if num else 0)
@@ -82,7 +83,7 @@ def empty_rollout(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Rollout:
-    """Returns a rollout of empty answers to empty prompts, without rewards: the form to restore one into.
+    """Returns a rollout of empty answers to empty prompts, without rewards: the form to restore a rollout into.
 
     Args:
         rows: B.
@@ -115,9 +116,9 @@ def as_global(rows: PyTree, mesh: Mesh, axis: Axes) -> PyTree:
     """Returns each rank's rows as leaves of all ranks' rows, to be saved. `collectives.local` is the way back.
 
     Args:
-        rows: a tree of tensors, such as a `Rollout`, with equally many rows on each rank.
+        rows: tree of tensors, such as a `Rollout`, with equally many rows on each rank.
         mesh: mesh of the step.
-        axis: the axes that cut the rows, or None where all ranks hold the same ones.
+        axis: axes that cut the rows, or None where all ranks hold the same rows.
 
     Example:
         >>> from shardfn import core
@@ -133,11 +134,11 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
 
     Args:
         rollout: rollout to be learnt from.
-        newest: the engine's version, as `update_weights` returns it, and `since` of `sample` added.
-        behind: versions that an answer may be older.
+        newest: engine's version, as `update_weights` returns it, and `since` of `sample` added.
+        behind: number of versions that an answer may be older.
 
     Raises:
-        ValueError: names the first row, its versions, and those that are expected, or `behind` is negative.
+        ValueError: names the first row, its versions, and the expected versions, or `behind` is negative.
 
     Example:
         >>> check_versions(empty_rollout(2, 8, 4), 3)
@@ -150,7 +151,7 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         found = sorted(set(rollout.versions[row][mask[row]].tolist()))
         raise ValueError(
             f"check_versions: the answer of row {row} was drawn by version {', '.join(map(str, found))}, and from"
-            f" {newest - behind} to {newest} are expected; draw it again after update_weights, or pass a larger behind."
+            f" {newest - behind} to {newest} are expected. Draw it again after update_weights, or pass a larger behind."
         )
 
 
@@ -162,10 +163,10 @@ def rollout_metrics(rollout: Rollout, advantages_B: Float[Tensor, " b"] | None =
         advantages_B: advantages of `group_advantages`, for "flat".
 
     Returns:
-        With advantages "flat", the part of answers whose advantage is 0, such as those of a group of equal rewards:
-        where it is 1 nothing is learnt (`RewardSignal`).
-        "reward", over the answers that have one; "missing", the part without; "raised", "late", "invalid" and "died",
-        the parts without one for that failure; "ended", the part that ended by a stop token; "length".
+        With advantages "flat", the part of answers whose advantage is 0, such as the answers of a group of equal
+        rewards: where it is 1 nothing is learnt (`RewardSignal`). "reward", over the answers with a reward, "missing",
+        the part without, "raised", "late", "invalid" and "died", the parts without a reward for such a failure,
+        "ended", the part that ended by a stop token, and "length".
 
     Example:
         >>> rollout_metrics(empty_rollout(2, 8, 4))["missing"].mean()

@@ -23,24 +23,24 @@ def sample(
     length: int | None = None,
     since: int = 0,
 ) -> Rollout:
-    """Answers to prompts, `sampling.n` to each, one after another; without rewards.
+    """Returns answers to prompts, `sampling.n` to each, one after another, without rewards.
 
-    An answer is a function of the weights, the key, the number of its prompt and its own number. So it is the same
-    beside any other prompts, and whichever rank draws it. Call `engine.update_weights` before, with the parameters of
-    the training state.
+    An answer is a function of the weights, the key, the number of its prompt and the answer's number. So an answer is
+    the same next to any other prompts, and on any rank. Call `engine.update_weights` before, with the parameters of the
+    training state.
 
     The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `answer_logprobs` of
     the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
         engine: engine of one rank, or of several that all pass the same prompts.
-        prompts: ids of each.
-        sampling: with temperature 1 and without filters, penalties and a grammar, so that answers are drawn from the
-            distribution of their log probabilities. Its seed is not used.
+        prompts: ids of each prompt.
+        sampling: sampling with temperature 1 and without filters, penalties and a grammar, so that answers are drawn
+            from the distribution of their log probabilities. Its seed is not used.
         key: key of this iteration.
-        start: the number of the first prompt, where ranks or calls have prompts of their own.
+        start: number of the first prompt, where ranks or calls have different prompts.
         length: L, the same on all ranks. Default: the engine's context.
-        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
+        since: number added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
             `check_versions` then takes `since + engine.update_weights(...)`.
 
     Returns:
@@ -72,7 +72,7 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
+    return _make_rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
 
 
 def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
@@ -87,7 +87,7 @@ def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
 
 
 def check_sampling(who: str, sampling: Sampling) -> None:
-    """Refuses a sampling that draws from another distribution than that of its log probabilities.
+    """Refuses a sampling that draws from another distribution than the distribution of its log probabilities.
 
     Raises:
         ValueError: names the field and its value.
@@ -125,7 +125,7 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
-                f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
+                f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it. Begin it"
                 " with a token, such as that of the beginning of a text."
             )
         if len(prompt) + width > min(length, context):
@@ -136,7 +136,9 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
             )
 
 
-def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine) -> Rollout:
+def _make_rollout(
+    rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine
+) -> Rollout:
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)
@@ -150,7 +152,7 @@ def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, sin
 
 
 def put_routes(out: Rollout, row: int, one: Completion) -> None:
-    """Copies the experts that an engine has recorded, if it does."""
+    """Copies the experts of an answer, if the engine has recorded experts."""
     if one.routes is not None:
         out.routes[row, : len(one.routes)] = one.routes
 
@@ -159,7 +161,7 @@ def check_end(who: str, row: int, one: Completion) -> None:
     """Refuses an answer that did not come to its end.
 
     Raises:
-        RuntimeError: names the row, and how it ended.
+        RuntimeError: names the row, and the reason of the end.
     """
     if one.finish not in ("stop", "length"):
         raise RuntimeError(

@@ -15,13 +15,13 @@ from ._rollout import FAILURES, Rollout
 
 
 class Scores(NamedTuple):
-    """A rollout with rewards, and the failures.
+    """Rollout with rewards, and the failures.
 
     Attributes:
-        rollout: rewards are NaN where the function failed.
-        counts: "raised", "late", "invalid" (NaN, infinite, or no number) and "died" (its process ended), of this rank's
+        rollout: rollout whose rewards are NaN where the function failed.
+        counts: "raised", "late", "invalid" (NaN, infinite, or no number) and "died" (the process ended), of this rank's
             rows. `rollout_metrics` has their parts of all ranks' answers.
-        first: the first failure by row, with its error, empty if nothing failed.
+        first: first failure by row, with its error, empty if nothing failed.
     """
 
     rollout: Rollout
@@ -43,18 +43,19 @@ def score(
     """Calls a reward function for each answer.
 
     `group_advantages` leaves answers out that have no reward, and `kl_rewards` counts 0 for them. If no answer of this
-    rank gets a reward, as where the function takes other arguments, a warning has the counts and the first failure.
+    rank gets a reward, for example where the function takes other arguments, a warning has the counts and the first
+    failure.
 
     Args:
-        reward: `reward(prompt, answer) -> float`, of lists of ids; with `given` also that row's entry. It runs in a
-            fork of this process: changes that it makes to variables are lost, and it must not use a GPU.
+        reward: function `reward(prompt, answer) -> float`, of lists of ids, and with `given` also of the row's entry.
+            The function runs in a fork of this process: its changes of variables are lost, and it must not use a GPU.
         rollout: rollout of this rank.
-        given: a value for each row, such as a solution.
-        seconds: the limit of a call.
-        workers: processes; at most `rows / workers` calls wait for each other.
-        mesh: where `axis` is. All its ranks call then, and wait for each other no longer than its `agreement_timeout`.
-        axis: the axes whose ranks hold the same rows, such as "tp". They divide the calls and have the same rewards,
-            also if a call is late on one of them.
+        given: value of each row, such as a solution.
+        seconds: limit of a call.
+        workers: number of processes. At most `rows / workers` calls wait for each other.
+        mesh: mesh of `axis`. All its ranks call then, and wait for each other no longer than its `agreement_timeout`.
+        axis: axes whose ranks hold the same rows, such as "tp". The ranks divide the calls and have the same rewards,
+            also if a call is late on one rank.
 
     Raises:
         ValueError: `given` is not one value for each row, or a number is out of range.
@@ -69,9 +70,9 @@ def score(
     """
     num = len(rollout.ids)
     if given is not None and len(given) != num:
-        raise ValueError(f"score: {len(given)} values are given for {num} rows; pass one for each.")
+        raise ValueError(f"score: {len(given)} values are given for {num} rows. Pass one for each.")
     calls = [(*rollout.tokens(row), *(() if given is None else (given[row],))) for row in range(num)]
-    called = Called("score", reward, _finite, "a finite number")
+    called = Called("score", reward, _check_finite, "a finite number")
     outcomes = outcomes_of(called, calls, seconds=seconds, workers=workers, mesh=mesh, axis=axis)
     rewards = [value if kind == "" else math.nan for _, kind, value in outcomes]
     failed = [FAILURES.index(kind) + 1 if kind else 0 for _, kind, _ in outcomes]
@@ -81,7 +82,7 @@ def score(
         some = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
         warnings.warn(
             f"score: the reward function must return a finite number, but it failed for all {num} answers ({some}), so"
-            f" nothing is learnt from them. First failure: {first}. It is called as {_call(given)}.",
+            f" nothing is learnt from them. First failure: {first}. It is called as {_make_call(given)}.",
             stacklevel=2,
         )
     return Scores(
@@ -94,11 +95,11 @@ def score(
     )
 
 
-def _call(given: Sequence[Any] | None) -> str:
+def _make_call(given: Sequence[Any] | None) -> str:
     return "reward(prompt, answer), with lists of ids" + ("" if given is None else ", and the row's entry of given")
 
 
-def _finite(value: Any) -> float:
+def _check_finite(value: Any) -> float:
     if not math.isfinite(value):  # refuses texts, which float() reads
         raise ValueError(value)
     return float(value)

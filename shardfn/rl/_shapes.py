@@ -11,10 +11,10 @@ from shardfn.core import raise_all
 
 
 def check_shapes(who: str, **named: Tensor | None) -> None:
-    """Refuses tensors whose shapes are not those of their names: `x_BT` is [B, T], of the same B and T everywhere.
+    """Refuses tensors whose shapes do not fit their names: `x_BT` is [B, T], of the same B and T everywhere.
 
     Raises:
-        ValueError: lists each such tensor with its shape and that of its name.
+        ValueError: lists each such tensor with its shape and the shape of its name.
 
     Example:
         >>> check_shapes("dpo", chosen_B=torch.ones(2), rejected_B=torch.ones(2))
@@ -34,11 +34,11 @@ def check_shapes(who: str, **named: Tensor | None) -> None:
 
 
 def check_lengths(who: str, width: int, **named: Tensor) -> None:
-    """Refuses lengths that are not from 0 to T, whose other tokens would be left out of sums, but not of their means.
+    """Refuses lengths that are not from 0 to T. Tokens beyond would be left out of sums, but not of their means.
 
     Args:
-        who: the function, for the error.
-        width: T of its tensors.
+        who: function, for the error.
+        width: T of the function's tensors.
         **named: lengths by the names of the arguments.
 
     Raises:
@@ -68,8 +68,8 @@ def check_numbers(
     """Refuses numbers that are not finite, or out of range.
 
     Args:
-        who: the function, for the error.
-        wanted: the range.
+        who: function, for the error.
+        wanted: range.
         **named: numbers by the names of the arguments.
 
     Raises:
@@ -86,10 +86,10 @@ def check_numbers(
 
 
 def check_negative(who: str, **named: Tensor) -> None:
-    """Refuses mean log probabilities that are not below 0, such as that of an answer without tokens.
+    """Refuses mean log probabilities that are not below 0, such as the mean of an answer without tokens.
 
     Args:
-        who: the function, for the error.
+        who: function, for the error.
         **named: means by the names of the arguments.
 
     Raises:
@@ -119,12 +119,12 @@ def check_places(
     """Refuses answers that do not lie in their rows, whose tokens would be taken from other places.
 
     Args:
-        who: the function, for the error.
+        who: function, for the error.
         prompts_B: tokens of each prompt.
         lengths_B: tokens of each answer.
         width: T.
-        positions: L of the logits or values, which may leave the last one out.
-        ids: L of the tokens, or None without any.
+        positions: L of the logits or values, which may leave the last position out.
+        ids: L of the tokens, or None without tokens.
         places_BT: places of the answers' tokens in their rows, or None where each answer is right behind its prompt.
 
     Raises:

@@ -9,20 +9,20 @@ from shardfn.inference import Decoder, Outputs, widened
 
 
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
-    """Returns the model whose logits are those of another, divided by a temperature.
+    """Returns the model whose logits are the logits of another model, divided by a temperature.
 
-    An engine of it draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities are those of the
-    sampled distribution, softmax(logits / temperature). Those of the full distribution, softmax(logits), it does not
-    have. With an exact model both have the bits of a training forward:
+    An engine of the result draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities belong to
+    the sampled distribution, softmax(logits / temperature), and not to the full distribution, softmax(logits). With an
+    exact model both have the bits of a training forward:
 
     | distribution | in training |
     |---|---|
-    | sampled | `answer_logprobs(logits / temperature, ...)`; its first ratio is 1 |
+    | sampled | `answer_logprobs(logits / temperature, ...)`, with first ratios of 1 |
     | full | `answer_logprobs(logits, ...)` |
 
     Args:
         decoder: decoder of the model.
-        temperature: positive; below 1 draws fewer tokens.
+        temperature: positive number. Below 1 fewer different tokens are drawn.
 
     Raises:
         ValueError: the temperature is not above 0 and finite.
@@ -40,8 +40,8 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def outputs(weights: PyTree, *rest: Any) -> Outputs:
+    def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
         found = decoder.outputs(weights, *rest)
         return found._replace(logits=widened(found.logits) / temperature)
 
-    return dataclasses.replace(decoder, outputs=outputs)
+    return dataclasses.replace(decoder, outputs=compute_outputs)

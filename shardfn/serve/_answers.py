@@ -1,4 +1,4 @@
-"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while they come."""
+"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while tokens come."""
 
 import json
 import secrets
@@ -16,16 +16,17 @@ from ._model import Model
 
 
 class Form(NamedTuple):
-    """The words in which two routes answer differently.
+    """Words in which two routes answer differently.
 
     Attributes:
         prefix: prefix of the answer's id.
-        whole: the name of an answer's object.
-        chunk: the name of a piece's object.
+        whole: name of an answer's object.
+        chunk: name of a piece's object.
         opens: whether each choice begins with a piece that has its role.
-        text: a choice's fields for its whole text.
-        delta: a choice's fields for a further text.
-        logprobs: logprobs from tokens with their log probabilities, and the number of most probable ones beside each.
+        text: function from a whole text to a choice's fields.
+        delta: function from a further text to a choice's fields.
+        logprobs: function from tokens with log probabilities, and the number of most probable tokens of each, to
+            fields.
     """
 
     prefix: str
@@ -55,13 +56,13 @@ _FAILURES = {
 
 
 class Answer:
-    """The answer to one call.
+    """Answer to one call.
 
     Args:
-        form: form of its route.
-        model: model that answers.
-        asked: the body's meaning.
-        call: tokens.
+        form: form of the route.
+        model: model of the answer.
+        asked: meaning of the body.
+        call: call with its tokens.
     """
 
     def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
@@ -69,7 +70,7 @@ class Answer:
         self._spellers = dict[int, Speller]()  # by choice
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
         seeds = [request.sampling.seed for request in asked.requests]
-        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn their own
+        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn separate seeds
         self._head |= {} if self._seeds else {"seed": seeds[0]}
 
     async def whole(self) -> dict[str, Any]:
@@ -79,36 +80,36 @@ class Answer:
             ApiError: a choice has failed.
         """
         num = self._call.starts[-1]
-        begins = [self._echo(i) for i in range(num)]
+        begins = [self._spell_echo(i) for i in range(num)]
         texts, tokens, ends = [text for text, _ in begins], [found for _, found in begins], [""] * num
-        while pieces := await self._pieces():
+        while pieces := await self._read_pieces():
             for piece in pieces:
                 texts[piece.choice] += piece.token.text
-                tokens[piece.choice] += self._logprob(piece)
+                tokens[piece.choice] += self._choose_logprob(piece)
                 ends[piece.choice] = piece.token.finish or ""
         rows = zip(texts, tokens, ends, strict=True)
-        choices = [self._choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
+        choices = [self._make_choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. Those that are due at one time come as one."""
+        """Yields the events of a stream. Events due at one time come as one piece."""
         if self._form.opens:
             first = {"delta": {"role": "assistant", "content": ""}}
-            yield b"".join(self._event(i, first, [], None) for i in range(self._call.starts[-1]))
+            yield b"".join(self._make_event(i, first, [], None) for i in range(self._call.starts[-1]))
         if self._asked.echo:
-            begins = [self._echo(i) for i in range(self._call.starts[-1])]
+            begins = [self._spell_echo(i) for i in range(self._call.starts[-1])]
             yield b"".join(
-                self._event(i, self._form.delta(text), found, None) for i, (text, found) in enumerate(begins)
+                self._make_event(i, self._form.delta(text), found, None) for i, (text, found) in enumerate(begins)
             )
         try:
-            while pieces := await self._pieces():
-                if due := b"".join(self._due(pieces)):
+            while pieces := await self._read_pieces():
+                if due := b"".join(self._list_due(pieces)):
                     yield due
         except ApiError as error:
             yield error.event()
             return
         if self._asked.usage:
-            yield _line({**self._head, "object": self._form.chunk, "choices": [], "usage": self.usage})
+            yield _encode_line({**self._head, "object": self._form.chunk, "choices": [], "usage": self.usage})
         yield b"data: [DONE]\n\n"
 
     @property
@@ -117,60 +118,60 @@ class Answer:
         prompt, drawn = self._call.prompt_tokens, 0 if self._asked.scores else self._call.drawn
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
-    async def _pieces(self) -> list[Piece]:
+    async def _read_pieces(self) -> list[Piece]:
         pieces = await self._call.take()
         raise_failures(pieces, self._asked.requests[0].sampling.grammar)
-        return [self._without_drawn(piece) for piece in pieces] if self._asked.scores else pieces
+        return [self._drop_drawn(piece) for piece in pieces] if self._asked.scores else pieces
 
-    def _without_drawn(self, piece: Piece) -> Piece:
+    def _drop_drawn(self, piece: Piece) -> Piece:
         """Returns a piece of an answer that has only its prompt: the drawn token is left out."""
-        if piece.token.position < len(self._prompt(piece.choice)):
+        if piece.token.position < len(self._get_prompt(piece.choice)):
             return piece
         return piece._replace(token=piece.token._replace(token=None, logprob=None, text="", top=()))
 
-    def _prompt(self, choice: int) -> tuple[int, ...]:
+    def _get_prompt(self, choice: int) -> tuple[int, ...]:
         return self._asked.requests[self._call.request_of(choice)].prompt
 
-    def _echo(self, choice: int) -> tuple[str, list[Spelled]]:
+    def _spell_echo(self, choice: int) -> tuple[str, list[Spelled]]:
         """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
         if not self._asked.echo:
             return "", []
-        prompt = self._prompt(choice)
-        found = [] if self._asked.logprobs is None else [self._speller(choice).spell(prompt[0], None)]
+        prompt = self._get_prompt(choice)
+        found = [] if self._asked.logprobs is None else [self._get_speller(choice).spell(prompt[0], None)]
         return self._model.texts.decode(prompt), found
 
-    def _speller(self, choice: int) -> Speller:
+    def _get_speller(self, choice: int) -> Speller:
         if choice not in self._spellers:
-            before = () if self._asked.echo else self._prompt(choice)
+            before = () if self._asked.echo else self._get_prompt(choice)
             self._spellers[choice] = Speller(self._model.spelling, self._model.texts, before)
         return self._spellers[choice]
 
-    def _due(self, pieces: list[Piece]) -> list[bytes]:
-        """One event for each choice that has something new."""
+    def _list_due(self, pieces: list[Piece]) -> list[bytes]:
+        """Returns one event for each choice that has something new."""
         made = []
         for choice in dict.fromkeys(piece.choice for piece in pieces):
             mine = [piece for piece in pieces if piece.choice == choice]
             text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish
-            tokens = [found for piece in mine for found in self._logprob(piece)]
+            tokens = [found for piece in mine for found in self._choose_logprob(piece)]
             if text or tokens or finish:
-                made.append(self._event(choice, self._form.delta(text), tokens, finish))
+                made.append(self._make_event(choice, self._form.delta(text), tokens, finish))
         return made
 
-    def _event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
+    def _make_event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
         usage = {"usage": None} if self._asked.usage else {}
-        choices = [self._choice(i, fields, tokens, finish)]
-        return _line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
+        choices = [self._make_choice(i, fields, tokens, finish)]
+        return _encode_line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
 
-    def _choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
+    def _make_choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
         found = self._form.logprobs(tokens, self._asked.logprobs or 0) if tokens else None
         seed = {"seed": self._seeds[self._call.request_of(i)]} if self._seeds else {}
         return {"index": i, **fields, "logprobs": found, "finish_reason": finish, **seed}
 
-    def _logprob(self, piece: Piece) -> list[Spelled]:
+    def _choose_logprob(self, piece: Piece) -> list[Spelled]:
         token = piece.token
         if self._asked.logprobs is None or token.token is None or token.logprob is None:
             return []
-        return [self._speller(piece.choice).spell(token.token, token.logprob, token.top)]
+        return [self._get_speller(piece.choice).spell(token.token, token.logprob, token.top)]
 
 
 def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> None:
@@ -178,7 +179,7 @@ def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> N
 
     Args:
         pieces: pieces of a call.
-        grammar: grammar of its requests.
+        grammar: grammar of the call's requests.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.
@@ -192,5 +193,5 @@ def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> N
             raise ApiError(*_FAILURES[reason])
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def _encode_line(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -32,7 +32,7 @@ _SHORT = 1 << 16  # bytes of a body that is read at once
 
 
 class App:
-    """The answers of a server to HTTP.
+    """Answers of a server to HTTP.
 
     Args:
         settings: settings of the server.
@@ -40,8 +40,8 @@ class App:
         metrics: metrics of the server.
 
     Attributes:
-        model: None until the ranks are ready.
-        closed: the reason why no request is taken any more; "" while they are.
+        model: model, or None until the ranks are ready.
+        closed: reason why no request is taken any more, or "" while requests are taken.
     """
 
     def __init__(self, settings: Settings, calls: Calls, metrics: Metrics) -> None:
@@ -50,7 +50,7 @@ class App:
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()
-        # Short bodies do not wait for the tokens of long ones.
+        # Short bodies do not wait for the tokens of long bodies.
         self._reading, self._reading_long = (
             concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text") for _ in "ab"
         )
@@ -62,38 +62,42 @@ class App:
         from starlette.routing import Route
 
         routes = [
-            Route("/", self._page),
-            Route("/health", self._health),
-            Route("/ready", self._ready),
+            Route("/", self._send_page),
+            Route("/health", self._send_health),
+            Route("/ready", self._send_ready),
             Route("/metrics", self._page_of_metrics),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._models),
-            Route("/v1/completions", self._route(COMPLETION_FORM, asked_completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._route(CHAT_FORM, asked_chat), methods=["POST"]),
-            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._list_models),
+            Route("/v1/completions", self._make_route(COMPLETION_FORM, asked_completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._make_route(CHAT_FORM, asked_chat), methods=["POST"]),
+            Route("/v1/embeddings", self._answer_embeddings, methods=["POST"]),
         ]
-        handlers: Mapping[Any, Any] = {ApiError: _answer, HTTPException: _other, Exception: _failure}
+        handlers: Mapping[Any, Any] = {
+            ApiError: _answer_error,
+            HTTPException: _answer_unserved,
+            Exception: _answer_failure,
+        }
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        return functools.partial(self._gate, inner)
+        return functools.partial(self._guard_app, inner)
 
-    async def _gate(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _guard_app(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Counts answers, paces them, and refuses clients before anything of a body is read."""
         if scope["type"] != "http":
             return
         send = pace_answer(send, scope, self._settings.stall_seconds)
 
-        async def counted(message: "Message") -> None:
+        async def count_answer(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 self._metrics.add("shardfn:answers", label=str(message["status"]))
             await send(message)
 
         try:
-            await self._admitted(inner, scope, receive, counted)
+            await self._admit_client(inner, scope, receive, count_answer)
         except Stalled:
             self._metrics.add("shardfn:stalled")
 
-    async def _admitted(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answers a client that has a key and means this server; refuses others."""
+    async def _admit_client(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answers a client that has a key and means this server, and refuses all other clients."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
@@ -108,12 +112,12 @@ class App:
 
     # Without the engine.
 
-    async def _page(self, request: "Request") -> "Response":
+    async def _send_page(self, request: "Request") -> "Response":
         from starlette.responses import Response
 
         return Response(self._html, media_type="text/html", headers=self._html_headers)
 
-    async def _health(self, request: "Request") -> "Response":
+    async def _send_health(self, request: "Request") -> "Response":
         behind = self._calls.behind
         if self.closed and self.closed != "The server ends.":
             raise ApiError(503, self.closed)
@@ -121,7 +125,7 @@ class App:
             raise ApiError(503, f"the last step of the engine was {behind:.0f} s ago, and there is work.")
         return json_response({"status": "ok"})
 
-    async def _ready(self, request: "Request") -> "Response":
+    async def _send_ready(self, request: "Request") -> "Response":
         self._open_model()
         return json_response({"status": "ready"})
 
@@ -141,58 +145,58 @@ class App:
         }
         return Response(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, request: "Request") -> "Response":
+    async def _list_models(self, request: "Request") -> "Response":
         model = self._open_model()
         _check_address(request)
         if (name := request.path_params.get("name")) is None:
-            return json_response({"object": "list", "data": [_row(each, model) for each in model.names]})
+            return json_response({"object": "list", "data": [_describe_model(each, model) for each in model.names]})
         check_model(name, model)
-        return json_response(_row(name, model))
+        return json_response(_describe_model(name, model))
 
     # With the engine.
 
-    def _route(self, form: Form, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[..., Any]:
-        async def answer(request: "Request") -> Any:
-            model, asked = await self._asked(request, read)
+    def _make_route(self, form: Form, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[..., Any]:
+        async def answer_request(request: "Request") -> Any:
+            model, asked = await self._read_asked(request, read)
             call = self._calls.open(asked.requests)
             made = Answer(form, model, asked, call)
             if asked.stream:
-                return EventStream(made.events(), functools.partial(self._end, call))
-            return json_response(await self._whole(call, made.whole(), request))
+                return EventStream(made.events(), functools.partial(self._end_call, call))
+            return json_response(await self._send_whole(call, made.whole(), request))
 
-        return answer
+        return answer_request
 
-    async def _embeddings(self, request: "Request") -> "Response":
-        _, inputs = await self._asked(request, asked_embeddings)
+    async def _answer_embeddings(self, request: "Request") -> "Response":
+        _, inputs = await self._read_asked(request, asked_embeddings)
         call = self._calls.open(inputs.requests, self._settings.pooling)
 
-        async def whole() -> "Response":
+        async def make_answer() -> "Response":
             while pieces := await call.take():
                 raise_failures(pieces)
             vectors = [call.vectors[i] for i in range(len(inputs.requests))]
-            # Megabytes of numbers, which others do not wait for.
+            # Megabytes of numbers, made in a thread so that no other request waits.
             return await asyncio.to_thread(
                 lambda: json_response(embeddings_answer(inputs, vectors, call.prompt_tokens))
             )
 
-        return await self._whole(call, whole(), request)
+        return await self._send_whole(call, make_answer(), request)
 
-    async def _asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
+    async def _read_asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
         """Returns the meaning of a body."""
         self._open_model()
         _check_address(request)
-        data = await _body(request, self._settings)
-        model = self._open_model()  # the server may end meanwhile
+        data = await _read_body(request, self._settings)
+        model = self._open_model()  # the server may end in between
         loop, thread = asyncio.get_running_loop(), self._reading if len(data) <= _SHORT else self._reading_long
         asked = await loop.run_in_executor(thread, lambda: read(read_json(data), model))
         self._open_model()
         return model, asked
 
-    async def _whole(self, call: Call, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
-        """Returns an answer that is sent once it is whole.
+    async def _send_whole(self, call: Call, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
+        """Returns a whole answer.
 
         Raises:
-            ApiError: the call has failed, or its client has left.
+            ApiError: the call has failed, or the client has left.
         """
         how = ""
         try:
@@ -201,9 +205,9 @@ class App:
             how = "disconnected"
             raise ApiError(499, "The client has left.") from error
         finally:
-            self._end(call, how)
+            self._end_call(call, how)
 
-    def _end(self, call: Call, how: str) -> None:
+    def _end_call(self, call: Call, how: str) -> None:
         if how:
             self._metrics.add(f"shardfn:{how}")
         self._calls.close(call)
@@ -217,7 +221,7 @@ class App:
         return self.model
 
 
-def _row(name: str, model: Model) -> dict[str, Any]:
+def _describe_model(name: str, model: Model) -> dict[str, Any]:
     """Returns a model or an adapter, as clients list it."""
     row = {"id": name, "object": "model", "created": 0, "owned_by": "shardfn", "max_model_len": model.limits.context}
     return row if name == model.name else row | {"parent": model.name}
@@ -226,18 +230,18 @@ def _row(name: str, model: Model) -> dict[str, Any]:
 def _check_address(request: "Request") -> None:
     """Refuses fields after a question mark: no route has any."""
     if (name := next(iter(request.query_params), None)) is not None:
-        raise ApiError(400, f"{name[:60]} is not served in the address; give fields in the body.", name[:60])
+        raise ApiError(400, f"{name[:60]} is not served in the address. Give fields in the body.", name[:60])
 
 
-async def _body(request: "Request", settings: Settings) -> bytes:
+async def _read_body(request: "Request", settings: Settings) -> bytes:
     """Returns the bytes of a body within the limits of size and time."""
     from starlette.requests import ClientDisconnect
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # forms of pages of other sites cannot send it
-        raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
+    if kind != "application/json":  # forms of pages of other sites cannot send JSON
+        raise ApiError(415, f"Content-Type must be 'application/json', got {kind[:60]!r}.")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise ApiError(415, f"Content-Encoding is {coding[:60]!r}; send the body as it is.")
+        raise ApiError(415, f"Content-Encoding is {coding[:60]!r}. Send the body as it is.")
     large = ApiError(413, f"The body has more than {settings.max_body} bytes, the most that this server takes.")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:
@@ -257,13 +261,13 @@ async def _body(request: "Request", settings: Settings) -> bytes:
     return bytes(data)
 
 
-async def _answer(request: "Request", error: Exception) -> "Response":
+async def _answer_error(request: "Request", error: Exception) -> "Response":
     assert isinstance(error, ApiError)
     return error.response()
 
 
-async def _other(request: "Request", error: Exception) -> "Response":
-    """Returns a path or a method that is not served."""
+async def _answer_unserved(request: "Request", error: Exception) -> "Response":
+    """Returns the answer to a path or a method that is not served."""
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)
@@ -271,5 +275,5 @@ async def _other(request: "Request", error: Exception) -> "Response":
     return ApiError(error.status_code, text, headers=error.headers).response()
 
 
-async def _failure(request: "Request", error: Exception) -> "Response":
+async def _answer_failure(request: "Request", error: Exception) -> "Response":
     return ApiError(500, f"The server has failed: {type(error).__name__}.").response()

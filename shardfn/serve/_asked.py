@@ -22,8 +22,8 @@ class Asked(NamedTuple):
 
     Attributes:
         model: name of the model that the client has given.
-        requests: requests of the engine, one for each prompt. All have the same sampling but for the seed. In place of
-            an adapter's digest they have its name, which the ranks look up.
+        requests: requests of the engine, one for each prompt. All have the same sampling except for the seed. In place
+            of an adapter's digest a request has the adapter's name, which the ranks look up.
         stream: whether the answer comes in pieces.
         usage: whether the last piece has the usage.
         logprobs: number of most probable tokens that the answer has next to each token, or None for an answer without
@@ -52,20 +52,20 @@ def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
     adapter = adapter_of(given, model)
     top, n, echo = given.get("logprobs"), given.get("n", 1), given.get("echo", False)
     if top is not None and not 0 <= top <= _OLDER_TOP:
-        raise ApiError(400, f"logprobs is {top}; it must be an integer from 0 to {_OLDER_TOP}.", "logprobs")
+        raise ApiError(400, f"logprobs must be an integer from 0 to {_OLDER_TOP}, got {top}.", "logprobs")
     if given.get("best_of", n) != n:
         text = f"best_of is {given['best_of']}, which is not served; leave it out, or give {n}, the value of n."
         raise ApiError(400, text, "best_of", "unsupported_parameter")
 
     def check_number(num: int) -> None:
         if num * n > model.max_choices:
-            text = f"n is {n}: {num * n} choices; they must be at most {model.max_choices}."
+            text = f"n must give at most {model.max_choices} choices, got {num * n} for n={n} and {num} prompts."
             raise ApiError(400, text, "n")
 
     prompts = read_prompts(given, model, "prompt", check_number)
     most = given.get("max_tokens", _COMPLETION)
     scores = echo and most == 0
-    asked = _asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
+    asked = _make_asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
     if not scores:
         return asked
     plain: dict[str, Any] = {"stop": (), "stop_tokens": (), "grammar": None}  # of a text that is left out
@@ -82,16 +82,16 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
     adapter = adapter_of(given, model)
     top = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if top is None and given.get("top_logprobs", 0) != 0:
-        raise ApiError(400, "top_logprobs has no effect without logprobs: true; leave it out.", "top_logprobs")
+        raise ApiError(400, "top_logprobs has no effect without logprobs: true. Leave it out.", "top_logprobs")
     if "max_completion_tokens" in given and "max_tokens" in given:
-        raise ApiError(400, "max_tokens is given beside max_completion_tokens; give one of them.", "max_tokens")
+        raise ApiError(400, "max_tokens is given beside max_completion_tokens. Give one of them.", "max_tokens")
     prompt = read_chat(given, model)
     rest = max(1, model.limits.context - len(prompt))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
-    return _asked(given, [prompt], model, adapter, most, top)
+    return _make_asked(given, [prompt], model, adapter, most, top)
 
 
-def _asked(
+def _make_asked(
     given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
 ) -> Asked:
     ends = frozenset() if given.get("ignore_eos") else model.ends
@@ -104,34 +104,34 @@ def _asked(
     sampling = Sampling(
         **numbers,
         stop_tokens=stop_tokens,
-        logit_bias=_biases(given.get("logit_bias", {})),
+        logit_bias=_read_biases(given.get("logit_bias", {})),
         top_logprobs=top or 0,
-        stop=_stops(given.get("stop", "")),
+        stop=_list_stops(given.get("stop", "")),
         include_stop=given.get("include_stop_str_in_output", False),
         prompt_logprobs=given.get("echo", False) and top is not None,
     )
     salt = given.get("cache_salt", "").encode()
     requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
     check_fields(requests, model.limits, given)
-    if (grammar := _grammar(given, model, stop_tokens)) is not None:
+    if (grammar := _make_grammar(given, model, stop_tokens)) is not None:
         sampling = replace(sampling, grammar=grammar)
         requests = [replace(request, sampling=sampling) for request in requests]
         check_fields(requests, model.limits, given)
-    if draws_seed:  # equal prompts of one request are drawn apart
+    if draws_seed:  # equal prompts of one request have different draws
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:
-        raise ApiError(400, "stream_options has no effect without stream: true; leave it out.", "stream_options")
+        raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
     return Asked(given["model"], requests, stream, usage, top)
 
 
-def _stops(given: str | list[str]) -> tuple[str, ...]:
-    """Returns the stop strings. An empty string in their place is none."""
+def _list_stops(given: str | list[str]) -> tuple[str, ...]:
+    """Returns the stop strings. An empty string in their place is no stop string."""
     return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
-def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+def _read_biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     for token, bias in given.items():
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             text = f"logit_bias has a field {token[:60]!r}; each must be the id of a token, such as '50256'."
@@ -149,10 +149,10 @@ def check_fields(requests: Sequence[Request], limits: Limits, given: Mapping[str
         ApiError: names the field, and the prompt if there are several.
     """
     for i, request in enumerate(requests):
-        _check(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
+        _check_request(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
 
 
-def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
+def _check_request(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
     try:
         check_request(request, limits)
     except ValueError as error:
@@ -166,36 +166,36 @@ def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 
-def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
-    """Returns the language of the text. It is compiled here, so that a wrong one never reaches the engine."""
-    schema = _schema(given["response_format"]) if "response_format" in given else None
+def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
+    """Returns the language of the text, compiled here, so that a wrong grammar never reaches the engine."""
+    schema = _get_schema(given["response_format"]) if "response_format" in given else None
     if schema is None and "regex" not in given:
         return None
     if schema is not None and "regex" in given:
-        raise ApiError(400, "regex is given beside response_format; give one of them.", "regex")
+        raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")
     field = "response_format" if schema is not None else "regex"
     if model.compiler is None:
         text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
         raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
     try:
         made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
-        model.compiler.compile(made, stop_tokens)  # as the engine will: it refuses a text that no token can begin
+        model.compiler.compile(made, stop_tokens)  # as the engine will: a text that no token can begin is refused
     except ValueError as error:
         raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
     return made
 
 
-def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the schema that a format asks for, or None for any text."""
     found = read_fields(given, FORMAT, "response_format")
     kind = get_required(found, "type", "response_format")
     if kind not in ("text", "json_object", "json_schema"):
-        text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
+        text = f"response_format.type must be 'text', 'json_object' or 'json_schema', got {kind!r:.60}."
         raise ApiError(400, text, "response_format.type")
     if kind != "json_schema":
         if "json_schema" in found:
             at = "response_format.json_schema"
-            raise ApiError(400, f"{at} has no effect with type {kind!r}; take type 'json_schema'.", at)
+            raise ApiError(400, f"{at} has no effect with type {kind!r}. Take type 'json_schema'.", at)
         return {"type": "object"} if kind == "json_object" else None
     inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
     return get_required(inner, "schema", "response_format.json_schema")

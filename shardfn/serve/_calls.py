@@ -1,4 +1,4 @@
-"""Calls: requests of clients in progress, each with one or more requests of the engine, and their tokens."""
+"""Calls: requests of clients in progress, each with one or more requests of the engine and the requests' tokens."""
 
 import asyncio
 import itertools
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 class Call:
-    """A client's request in progress. `Calls.open` makes it.
+    """A client's request in progress, made by `Calls.open`.
 
     Attributes:
-        prompt_tokens: prompt tokens of all prompts.
+        prompt_tokens: tokens of all prompts.
         drawn: tokens so far.
         embeds: whether prompts are embedded, in place of being continued.
         vectors: embeddings so far, by the number of the request.
-        began: the time of its arrival.
-        ran: the beginning of its first step, or None before that.
-        first: the time of its first token, or None before that, and for embeddings.
+        began: time of arrival.
+        ran: beginning of the first step, or None before the first step.
+        first: time of the first token, or None before the first token, and for embeddings.
     """
 
     def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
@@ -72,14 +72,14 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Returns whether all its choices have ended, or it has failed."""
+        """Returns whether all choices have ended, or the call has failed."""
         return not self.left or self._error is not None
 
     async def take(self) -> list[Piece]:
-        """Returns the pieces that no call has returned, as soon as there is one; none after the last.
+        """Waits for pieces that no call has returned, and returns them. None follow the last piece.
 
         Raises:
-            ApiError: the call has failed. Pieces before that are returned first.
+            ApiError: the call has failed. Earlier pieces are returned first.
         """
         if not self._due and not self.done:
             await self._news.wait()
@@ -96,19 +96,19 @@ class Call:
         self._news.set()
 
     def fail(self, error: ApiError) -> None:
-        """Ends the call by an error, unless it has ended."""
+        """Ends the call by an error, unless the call has ended."""
         if not self.done:
             self._error = error
             self._news.set()
 
 
 class Calls:
-    """All calls in progress, and the numbered events that they cause.
+    """All calls in progress, and the numbered events of the calls.
 
     Args:
-        send: takes each event.
-        metrics: are kept up to date.
-        max_waiting: most tokens of prompts that wait for their first token.
+        send: function that takes each event.
+        metrics: metrics, kept up to date.
+        max_waiting: most tokens of prompts in line for a first token.
     """
 
     def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
@@ -127,7 +127,7 @@ class Calls:
 
     @property
     def behind(self) -> float:
-        """Seconds since the last step, while there is work."""
+        """Returns the seconds since the last step, while there is work."""
         return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
 
     def open(self, requests: Sequence[Request], pooling: str | None = None) -> Call:
@@ -135,7 +135,7 @@ class Calls:
 
         Args:
             requests: requests of the engine.
-            pooling: embeds their prompts; None continues them.
+            pooling: pooling by which prompts are embedded. None continues the prompts.
 
         Raises:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
@@ -145,15 +145,15 @@ class Calls:
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
-                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts; the line of this server takes"
-                f" at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a larger"
-                " --max-waiting-tokens.",
+                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts, and the line of this server"
+                f" takes at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a"
+                " larger --max-waiting-tokens.",
                 code="too_many_tokens",
             )
         if self.waiting + call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 429,
-                f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more; together they"
+                f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more. Together they"
                 f" must be at most {self.max_waiting}. Try again later.",
                 headers={"Retry-After": str(self.retry_after)},
             )
@@ -163,29 +163,29 @@ class Calls:
         for name, request in zip(call.names, requests, strict=True):
             self._of[name] = call
             number = self._events
-            self._event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
+            self._send_event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
         return call
 
     @property
     def retry_after(self) -> int:
-        """Seconds in which the line will be shorter by half, as of its rate so far."""
+        """Returns the seconds in which the line will be shorter by half, as of its rate so far."""
         return min(60, max(1, math.ceil(self.waiting / 2 / self._rate))) if self._rate else 1
 
     def close(self, call: Call) -> None:
-        """Ends a call. Its requests that are in progress are cancelled, which frees their blocks."""
+        """Ends a call. Requests in progress are cancelled, and their blocks of the KV cache become free."""
         if self._open.pop(id(call), None) is None:
             return
         for name in call.names:
-            self._started(call, name)
+            self._record_start(call, name)
             if self._of.pop(name, None) is not None:
-                self._event(Cancel(self._events, name))
+                self._send_event(Cancel(self._events, name))
 
     def report(self, report: Report) -> None:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         for name in report.begun:
             if (call := self._of.get(name)) is not None and call.ran is None:
-                call.ran = max(call.began, self.progress)  # a step begins with the report of the one before
+                call.ran = max(call.began, self.progress)  # a step begins with the report of the step before
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
         before, self._so_far = self._so_far, (*report.guesses, *report.use)
         for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
@@ -199,9 +199,9 @@ class Calls:
         ends = dict[str, int]()
         for token in report.tokens:
             call = self._of.get(token.name)
-            if call is None:  # it was closed meanwhile
+            if call is None:  # closed in between
                 continue
-            self._record(call, token, now)
+            self._record_token(call, token, now)
             if token.finish is not None:
                 ends[token.name] = ends.get(token.name, 0) + 1
         for name, num in ends.items():
@@ -218,17 +218,17 @@ class Calls:
 
     def drain(self) -> None:
         """Lets the engine refuse further requests."""
-        self._event(Drain(self._events))
+        self._send_event(Drain(self._events))
 
     def stop(self) -> None:
         """Ends the ranks."""
-        self._event(End(self._events))
+        self._send_event(End(self._events))
 
-    def _event(self, event: Message) -> None:
+    def _send_event(self, event: Message) -> None:
         self._events += 1
         self._send(event)
 
-    def _record(self, call: Call, token: Token, now: float) -> None:
+    def _record_token(self, call: Call, token: Token, now: float) -> None:
         at = call.names[token.name]
         choice = call.starts[at] + token.choice
         if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
@@ -237,20 +237,20 @@ class Calls:
                 if call.first is None and not call.embeds:
                     call.first = now
                     self._metrics.observe("vllm:time_to_first_token_seconds", waited)
-                num = self._started(call, token.name)
+                num = self._record_start(call, token.name)
                 self._metrics.add("vllm:prompt_tokens", num)
                 self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
             if not call.embeds:
-                self._drawn(call, choice, now)
+                self._record_drawn(call, choice, now)
         if token.finish in ("stop", "length") and not call.embeds:
             self._metrics.add("vllm:request_success", label=token.finish)
         call.put(Piece(choice, token))
         if not call.left:
-            self._ended(call, now)
+            self._record_end(call, now)
 
-    def _ended(self, call: Call, now: float) -> None:
+    def _record_end(self, call: Call, now: float) -> None:
         self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
-        if call.ran is None:  # it never ran
+        if call.ran is None:  # a request without a step
             return
         self._metrics.observe("vllm:request_queue_time_seconds", call.ran - call.began)
         self._metrics.observe("vllm:request_inference_time_seconds", now - call.ran)
@@ -258,15 +258,15 @@ class Calls:
             self._metrics.observe("vllm:request_prefill_time_seconds", call.first - call.ran)
             self._metrics.observe("vllm:request_decode_time_seconds", now - call.first)
 
-    def _drawn(self, call: Call, choice: int, now: float) -> None:
+    def _record_drawn(self, call: Call, choice: int, now: float) -> None:
         call.drawn += 1
         self._metrics.add("vllm:generation_tokens")
         if (last := call.last.get(choice)) is not None:
             self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
         call.last[choice] = now
 
-    def _started(self, call: Call, name: str) -> int:
-        """Takes a prompt out of those that wait, and returns the number of its tokens."""
+    def _record_start(self, call: Call, name: str) -> int:
+        """Takes a prompt out of the waiting prompts, and returns the number of its tokens."""
         num = call.waiting.pop(name, 0)
         self.waiting -= num
         return num

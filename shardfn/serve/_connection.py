@@ -1,8 +1,8 @@
 """Connections of HTTP, with limits that uvicorn leaves to a proxy: their number, and the time for the headers.
 
 A client may close its writing half after a request, and still read the answer. A client that has left looks the same
-until something is written: so a connection without a writing half is written to every few seconds, a note that has no
-meaning: an interim response 100, or a comment in a stream of events.
+until something is written. So every few seconds a note without meaning is written to a connection without a writing
+half: an interim response 100, or a comment in a stream of events.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
-        """One connection."""
+        """One connection of a client."""
 
         _deadline: asyncio.TimerHandle | None = None
         _half = False  # whether the client has closed its writing half
 
         def connection_made(self, transport: Any) -> None:
-            """Refuses the connection above the limit, else the headers of its first request are due."""
+            """Refuses the connection above the limit, else starts the time limit for its first headers."""
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # `flow.drain` waits until nothing is left
             self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
             if len(self.connections) > settings.max_connections:
-                transport.write(_refusal(settings.max_connections))
+                transport.write(_make_refusal(settings.max_connections))
                 transport.close()
                 return
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
             self._await_headers(True)
 
         def data_received(self, data: bytes) -> None:
-            """Headers that have begun are due."""
+            """Starts the time limit for headers that have begun."""
             super().data_received(data)
             self._await_headers(self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
@@ -50,7 +50,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
             """Keeps the connection for the answer to a request that has arrived."""
             self._half = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
             if self._half:
-                self.loop.call_later(_NOTE_SECONDS, self._note)
+                self.loop.call_later(_NOTE_SECONDS, self._note_client)
             return self._half
 
         def on_response_complete(self) -> None:
@@ -59,7 +59,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
             if self._half and self.cycle.response_complete:
                 self.timeout_keep_alive_handler()
 
-        def _note(self) -> None:
+        def _note_client(self) -> None:
             """Finds out whether a client without a writing half has left: it answers a note by a reset."""
             if self.transport.is_closing():
                 return
@@ -73,7 +73,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
                 self.transport.write(self.conn.send(note) or b"")
             elif self.conn.our_state is h11.SEND_BODY and self.scope.get("state", {}).get("events"):
                 self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
-            self.loop.call_later(_NOTE_SECONDS, self._note)
+            self.loop.call_later(_NOTE_SECONDS, self._note_client)
 
         def connection_lost(self, exc: Exception | None) -> None:
             """No headers are due any more."""
@@ -89,18 +89,18 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Bytes that are not HTTP."""
-            self.transport.write(_raw(ApiError(400, msg), "400 Bad Request"))
+            self.transport.write(_encode_error(ApiError(400, msg), "400 Bad Request"))
             self.transport.close()
 
     return Connection
 
 
-def _refusal(most: int) -> bytes:
+def _make_refusal(most: int) -> bytes:
     error = ApiError(503, f"{most} connections are open, the most that this server takes.")
-    return _raw(error, "503 Service Unavailable", "Retry-After: 1\r\n")
+    return _encode_error(error, "503 Service Unavailable", "Retry-After: 1\r\n")
 
 
-def _raw(error: ApiError, status: str, more: str = "") -> bytes:
+def _encode_error(error: ApiError, status: str, more: str = "") -> bytes:
     body = json.dumps(error.body)
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{more}"
     return f"{head}Connection: close\r\n\r\n{body}".encode()

@@ -13,7 +13,7 @@ from ._fields import EMBEDDINGS, read_fields
 from ._model import Model, adapter_of
 from ._prompts import read_prompts
 
-_MOST = 2048  # inputs of one body, as OpenAI has it
+_MOST = 2048  # most inputs of one body, as in OpenAI's interface
 _FORMATS = ("float", "base64")
 
 
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         model: model as the client has named it.
-        requests: one for each input.
+        requests: requests, one for each input.
         encoded: whether vectors are written as base64.
     """
 
@@ -44,10 +44,10 @@ def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
         raise ApiError(400, text, "model", "unsupported_parameter")
     kind = given.get("encoding_format", "float")
     if kind not in _FORMATS:
-        text = f"encoding_format is {kind[:60]!r}; it must be one of {', '.join(map(repr, _FORMATS))}."
+        text = f"encoding_format must be one of {', '.join(map(repr, _FORMATS))}, got {kind[:60]!r}."
         raise ApiError(400, text, "encoding_format")
     if given.get("dimensions", model.width) != model.width:
-        text = f"dimensions is {given['dimensions']}; it must be {model.width}, as embeddings of this model have."
+        text = f"dimensions must be {model.width}, as embeddings of this model have, got {given['dimensions']}."
         raise ApiError(400, text, "dimensions")
     inputs = read_prompts(given, model, "input", _check_number)
     requests = [Request(tuple(x), Sampling(max_tokens=1, temperature=0.0), adapter=adapter) for x in inputs]
@@ -64,7 +64,7 @@ def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> 
         tokens: tokens of all inputs.
     """
     rows = [
-        {"object": "embedding", "index": i, "embedding": _written(vector, inputs.encoded)}
+        {"object": "embedding", "index": i, "embedding": _write_vector(vector, inputs.encoded)}
         for i, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -73,8 +73,8 @@ def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> 
 
 def _check_number(num: int) -> None:
     if num > _MOST:
-        raise ApiError(400, f"input has {num} entries; it must have at most {_MOST}.", "input")
+        raise ApiError(400, f"input must have at most {_MOST} entries, got {num}.", "input")
 
 
-def _written(vector: bytes, encoded: bool) -> Any:
+def _write_vector(vector: bytes, encoded: bool) -> Any:
     return base64.b64encode(vector).decode() if encoded else array("f", vector).tolist()

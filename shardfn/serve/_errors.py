@@ -31,10 +31,10 @@ def refusal(reason: str) -> "ApiError":
     """Returns the answer to a request that the engine refuses: the same request will be refused again.
 
     Args:
-        reason: the engine's, which begins with a name.
+        reason: reason of the engine, which begins with a name.
 
     Example:
-        >>> refusal("stop_tokens[0] is 9; it must be an integer from 0 to 8.").param
+        >>> refusal("stop_tokens[0] must be an integer from 0 to 8, got 9.").param
         'stop_token_ids'
     """
     name = reason.split()[0].partition("[")[0].rstrip(":") if reason.strip() else ""
@@ -43,17 +43,17 @@ def refusal(reason: str) -> "ApiError":
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """Answer other than success.
 
     Args:
         status: status of HTTP.
         message: message for the client's user.
-        param: the field of the body that is wrong.
-        code: a word for programs. Default: that of the status, if it has one.
+        param: field of the body that is wrong.
+        code: word for programs. Default: the status's word, if there is one.
         headers: headers of the answer, such as `Retry-After`.
 
     Example:
-        >>> ApiError(400, "n is 0; it must be at least 1.", "n").body["error"]["param"]
+        >>> ApiError(400, "n must be at least 1, got 0.", "n").body["error"]["param"]
         'n'
     """
 

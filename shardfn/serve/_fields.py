@@ -1,8 +1,8 @@
 """Bodies of requests: JSON, read strictly, and one table of the fields that are served or refused.
 
-A field that is not served is refused by its name, and so is one that is unknown, doubled or of another type. Clients
-send many fields of OpenAI's and vLLM's interfaces with values that ask for nothing, for example `tools: []`: the tables
-list these values, which have no effect. Ranges are those of `check_request`, the same for Python and HTTP.
+A field that is not served is refused by name, and so is a field that is unknown, doubled or of another type. Clients
+send many fields of OpenAI's and vLLM's interfaces with values that ask for nothing, for example `tools: []`. The tables
+list such values, which have no effect. Ranges are the ranges of `check_request`, the same for Python and HTTP.
 """
 
 import json
@@ -15,12 +15,12 @@ from ._errors import ApiError
 
 
 class Kind(NamedTuple):
-    """A type of a field.
+    """Type of a field.
 
     Attributes:
         name: type in words.
-        has: whether a value is of the type.
-        served: False for a field that is read and has no effect.
+        has: function that tells whether a value is of the type.
+        served: whether the field has an effect. False for a field that is read and ignored.
     """
 
     name: str
@@ -36,7 +36,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _each(has: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _has_each(has: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(has, value))
 
 
@@ -46,13 +46,13 @@ FLAG = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("a string", _is_text)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 LIST = Kind("a list", lambda value: isinstance(value, list))
-INTEGERS = Kind("a list of integers", _each(_is_integer))
-TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _each(_is_text)(value))
+INTEGERS = Kind("a list of integers", _has_each(_is_integer))
+TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _has_each(_is_text)(value))
 ANY = Kind("a value", lambda value: True)
 
 
 def neutral_kind(*values: Any) -> Kind:
-    """Returns the type of a field that is not served, whose values are those that ask for nothing.
+    """Returns the type of a field that is not served, with the values that ask for nothing.
 
     Example:
         >>> neutral_kind(False).has(False), neutral_kind(False).has(True), neutral_kind(False).has(0)
@@ -203,13 +203,13 @@ def read_json(data: bytes) -> dict[str, Any]:
         {'n': 1}
     """
     try:
-        body = json.loads(data.decode(), object_pairs_hook=_single, parse_constant=_no_constant)
+        body = json.loads(data.decode(), object_pairs_hook=_refuse_repeated, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ApiError(400, "The body is JSON that is nested too deeply.") from error
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(400, f"The body is {_named(body)}; it must be an object.")
+        raise ApiError(400, f"The body must be an object, got {_describe_value(body)}.")
     return body
 
 
@@ -234,10 +234,10 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind], at: str = ""
         if name in known:
             _check_value(value, known[name], full)
         elif name in REFUSED:
-            raise ApiError(400, f"{full} is not served; leave it out.", full, "unsupported_parameter")
+            raise ApiError(400, f"{full} is not served. Leave it out.", full, "unsupported_parameter")
         else:
             near = did_you_mean(name, known)
-            raise ApiError(400, f"{_shown(full)} is not known.{near}", _shown(full), "unknown_parameter")
+            raise ApiError(400, f"{_shorten_text(full)} is not known.{near}", _shorten_text(full), "unknown_parameter")
     return {name: value for name, value in given.items() if known[name].served}
 
 
@@ -255,9 +255,9 @@ def get_required(given: Mapping[str, Any], name: str, at: str = "") -> Any:
 
 def _check_value(value: Any, kind: Kind, at: str) -> None:
     if not kind.has(value) and kind.served:
-        raise ApiError(400, f"{at} is {_named(value)}; it must be {kind.name}.", at)
+        raise ApiError(400, f"{at} must be {kind.name}, got {_describe_value(value)}.", at)
     if not kind.has(value):
-        text = f"{at} is {_named(value)}, which is not served; leave it out, or give {kind.name}."
+        text = f"{at} is {_describe_value(value)}, which is not served; leave it out, or give {kind.name}."
         raise ApiError(400, text, at, "unsupported_parameter")
     check_text(value, at)
 
@@ -277,27 +277,27 @@ def check_text(value: Any, at: str) -> None:
                 raise ApiError(400, f"{at} has half of a surrogate pair at {error.start}.", at) from error
 
 
-def _named(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Returns the type of a value as JSON has it, and the value if it is short."""
     if isinstance(value, bool | int | float | str):
-        return _shown(json.dumps(value))
+        return _shorten_text(json.dumps(value))
     return "null" if value is None else "a list" if isinstance(value, list) else "an object"
 
 
-def _shown(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     for name in made:
-        check_text(name, ascii(_shown(name)))
+        check_text(name, ascii(_shorten_text(name)))
     if len(made) < len(pairs):
         seen = set[str]()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ApiError(400, f"{_shown(name)} is given twice.", _shown(name))
+        raise ApiError(400, f"{_shorten_text(name)} is given twice.", _shorten_text(name))
     return made
 
 
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")

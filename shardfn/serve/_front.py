@@ -1,4 +1,4 @@
-"""The front: the process that clients reach. It has no tensors, and goes on when a rank ends, to report that.
+"""The front: the process that clients reach. The front has no tensors, and goes on when a rank ends, to report the end.
 
 clients -- HTTP -- front -- pairs of sockets -- ranks
 """
@@ -32,30 +32,30 @@ _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
 class Ranks(Protocol):
-    """The ranks as a front sees them: `Processes`, or others in tests."""
+    """Ranks as a front sees them: `Processes`, or stand-ins in tests."""
 
     async def start(self) -> None:
-        """Starts them."""
+        """Starts all ranks."""
 
     def send(self, message: Message) -> None:
-        """Sends a message to all."""
+        """Sends a message to all ranks."""
 
     async def next(self) -> Any:
-        """Returns the next message of the first."""
+        """Returns the next message of the first rank."""
 
     async def first_end(self) -> tuple[int, int]:
-        """Returns the first that ends, and its status."""
+        """Returns the first rank that ends, and its status."""
         ...
 
     async def all_end(self, seconds: float) -> bool:
-        """Returns whether all end within some seconds."""
+        """Returns whether all ranks end within some seconds."""
         ...
 
     async def end(self) -> None:
-        """Ends them."""
+        """Ends all ranks."""
 
 
-def _server(app: Any, settings: Settings) -> Any:
+def _make_server(app: Any, settings: Settings) -> Any:
     """Returns a server of uvicorn whose signals the front takes."""
     import uvicorn
 
@@ -66,7 +66,7 @@ def _server(app: Any, settings: Settings) -> Any:
             return contextlib.nullcontext()
 
         async def main_loop(self) -> None:
-            await self.ended.wait()  # uvicorn's own wakes ten times a second
+            await self.ended.wait()  # uvicorn's default wakes ten times a second
 
     config = uvicorn.Config(
         app,
@@ -80,13 +80,13 @@ def _server(app: Any, settings: Settings) -> Any:
 
 
 class Front:
-    """A server without its ranks.
+    """Server without its ranks.
 
     Args:
         settings: settings of the server.
-        text: the tokenizer.
-        ranks: not started yet.
-        report: takes lines for the user.
+        text: tokenizer.
+        ranks: ranks, not started yet.
+        report: function that takes lines for the user.
     """
 
     def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
@@ -103,13 +103,13 @@ class Front:
         """Serves until a signal, or until a rank ends.
 
         Args:
-            listener: bound; clients are answered from the start, before the model is loaded.
+            listener: bound socket. Clients are answered from the start, before the model is loaded.
 
         Returns:
-            The exit status: 0 after a signal, or 1 if a rank has ended, or its own status if that came before the model
-            was ready.
+            The exit status: 0 after a signal, or 1 if a rank has ended. If a rank ended before the model was ready, the
+            rank's status.
         """
-        server = _server(self.app.asgi(), self.settings)
+        server = _make_server(self.app.asgi(), self.settings)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             await self._ranks.start()
@@ -120,12 +120,12 @@ class Front:
             await self._ranks.end()
 
     def take_signal(self) -> None:
-        """The first signal ends the server once its requests are done; the second one at once."""
+        """Takes a signal. The first ends the server once its requests are done, and the second at once."""
         self.signals += 1
         self._signal.set()
 
     async def _until_the_end(self, serving: asyncio.Future[None]) -> int:
-        reading = asyncio.ensure_future(self._read())
+        reading = asyncio.ensure_future(self._read_messages())
         ended = asyncio.ensure_future(self._ranks.first_end())
         signalled = asyncio.ensure_future(self._signal.wait())
         try:
@@ -133,23 +133,23 @@ class Front:
             if reading.done() and (error := reading.exception()) is not None:
                 self._report(f"shardfn serve: error: the front has failed: {type(error).__name__}: {error}")
             if not signalled.done() or reading.done() or ended.done():
-                return await self._lost(ended)
-            return await self._drained(ended)
+                return await self._end_lost(ended)
+            return await self._drain_calls(ended)
         finally:
             for task in (reading, ended, signalled):
                 task.cancel()
 
-    async def _read(self) -> None:
-        """Hands on the messages of the first rank, until it ends."""
+    async def _read_messages(self) -> None:
+        """Hands on the messages of the first rank, until the rank ends."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._ranks.next()
                 if isinstance(message, Report):
                     self.calls.report(message)
                 elif isinstance(message, Ready):
-                    self._begin(message)
+                    self._begin_serving(message)
 
-    def _begin(self, ready: Ready) -> None:
+    def _begin_serving(self, ready: Ready) -> None:
         settings = self.settings
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
@@ -161,9 +161,9 @@ class Front:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
 
-    async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
-        """Sends an error to each stream, and ends."""
-        # A process closes its sockets before its status is known. One that has not begun has no clients that wait.
+    async def _end_lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+        """Sends an error to each stream, and ends the server."""
+        # A process closes its sockets before its status is known. A server that has not begun has no waiting clients.
         patience = 1.0 if self.app.model is not None else _LAST_STEPS
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ended), patience)
@@ -173,34 +173,34 @@ class Front:
         self.app.closed = f"Rank {rank} of the engine has ended, {how}; the server ends."
         self.calls.fail_all(ApiError(503, self.app.closed, code="engine_dead"))
         self._report(f"shardfn serve: error: rank {rank} has ended {how}")
-        await self._quiet(_LAST_WORDS)
+        await self._wait_quiet(_LAST_WORDS)
         return 1 if begun or status <= 0 else status
 
-    async def _drained(self, ended: asyncio.Future[tuple[int, int]]) -> int:
-        """Lets requests in progress end, for some time."""
+    async def _drain_calls(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+        """Lets requests in progress end, for a limited time."""
         self.app.closed = ENDING
         self._report(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
         self.calls.drain()
-        waiting = asyncio.ensure_future(self._quiet(self.settings.drain_seconds))
-        again = asyncio.ensure_future(self._again())
+        waiting = asyncio.ensure_future(self._wait_quiet(self.settings.drain_seconds))
+        again = asyncio.ensure_future(self._wait_signals())
         await asyncio.wait({waiting, again, ended}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         again.cancel()
         if ended.done():
-            return await self._lost(ended)
+            return await self._end_lost(ended)
         self.calls.fail_all(ApiError(503, "The server ends; this request was cancelled.", code="server_ends"))
-        await self._quiet(_LAST_WORDS)
+        await self._wait_quiet(_LAST_WORDS)
         if self.app.model is not None:
             self.calls.stop()
             await self._ranks.all_end(_LAST_STEPS)
         return 0
 
-    async def _again(self) -> None:
+    async def _wait_signals(self) -> None:
         while self.signals < 2:
             self._signal.clear()
             await self._signal.wait()
 
-    async def _quiet(self, seconds: float) -> None:
+    async def _wait_quiet(self, seconds: float) -> None:
         """Waits until no call is in progress, no longer than some seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -209,7 +209,7 @@ class Front:
 
 
 def bound(settings: Settings) -> socket.socket:
-    """Returns a socket that listens at a server's address; port 0 becomes a free one.
+    """Returns a socket that listens at a server's address. Port 0 becomes a free port.
 
     Raises:
         OSError: the address is in use, or is not of this machine.
@@ -239,12 +239,13 @@ def serve(
 
     Args:
         settings: settings of the server.
-        text: the tokenizer of the model.
-        command: function from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
-        ranks: number.
-        threads: threads of each rank's computation. None does not set them.
-        report: takes lines for the user, also those that the ranks write to stderr. It is called in a thread: it may
-            wait or fail, and the server goes on.
+        text: tokenizer of the model.
+        command: function from the number of a rank's end of the pair of sockets to the rank's program, such as a
+            program that calls `run_rank`.
+        ranks: number of ranks.
+        threads: threads of each rank's computation. None leaves the number.
+        report: function that takes lines for the user, also lines that the ranks write to stderr. The function is
+            called in a thread. It may wait or fail, and the server goes on.
 
     Returns:
         The exit status.
@@ -259,7 +260,7 @@ def serve(
 
     log = Log(report)
 
-    async def main() -> int:
+    async def run_front() -> int:
         front = Front(settings, text, Processes(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
@@ -267,6 +268,6 @@ def serve(
 
     try:
         with reporting_records(log):
-            return asyncio.run(main())
+            return asyncio.run(run_front())
     finally:
         log.close()

@@ -1,7 +1,7 @@
-"""Messages between the front and its ranks: over a pair of sockets, each with its length before it.
+"""Messages between the front and the ranks: over a pair of sockets, each after its length.
 
-Down go numbered events, the same ones to all ranks; up come, from the first rank alone, one `Ready` and then a `Report`
-for each step. Both ends are processes of one program on one machine, so messages are pickles.
+Numbered events go down, the same events to all ranks. One `Ready` and then a `Report` for each step come up, only from
+the first rank. Both ends are processes of one program on one machine, so messages are pickles.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _READ = 1 << 18
 
 @dataclass(frozen=True)
 class End:
-    """The last event: the ranks end.
+    """Last event: the ranks end.
 
     Example:
         >>> End(7).number
@@ -31,12 +31,12 @@ class End:
 
 @dataclass(frozen=True)
 class Embed:
-    """A request whose prompt is embedded, in place of being continued.
+    """Request whose prompt is embedded, in place of being continued.
 
     Attributes:
         number: number of the event.
         name: name of the request.
-        request: the prompt.
+        request: request with the prompt.
         pooling: see `Engine.embed`.
     """
 
@@ -50,15 +50,15 @@ Message = Event | End | Embed
 
 
 class Ready(NamedTuple):
-    """The engine of the ranks is warm.
+    """Message that the engine of the ranks is warm.
 
     Attributes:
         limits: sizes.
         ends: tokens that end a completion.
-        size: the number of the tokenizer's tokens.
+        size: number of the tokenizer's tokens.
         grammars: whether graphs of steps with grammars are captured, too.
-        about: the model and its memory, in words.
-        width: width of embeddings, or 0 for a model without them.
+        about: model and its memory, in words.
+        width: width of embeddings, or 0 for a model without embeddings.
     """
 
     limits: Limits
@@ -70,17 +70,17 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of a step.
+    """Result of a step.
 
     Attributes:
-        tokens: tokens that it has returned, and ends of requests.
+        tokens: returned tokens, and ends of requests.
         counts: counts of sequences and blocks, as `Engine.counts`.
-        taken: the number of events that the engine has taken so far.
-        refused: by name of a request that the engine has refused, its reason.
+        taken: number of events that the engine has taken so far.
+        refused: reasons by the names of requests that the engine has refused.
         vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
         guesses: counts of drafts so far, as `Engine.guesses`.
-        use: counts of the cache's use so far, as `Engine.cache_use`.
-        begun: names of requests that have blocks since this step, and had none before it.
+        use: counts of the KV cache's use so far, as `Engine.cache_use`.
+        begun: names of requests that have blocks since this step, and had none before.
     """
 
     tokens: list[Token]
@@ -94,7 +94,7 @@ class Report(NamedTuple):
 
 
 def packed(value: object) -> bytes:
-    """Returns a message."""
+    """Returns a message as bytes."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(_LENGTH, "little") + data
 
@@ -113,7 +113,7 @@ async def received(reader: asyncio.StreamReader) -> Any:
 
 
 class Inbox:
-    """The messages that have arrived at a rank.
+    """Messages that have arrived at a rank.
 
     Args:
         end: end of the pair of sockets.
@@ -126,19 +126,19 @@ class Inbox:
         """Returns the messages that are there.
 
         Args:
-            wait: whether to sleep until there is one.
+            wait: whether to sleep until there is a message.
 
         Raises:
             EOFError: the front has ended.
         """
-        self._fill(wait=False)
-        found = self._whole()
+        self._fill_buffer(wait=False)
+        found = self._take_whole()
         while wait and not found:
-            self._fill(wait=True)
-            found = self._whole()
+            self._fill_buffer(wait=True)
+            found = self._take_whole()
         return found
 
-    def _fill(self, *, wait: bool) -> None:
+    def _fill_buffer(self, *, wait: bool) -> None:
         """Reads all bytes that are there."""
         some = False
         while True:
@@ -155,7 +155,7 @@ class Inbox:
             self._data += data
             some = True
 
-    def _whole(self) -> list[Message]:
+    def _take_whole(self) -> list[Message]:
         found, at = list[Message](), 0
         while len(self._data) - at >= _LENGTH:
             end = at + _LENGTH + int.from_bytes(self._data[at : at + _LENGTH], "little")

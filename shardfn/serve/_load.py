@@ -16,9 +16,9 @@ class Arrival(NamedTuple):
     """A request of a trace.
 
     Attributes:
-        seconds: after the beginning.
+        seconds: seconds after the beginning.
         prompt: token ids.
-        max_tokens: max tokens that are drawn, all of them.
+        max_tokens: number of tokens that are drawn.
     """
 
     seconds: float
@@ -27,15 +27,15 @@ class Arrival(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """The answer to one request.
+    """Answer to one request.
 
     Attributes:
-        first: seconds until its first piece.
-        gaps: seconds between its pieces.
-        whole: seconds until its end.
+        first: seconds until the first piece.
+        gaps: seconds between pieces.
+        whole: seconds until the end.
         tokens: tokens that were drawn.
         text: text of all pieces.
-        error: empty if it succeeded.
+        error: error, empty for a success.
     """
 
     first: float
@@ -49,15 +49,15 @@ class Delays(NamedTuple):
 def trace(
     num: int, rate: float | None, *, prompt: int = 64, drawn: int = 32, vocab: int = 256, seed: int = 0
 ) -> list[Arrival]:
-    """Requests whose arrivals are independent of one another, with lengths that vary as those of chats do.
+    """Returns requests whose arrivals are independent of one another, with lengths that vary as in chats.
 
     Args:
         num: number of requests.
-        rate: arrivals a second; None lets all arrive at once.
-        prompt: the median length of a prompt.
-        drawn: the median number of drawn tokens.
-        vocab: ids are 1 to `vocab - 1`.
-        seed: equal seeds draw equal traces.
+        rate: arrivals a second. None lets all arrive at once.
+        prompt: median length of a prompt.
+        drawn: median number of drawn tokens.
+        vocab: number of ids plus 1. Ids are 1 to `vocab - 1`.
+        seed: seed of the trace. Equal seeds draw equal traces.
 
     Example:
         >>> trace(2, None, seed=1) == trace(2, None, seed=1)
@@ -73,31 +73,31 @@ def trace(
 
 
 async def measure(url: str, model: str, arrivals: Sequence[Arrival], key: str = "none") -> list[Delays]:
-    """Sends a trace to a server; the delays of each request, in order.
+    """Sends a trace to a server, and returns the delays of each request, in order.
 
     Args:
         url: url of the interface, such as `http://127.0.0.1:8000/v1`.
-        model: name there.
+        model: name of the model.
         arrivals: arrivals from `trace`.
         key: key of the client.
     """
     began = time.monotonic()
 
-    async def one(arrival: Arrival) -> Delays:
+    async def measure_arrival(arrival: Arrival) -> Delays:
         await asyncio.sleep(max(0.0, began + arrival.seconds - time.monotonic()))
-        return await _sent(url, model, arrival, key)
+        return await _send_arrival(url, model, arrival, key)
 
-    return list(await asyncio.gather(*map(one, arrivals)))
+    return list(await asyncio.gather(*map(measure_arrival, arrivals)))
 
 
-async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
+async def _send_arrival(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     body: dict[str, Any] = {"model": model, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens, "seed": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     import h11
 
     begin, times, texts, tokens, rest = time.monotonic(), list[float](), list[str](), 0, b""
     try:
-        async for data in _answer(url, key, json.dumps(body).encode()):
+        async for data in _read_answer(url, key, json.dumps(body).encode()):
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if event == b"data: [DONE]":
@@ -117,8 +117,8 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens, "".join(texts))
 
 
-async def _answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
-    """Returns the pieces of an answer's body, by a connection of its own."""
+async def _read_answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
+    """Yields the pieces of an answer's body, over a separate connection."""
     import h11
 
     parts = urllib.parse.urlsplit(url)

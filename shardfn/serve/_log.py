@@ -1,4 +1,4 @@
-"""Lines for the user that never hold a server up: one thread writes them, and lines too many are left out."""
+"""Lines for the user that never hold a server up: one thread writes lines, and surplus lines are left out."""
 
 import contextlib
 import logging
@@ -13,10 +13,10 @@ _LAST = 1.0  # seconds in which the last lines are written
 
 
 class Log:
-    """Writes lines in a thread, in their order. A reader that stops, or a full disk, loses lines and nothing else.
+    """Writer of lines in a thread, in order. A reader that stops, or a full disk, loses only lines.
 
     Args:
-        write: writes a line. It may wait, and it may fail.
+        write: function that writes a line. The function may wait, and may fail.
 
     Example:
         >>> lines = []
@@ -34,7 +34,7 @@ class Log:
         self._thread.start()
 
     def __call__(self, line: str) -> None:
-        """Puts a line in line, or leaves it out where too many wait."""
+        """Puts a line in line, or leaves the line out where too many wait."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -56,14 +56,14 @@ class Log:
 
 
 class _Records(logging.Handler):
-    """Reports records of other packages, a bounded number in a time: clients can cause any number."""
+    """Reporter of other packages' records, a bounded number in a time: clients can cause any number."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()
         self._report, self._begin, self._num, self._left_out = report, -_SECONDS, 0, 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Reports a record, or counts it."""
+        """Reports a record, or only counts the record."""
         now = time.monotonic()
         if now - self._begin >= _SECONDS:
             if self._left_out:
@@ -78,7 +78,7 @@ class _Records(logging.Handler):
 
 @contextlib.contextmanager
 def reporting_records(report: Callable[[str], None]) -> Iterator[None]:
-    """Reports the records of the packages that serve, which would write to stderr and wait there."""
+    """Reports records of packages such as uvicorn. Such packages would write to stderr and wait there."""
     handler = _Records(report)
     loggers = [logging.getLogger(name) for name in ("uvicorn", "asyncio")]
     for logger in loggers:

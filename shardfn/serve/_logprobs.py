@@ -10,11 +10,11 @@ class Spelled(NamedTuple):
     """A token with its log probability.
 
     Attributes:
-        text: text of the token alone.
-        data: bytes of the token, or None for a token without bytes of its own.
+        text: text of the single token.
+        data: bytes of the token, or None for a token without bytes by itself.
         logprob: log probability under the raw logits, or None for the first token of a prompt.
         offset: place in the choice's text at which the token begins.
-        top: most probable tokens at its position.
+        top: most probable tokens at the token's position.
     """
 
     text: str
@@ -25,12 +25,12 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """Spells the tokens of one choice.
+    """Speller of the tokens of one choice.
 
     Args:
-        spelling: texts of tokens one by one, also of special ones.
+        spelling: texts of single tokens, also of special tokens.
         texts: texts of choices.
-        prompt: tokens before the first one that is spelled.
+        prompt: tokens before the first token that is spelled.
     """
 
     def __init__(self, spelling: Detokenizer, texts: Detokenizer, prompt: Sequence[int]) -> None:
@@ -39,14 +39,14 @@ class Speller:
 
     def spell(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Spelled:
         """Returns the next token."""
-        made, text, begin = self._one(token, logprob), self._growing.add(token), self._offset
+        made, text, begin = self._spell_token(token, logprob), self._growing.add(token), self._offset
         self._offset += len(text)
-        if self._holds:  # bytes that turn out to be no character are a text of their own before it
+        if self._holds:  # bytes that turn out to be no character are a separate text before the token
             begin = max(begin, self._offset - len(made.text))
         self._holds = not text
-        return made._replace(offset=begin, top=[self._one(*x) for x in top])
+        return made._replace(offset=begin, top=[self._spell_token(*x) for x in top])
 
-    def _one(self, token: int, logprob: float | None) -> Spelled:
+    def _spell_token(self, token: int, logprob: float | None) -> Spelled:
         data = None if self._spelling.bytes_of is None else self._spelling.bytes_of(token)
         return Spelled(self._spelling.decode([token]), data, logprob)
 
@@ -62,41 +62,44 @@ def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
         [{'a': -0.5, 'b': -1.5}]
     """
     return {
-        "tokens": [_named(t) for t in tokens],
+        "tokens": [_name_token(t) for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": [_by_text([*t.top, t]) for t in tokens] if num else None,
+        "top_logprobs": [_group_texts([*t.top, t]) for t in tokens] if num else None,
         "text_offset": [t.offset for t in tokens],
     }
 
 
 def newer(tokens: list[Spelled], num: int) -> dict[str, Any]:
-    """Those of `/v1/chat/completions`.
+    """Returns the form of `/v1/chat/completions`.
 
     Example:
         >>> newer([Spelled("b", b"b", -1.5)], 0)["content"]
         [{'token': 'b', 'logprob': -1.5, 'bytes': [98], 'top_logprobs': []}]
     """
     del num
-    return {"content": [{**_row(t), "top_logprobs": [_row(x) for x in t.top]} for t in tokens], "refusal": None}
+    return {
+        "content": [{**_make_row(t), "top_logprobs": [_make_row(x) for x in t.top]} for t in tokens],
+        "refusal": None,
+    }
 
 
-def _row(token: Spelled) -> dict[str, Any]:
+def _make_row(token: Spelled) -> dict[str, Any]:
     data = None if token.data is None else list(token.data)
     return {"token": token.text, "logprob": token.logprob, "bytes": data}
 
 
-def _named(token: Spelled) -> str:
-    """Returns the text of a token, or its bytes as OpenAI writes them where they are no text."""
+def _name_token(token: Spelled) -> str:
+    """Returns the text of a token, or its bytes as OpenAI writes them where the bytes are no text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data or b"")
 
 
-def _by_text(tokens: Sequence[Spelled]) -> dict[str, float] | None:
-    """Returns log probabilities by text: of tokens with the same text the most probable one. None without a value."""
+def _group_texts(tokens: Sequence[Spelled]) -> dict[str, float] | None:
+    """Returns log probabilities by text. Of tokens with equal text the most probable counts. None without a value."""
     found: dict[str, float] = {}
     for token in tokens:
         if token.logprob is not None:
-            found.setdefault(_named(token), token.logprob)
+            found.setdefault(_name_token(token), token.logprob)
     return found or None

@@ -43,10 +43,10 @@ _LABELS = {"vllm:request_success": "finished_reason", "shardfn:answers": "status
 
 
 class Metrics:
-    """The numbers of a server.
+    """Numbers of a server.
 
     Args:
-        model: the label `model_name` of each.
+        model: label `model_name` of each number.
 
     Example:
         >>> metrics = Metrics("gpt")
@@ -74,23 +74,23 @@ class Metrics:
 
     def text(self, gauges: Mapping[str, float]) -> str:
         """Returns the page, with the present values of the gauges."""
-        return "\n".join([*self._gauges(gauges), *self._counters(), *self._histograms(), ""])
+        return "\n".join([*self._write_gauges(gauges), *self._write_counters(), *self._write_histograms(), ""])
 
-    def _gauges(self, values: Mapping[str, float]) -> Iterator[str]:
+    def _write_gauges(self, values: Mapping[str, float]) -> Iterator[str]:
         for name, about in _GAUGES.items():
-            yield from _head(name, about, "gauge")
+            yield from _write_head(name, about, "gauge")
             yield f"{name}{{{self._model}}} {values.get(name, 0):g}"
 
-    def _counters(self) -> Iterator[str]:
+    def _write_counters(self) -> Iterator[str]:
         for name, about in _COUNTS.items():
-            yield from _head(f"{name}_total", about, "counter")
+            yield from _write_head(f"{name}_total", about, "counter")
             for label, value in self._counts[name].items():
                 more = f',{_LABELS[name]}="{label}"' if name in _LABELS else ""
                 yield f"{name}_total{{{self._model}{more}}} {value:.12g}"
 
-    def _histograms(self) -> Iterator[str]:
+    def _write_histograms(self) -> Iterator[str]:
         for name, about in _TIMES.items():
-            yield from _head(name, f"seconds {about}", "histogram")
+            yield from _write_head(name, f"seconds {about}", "histogram")
             total = 0
             for most, num in zip((*_SECONDS, "+Inf"), self._places[name], strict=True):
                 total += num
@@ -99,6 +99,6 @@ class Metrics:
             yield f"{name}_count{{{self._model}}} {total}"
 
 
-def _head(name: str, about: str, kind: str) -> Iterator[str]:
+def _write_head(name: str, about: str, kind: str) -> Iterator[str]:
     yield f"# HELP {name} {about}"
     yield f"# TYPE {name} {kind}"

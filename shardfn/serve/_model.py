@@ -1,4 +1,4 @@
-"""The model of a server, as bodies of requests are read for it."""
+"""The model of a server, as the reader of bodies sees it."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,14 +10,15 @@ from ._errors import ApiError
 
 
 class Text(NamedTuple):
-    """A tokenizer as a server uses it. Its functions are called in two threads, in one for long bodies.
+    """Tokenizer as a server uses it. The functions are called in two threads, of which one is for long bodies.
 
     Attributes:
         encode: function from a text to the ids of a prompt.
         tokenizer: tokenizer in a form that `shardfn.inference.detokenizer` takes.
         chat: function from messages to the text of a prompt, or None without a chat template. A `ValueError` refuses
             messages.
-        plain: plain from this text to the ids of a prompt, without further special tokens. None takes `encode`.
+        plain: function from the text of `chat` to the ids of a prompt, without further special tokens. None takes
+            `encode`.
     """
 
     encode: Callable[[str], list[int]]
@@ -27,20 +28,20 @@ class Text(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The model that bodies are read for.
+    """Model that bodies are read for.
 
     Attributes:
         name: name by which clients know the model.
         text: tokenizer.
-        spelling: texts of tokens one by one, also of special ones.
+        spelling: texts of single tokens, also of special tokens.
         limits: limits of the engine.
         ends: tokens that end a completion.
         max_choices: most choices of one call.
-        compiler: compiler of grammars, or None if they are not served.
+        compiler: compiler of grammars, or None if grammars are not served.
         texts: texts of choices.
         adapters: names that clients may give in place of the model's.
-        width: width of embeddings, or 0 if they are not served.
-        longest: bytes of the longest token, or 0 where tokens have no bytes of their own.
+        width: width of embeddings, or 0 if embeddings are not served.
+        longest: bytes of the longest token, or 0 where single tokens have no bytes.
         defaults: values of `Sampling` for fields that a body leaves out.
     """
 
@@ -64,7 +65,7 @@ class Model(NamedTuple):
 
 
 def find_longest(spelling: Detokenizer) -> int:
-    """Returns the bytes of the longest token, also of special ones, or 0 where tokens have no bytes of their own.
+    """Returns the bytes of the longest token, also of special tokens, or 0 where single tokens have no bytes.
 
     Example:
         >>> from shardfn.inference import detokenizer
@@ -78,7 +79,7 @@ def find_longest(spelling: Detokenizer) -> int:
 
 
 def adapter_of(given: Mapping[str, Any], model: Model) -> bytes:
-    """Returns the name of the adapter that a body asks for by its model, which is empty for the model without one.
+    """Returns the adapter's name that a body asks for by its model, empty for the model without an adapter.
 
     Raises:
         ApiError: the model is missing or unknown.
@@ -94,7 +95,7 @@ def check_model(name: str, model: Model) -> None:
     """Checks that this server has a name.
 
     Raises:
-        ApiError: has the names that there are.
+        ApiError: has the known names.
     """
     if name not in model.names:
         text = f"model {name[:60]!r} does not exist; this server has {names_of(model)}."

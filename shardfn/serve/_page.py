@@ -1,4 +1,4 @@
-"""The page at `/`: one file, whose policy lets it run its own script alone and reach its own server alone."""
+"""The page at `/`: one file, with a policy that permits only the page's script, and only calls of its server."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ def page() -> tuple[str, dict[str, str]]:
         True
     """
     html = _PATH.read_text(encoding="utf-8")
-    own = {tag: _digest(html, tag) for tag in ("script", "style")}
+    own = {tag: _digest_element(html, tag) for tag in ("script", "style")}
     rules = [
         "default-src 'none'",
         *(f"{tag}-src 'sha256-{digest}'" for tag, digest in own.items()),
@@ -37,7 +37,7 @@ def page() -> tuple[str, dict[str, str]]:
     return html, headers
 
 
-def _digest(html: str, tag: str) -> str:
-    """Returns the digest of the page's one element of a tag."""
+def _digest_element(html: str, tag: str) -> str:
+    """Returns the digest of the page's single element of a tag."""
     [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""The processes of the ranks: started by the front, watched by it, and ended with it."""
+"""Processes of the ranks, started, watched and ended by the front."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from ._link import Message, packed, received
 
 _CHUNK = 1 << 16
-_PATIENCE = 1.0  # seconds in which a process ends by itself, before it is killed: one that loads does not listen
+_PATIENCE = 1.0  # seconds in which a process ends by itself, before a kill: a loading process does not listen
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def _store_at_loopback() -> dist.TCPStore:
-    """Returns the store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
+    """Returns the store by which ranks meet. A store that torch binds takes connections of other machines, too."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -31,13 +31,13 @@ def _store_at_loopback() -> dist.TCPStore:
 
 
 class Processes:
-    """Ranks of one machine, each a process with a pair of sockets to this one.
+    """Ranks of one machine, each a process with a pair of sockets to the front.
 
     Args:
-        command: function from the number of its end of the pair to the program of a rank.
-        ranks: number.
-        threads: threads of each rank's computation. None does not set them.
-        report: takes the lines that ranks write to stderr, so that no rank waits for their reader.
+        command: function from the number of an end of a pair of sockets to the program of a rank.
+        ranks: number of ranks.
+        threads: threads of each rank's computation. None leaves the number.
+        report: function that takes the lines of ranks' stderr, so that no rank waits for a reader.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Processes:
         self._store: Any = None
 
     async def start(self) -> None:
-        """Starts them."""
+        """Starts all processes."""
         environment = dict(os.environ)
         if self._threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         if self._ranks > 1:
-            # Kept here, so that no rank's end takes the store away from the others.
+            # Kept here, so that the end of a rank takes the store from no other rank.
             self._store = _store_at_loopback()
             port = str(self._store.port)
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -69,7 +69,7 @@ class Processes:
             mine, theirs = socket.socketpair()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
             errors, into = os.pipe()
-            self._forwarding.append(asyncio.ensure_future(_forward(errors, self._report)))
+            self._forwarding.append(asyncio.ensure_future(_forward_lines(errors, self._report)))
             with theirs, open(into, "wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(theirs.fileno()),
@@ -78,7 +78,7 @@ class Processes:
                     stderr=stderr,
                     env=environment | own,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C at a terminal reaches the front alone
+                    start_new_session=True,  # Ctrl-C at a terminal reaches only the front
                 )
             self._running.append(process)
             reader, writer = await asyncio.open_connection(sock=mine)
@@ -102,7 +102,7 @@ class Processes:
         """Returns the next message of the first rank.
 
         Raises:
-            EOFError: it has ended.
+            EOFError: the rank has ended.
         """
         return await received(self._reader)
 
@@ -118,18 +118,18 @@ class Processes:
                 task.cancel()
 
     async def end(self) -> None:
-        """Ends those that are left, and reports their last lines."""
+        """Ends the remaining ranks, and reports their last lines."""
         for writer in self._writers:
             with contextlib.suppress(Exception):
                 writer.close()
-        await asyncio.gather(*map(_end, self._running))
+        await asyncio.gather(*map(_end_process, self._running))
         if self._forwarding:
             await asyncio.wait(self._forwarding, timeout=_PATIENCE)  # a process of a rank's own may keep its stderr
         for task in self._forwarding:
             task.cancel()
 
     async def all_end(self, seconds: float) -> bool:
-        """Returns whether all of them end within some seconds."""
+        """Returns whether all ranks end within some seconds."""
         waits = [asyncio.ensure_future(process.wait()) for process in self._running]
         _, left = await asyncio.wait(waits, timeout=seconds)
         for task in left:
@@ -137,8 +137,8 @@ class Processes:
         return not left
 
 
-async def _forward(end: int, report: Callable[[str], None]) -> None:
-    """Reports the lines of a pipe until it is closed; of a bar that is drawn over itself the last state."""
+async def _forward_lines(end: int, report: Callable[[str], None]) -> None:
+    """Reports the lines of a pipe until it is closed. A bar that is drawn over itself is reported in its last state."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(end, "rb"))
@@ -155,7 +155,7 @@ async def _forward(end: int, report: Callable[[str], None]) -> None:
         transport.close()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_process(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), _PATIENCE)
     except TimeoutError:

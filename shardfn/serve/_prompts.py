@@ -20,7 +20,7 @@ def read_prompts(
         given: fields of the body.
         model: model of the server.
         field: name of the field.
-        check_number: refuses a number of prompts, before any of them becomes tokens.
+        check_number: function that refuses a number of prompts, before a prompt becomes tokens.
 
     Raises:
         ApiError: the field is missing, of another form, or has a text that can never fit.
@@ -45,7 +45,7 @@ def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
     Raises:
         ApiError: a message is wrong, the tokenizer has no template, or the text can never fit.
     """
-    messages = _messages(given)
+    messages = _read_messages(given)
     if model.text.chat is None:
         text = f"the tokenizer of {model.name!r} has no chat template; use /v1/completions."
         raise ApiError(400, text, "messages", "no_chat_template")
@@ -58,14 +58,14 @@ def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
 
 
 def _check_bytes(text: str, model: Model, field: str, where: str) -> None:
-    """Refuses a text of more bytes than the tokens of a context can have: its tokens would take long to find."""
+    """Refuses a text of more bytes than the tokens of a context can have, before the slow work of the tokenizer."""
     context = model.limits.context
     if model.longest and len(text) * 4 > context * model.longest:  # a character has at most four bytes
         size = len(text.encode())
         if size > context * model.longest:
             raise ApiError(
                 400,
-                f"{where}{field} has {size} bytes; it must have at most {context * model.longest}: the context has"
+                f"{where}{field} must have at most {context * model.longest} bytes, got {size}: the context has"
                 f" {context} tokens of at most {model.longest} bytes.",
                 field,
                 "context_length_exceeded",
@@ -76,29 +76,29 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+def _read_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
     if not given.get("messages"):
         how = "is empty" if "messages" in given else "is missing"
-        raise ApiError(400, f"messages {how}; give one message at least.", "messages", "missing_parameter")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
+        raise ApiError(400, f"messages {how}. Give one message at least.", "messages", "missing_parameter")
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
 
 
-def _message(message: Any, at: str) -> dict[str, str]:
+def _read_message(message: Any, at: str) -> dict[str, str]:
     """Returns a message as templates read it."""
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
     given = read_fields(message, MESSAGE, at)
     role = get_required(given, "role", at)
     if role not in _ROLES:
-        text = f"{at}.role is {role[:60]!r}; it must be one of {', '.join(_ROLES)}."
+        text = f"{at}.role must be one of {', '.join(_ROLES)}, got {role[:60]!r}."
         raise ApiError(400, text, f"{at}.role")
     # Clients send back an answer without a text as null.
     content = given.get("content", "") if role == "assistant" else get_required(given, "content", at)
     more = {name: given[name] for name in ("name", "reasoning", "reasoning_content") if name in given}
-    return {"role": _SYNONYMS.get(role, role), "content": _content(content, f"{at}.content"), **more}
+    return {"role": _SYNONYMS.get(role, role), "content": _read_content(content, f"{at}.content"), **more}
 
 
-def _content(content: Any, at: str) -> str:
+def _read_content(content: Any, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

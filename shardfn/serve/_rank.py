@@ -1,8 +1,8 @@
 """A rank of a server: steps of an engine whose events come from the front.
 
-The front numbers the events and sends each to all ranks. Before a step the ranks exchange how many they have received,
-and take those that all of them have: so each event enters the same step everywhere. A rank without work sleeps in the
-read of its own socket, and the others are never waited for then.
+The front numbers the events and sends each to all ranks. Before a step the ranks exchange the numbers of received
+events, and take the events that all ranks have, for example 5 events where two ranks have 5 and 7. So each event enters
+the same step on all ranks. A rank without work sleeps in the read of its socket, and no other rank is waited for then.
 """
 
 import socket
@@ -17,12 +17,12 @@ from ._link import Embed, End, Inbox, Message, Ready, Report, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
-    """Serves until the front has sent `End`. All ranks of the engine's mesh call it.
+    """Serves until the front has sent `End`. All ranks of the engine's mesh call the function.
 
     Args:
-        engine: idle.
+        engine: idle engine.
         end: this rank's end of its pair of sockets. See `Front`.
-        ready: the first rank sends it at once.
+        ready: message that the first rank sends at once.
 
     Raises:
         EOFError: the front has ended.
@@ -39,13 +39,13 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
         refused, stops = dict[str, str](), False
-        for _ in range(_of_all(engine.mesh, len(waiting))):
+        for _ in range(_count_events(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            refused |= _enter(engine, event, embeds)
+            refused |= _enter_event(engine, event, embeds)
         tokens = engine.step()
-        vectors = _vectors(engine, tokens, embeds)
+        vectors = _take_vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
             before, running = set(running), engine.running
@@ -56,7 +56,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             return
 
 
-def _of_all(mesh: Mesh, num: int) -> int:
+def _count_events(mesh: Mesh, num: int) -> int:
     """Returns the number of events that all ranks have."""
     if mesh.size == 1:
         return num
@@ -66,8 +66,8 @@ def _of_all(mesh: Mesh, num: int) -> int:
         return min(comms.control.exchange(num))
 
 
-def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
-    """Passes an event on, and returns the reason if the engine refuses a request, by its name."""
+def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
+    """Passes an event on, and returns the reason if the engine refuses a request, by the request's name."""
     match event:
         case Add(_, name, request) | Embed(_, name, request, _):
             adapter = request.adapter.decode() or None  # its name: the front has no digests
@@ -87,7 +87,7 @@ def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
     return {}
 
 
-def _vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
+def _take_vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
     """Returns the embeddings that are done with these tokens."""
     done = [token.name for token in tokens if token.name in embeds and token.finish == "length"]
     return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}

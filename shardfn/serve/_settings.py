@@ -1,4 +1,4 @@
-"""The settings of a server: where it listens, who may call it, and the most that it takes."""
+"""Settings of a server: the address, the admitted clients, and limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,30 +9,31 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them are fixed at the start.
+    """Settings of a server, fixed at the start.
 
     Args:
         name: name of the model, as clients name it.
-        host: the address to listen on.
-        port: 0 takes a free one.
-        keys: the keys of clients. Without any, each client is served.
+        host: address to listen on.
+        port: port. 0 takes a free port.
+        keys: keys of clients. Without keys, each client is served.
         adapters: names of adapters, which clients give in place of the model's.
         pooling: pooling of embeddings, as for `shardfn.inference.Engine.embed`.
-        hosts: further names in the `Host` header, beside those of loopback, while `host` is a loopback address.
+        hosts: further names in the `Host` header, in addition to the names of loopback, while `host` is a loopback
+            address.
         max_body: bytes of a request's body.
-        max_connections: at a time.
+        max_connections: number of connections at a time.
         max_waiting: most tokens of prompts that wait for their first token. None is 65,536, or the context where it is
-            longer. A request with more of them is refused.
+            longer. A request with more tokens is refused.
         max_choices: completions of one request, over all of its prompts.
-        header_seconds: in which a request's headers arrive.
-        body_seconds: in which its body arrives.
+        header_seconds: time in which a request's headers arrive.
+        body_seconds: time in which a request's body arrives.
         stall_seconds: time that a reader may leave a piece of its answer in the server.
-        drain_seconds: drain seconds for requests in progress after SIGTERM.
-        health_seconds: health seconds that a step may take before the server counts as ill.
+        drain_seconds: time for requests in progress after SIGTERM.
+        health_seconds: time that a step may take before the server counts as ill.
         defaults: values of `shardfn.inference.Sampling` for fields that a body leaves out, by name.
 
     Raises:
-        ValueError: a value is out of range, or the address is not a loopback one and there are no keys.
+        ValueError: a value is out of range, or the address is not a loopback address and there are no keys.
 
     Example:
         >>> Settings("gpt").loopback
@@ -59,16 +60,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port is {self.port}; it must be from 0 to 65535.")
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}.")
         names = (self.name, *self.adapters)
         if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"the model and its adapters are named {names}; give each a name of its own.")
+            raise ValueError(f"the model and its adapters are named {names}. Give each a name of its own.")
         if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling is {self.pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
+            raise ValueError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {self.pooling!r}.")
         for name, value in vars(self).items():
             if name.startswith("max_") or name.endswith("_seconds"):
                 if value is not None and not value > 0:
-                    raise ValueError(f"{name} is {value}; it must be above 0.")
+                    raise ValueError(f"{name} must be above 0, got {value}.")
         if not self.loopback and not self.keys:
             raise ValueError(
                 f"host is {self.host}, which other machines reach, and there are no keys: each of them could use the"
@@ -77,10 +78,10 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Returns whether programs of this machine alone reach it."""
+        """Returns whether only programs of this machine reach the server."""
         return self.host in _LOOPBACK
 
     def allows(self, host: str) -> bool:
-        """Returns whether a `Host` header names this server; a page of another site that resolves to it does not."""
+        """Returns whether a `Host` header names this server, and not for example another site that resolves here."""
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         return not self.loopback or name.strip("[]") in (*_LOOPBACK, *self.hosts)

@@ -1,4 +1,4 @@
-"""Answers to clients that may leave or stall: sent in pieces, each of which the client must take in time."""
+"""Answers to clients that may leave or stall, sent in pieces. The client must take each piece in time."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ class Stalled(Exception):
 
 
 class EventStream:
-    """Sends events. The client's leaving, or a piece that it does not take in time, ends them.
+    """Sender of events. The events end when the client leaves, or does not take a piece in time.
 
     Args:
         events: pieces of the answer.
-        ended: is called at the end, with "" or "disconnected".
+        ended: function called at the end, with "" or "disconnected".
     """
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[str], None]) -> None:
@@ -42,13 +42,13 @@ class EventStream:
         how = ""
         scope.setdefault("state", {})["events"] = True  # so that a connection may write comments
         try:
-            await while_connected(self._send(send), receive)
+            await while_connected(self._send_events(send), receive)
         except Disconnected:
             how = "disconnected"
         finally:
             self._ended(how)
 
-    async def _send(self, send: "Send") -> None:
+    async def _send_events(self, send: "Send") -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -59,9 +59,9 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
     """Returns a function that sends an answer piece by piece, and waits for the client to take each.
 
     Args:
-        send: sends a message, or puts it in the buffer of its connection.
-        scope: scope of the request, whose state has the connection.
-        seconds: time in which a piece must be taken.
+        send: function that sends a message, or puts the message in the buffer of a connection.
+        scope: scope of the request. The scope's state has the connection.
+        seconds: time in which a client must take a piece.
 
     The function raises `Stalled` if a piece is not taken. The connection is closed then.
     """
@@ -76,7 +76,7 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
                 async with asyncio.timeout(seconds):
                     await state["flow"].drain()
             except TimeoutError as error:
-                _drop(state["transport"])
+                _drop_connection(state["transport"])
                 raise Stalled from error
 
     async def send_pieces(message: "Message") -> None:
@@ -90,7 +90,7 @@ def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
     return send_pieces
 
 
-def _drop(transport: asyncio.Transport) -> None:
+def _drop_connection(transport: asyncio.Transport) -> None:
     """Closes a connection and drops the bytes that the client has not read, also those in the kernel."""
     end = transport.get_extra_info("socket")
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -98,12 +98,12 @@ def _drop(transport: asyncio.Transport) -> None:
 
 
 async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") -> Any:
-    """Returns the result of some work, if the client is there until it is done. The body must have been read.
+    """Returns the result of some work, if the client is there until the work is done. The body must have been read.
 
     Raises:
         Disconnected: the client has left. The work was cancelled.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -116,6 +116,6 @@ async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") ->
                 await task
 
 
-async def _left(receive: "Receive") -> None:
+async def _wait_disconnect(receive: "Receive") -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -388,16 +388,16 @@ def test_texts_of_a_schema_and_of_an_expression(
     [
         (
             "one --top-p 0 --system x",
-            "--top-p is 0.0; it must be a number above 0 and at most 1; --system has no effect",
+            "--top-p must be a number above 0 and at most 1, got 0.0; --system has no effect",
         ),
         ("one --mesh dp=2", "--mesh dp=2: write tp=N"),
         ("one --mesh tp=2", "--mesh tp=2 takes 2 ranks, and there are 1; start it by torchrun --nproc-per-node 2"),
         ("one --context 1", "--context must be at least 2, a token of the prompt and a drawn token, got 1"),
         ("one --context 17", "--context 17: the longest sequence of .* has 16 tokens"),
-        ("one --max-tokens 15", "prompt has 2 tokens and max_tokens is 15, together 17; they must be at most 16"),
+        ("one --max-tokens 15", "prompt and max_tokens must be at most 16 together, the context, got 2 \\+ 15 = 17"),
         ("one --stop-token zwei", "--stop-token 'zwei' is not one of the 11 tokens"),
-        ("one --stop-token 99", r"stop_tokens\[1\] is 99; it must be an integer from 0 to 10"),
-        ("one --stop=", r"--stop\[0\] has 0 characters; it must have from 1 to 256"),
+        ("one --stop-token 99", r"stop_tokens\[1\] must be an integer from 0 to 10.*got 99"),
+        ("one --stop=", r"--stop\[0\] must have from 1 to 256 characters, got 0"),
         (
             "one --regex x --json-schema y",
             "--json-schema and --regex are two grammars of one text; leave one of them out",
@@ -418,7 +418,7 @@ def test_refused_arguments(args: str, words: str, given: pathlib.Path, capsys: p
 
 def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, given, "one", "one " * 20)
-    assert "prompt 2 of 2: prompt has 21 tokens; it must have from 1 to 15" in line
+    assert "prompt 2 of 2: prompt must have from 1 to 15 tokens, got 21" in line
 
 
 @pytest.mark.day(6)

@@ -299,8 +299,8 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--draft-model {model} --drafter ngram", "--draft-model and --drafter ngram are two drafters; leave one of"),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
-        ("--port 99999", "port is 99999"),
-        ("--chat-template {model}/model.json --max-body-mib 0", "max_body is 0; it must be above 0"),
+        ("--port 99999", "port must be from 0 to 65535, got 99999"),
+        ("--chat-template {model}/model.json --max-body-mib 0", "max_body must be above 0, got 0"),
     ],
 )
 def test_refused_settings(model: pathlib.Path, args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,10 +134,10 @@ def test_another_adapter_under_the_same_name() -> None:
     made = served("llama")[2]
     one, prompt = engine(adapters={"x": made["a"]}), PROMPTS[2]
     old = one.generate([prompt], GREEDY, adapter="x")
-    with pytest.raises(ValueError, match="an adapter named 'x' is there; remove it first"):
+    with pytest.raises(ValueError, match=r"an adapter named 'x' is there. Remove it first"):
         one.add_adapter("x", made["b"])
     stream = one.stream(prompt, GREEDY, adapter="x")
-    with pytest.raises(ValueError, match=r"adapter 'x' is of requests in progress, \['request-1'\]; cancel them"):
+    with pytest.raises(ValueError, match=r"adapter 'x' is of requests in progress, \['request-1'\]. Cancel them"):
         one.remove_adapter("x")
     assert [t.token for t in stream][-len(old[0].tokens) :] == old[0].tokens
     one.remove_adapter("x")
@@ -221,9 +221,9 @@ def test_refusals() -> None:
             one.add([1, 2], adapter=name)
     with pytest.raises(ValueError, match=r"adapter is None; the engine has \['a', 'b'\]"):
         one.remove_adapter(None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="5 prompts and 2 adapters; give one for all, or one each"):
+    with pytest.raises(ValueError, match=r"5 prompts and 2 adapters. Give one for all, or one each"):
         one.generate(PROMPTS, GREEDY, adapter=["a", "b"])
-    with pytest.raises(TypeError, match=r"adapter 'c' is a dict; pass \(lora, values\)"):
+    with pytest.raises(TypeError, match=r"adapter 'c' is a dict. Pass \(lora, values\)"):
         one.add_adapter("c", values)
     other = {**values, path: {"a": values[path]["a"], "b": torch.ones(24, 3)}}
     with pytest.raises(ValueError, match=rf"(?s)adapter 'c': .*{path}: b @ a is \(24, 3\) @ \(2, 24\)"):

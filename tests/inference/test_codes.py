@@ -155,7 +155,7 @@ def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
     assert (got.tokens, got.logprobs, got.prompt_logprobs) == (want.tokens, want.logprobs, want.prompt_logprobs)
     [other] = Engine(plain, params).generate([[1, 2, 3, 4]], greedy)
     assert got.prompt_logprobs != other.prompt_logprobs
-    with pytest.raises(ValueError, match="leave out exact=False"):
+    with pytest.raises(ValueError, match="Leave out exact=False"):
         hf_decoder(MODELS[kind](), codes=codes, exact=False)
 
 
@@ -163,7 +163,7 @@ def test_refusals() -> None:
     config = gpt.Config(**SIZES)
     params: Any = gpt.init(config, sf.key(0))
     plain = gpt.Config(**{**SIZES, "exact": False})
-    with pytest.raises(ValueError, match=r"codes='int8' of layers that are not exact; take Config\(exact=True\)"):
+    with pytest.raises(ValueError, match=r"codes='int8' of layers that are not exact. Take Config\(exact=True\)"):
         decoder(plain, codes="int8")
     with pytest.raises(ValueError, match=r"blocks.0.wq is in codes, which only linear layers of Config\(exact=True\)"):
         gpt.pack(plain, as_blocks(plain, params, "int8"))

@@ -37,7 +37,7 @@ def plain(kind: str, prompt: Sequence[int]) -> Tensor:
     """The states of one forward."""
     one = model(**KINDS[kind][0])
     with torch.no_grad():
-        return gpt._hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
+        return gpt._compute_hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
 
 
 def engine(kind: str, blocks: int | None = None, **more: Any) -> Engine:
@@ -111,16 +111,16 @@ def test_a_name_is_taken_until_its_embedding_is() -> None:
 def test_refusals() -> None:
     one = engine("gpt2")
     for arguments, told in [
-        (([[1]], "max"), "pooling is 'max'; it must be one of 'last', 'mean'"),
+        (([[1]], "max"), "pooling must be one of 'last', 'mean'.*got 'max'"),
         (([],), "0 prompts"),
-        (([[1], []],), "prompt has 0 tokens"),
-        (([[1] * 28],), "prompt has 28 tokens; it must have from 1 to 27"),
+        (([[1], []],), "prompt must have from 1 to 27 tokens, got 0"),
+        (([[1] * 28],), "prompt must have from 1 to 27 tokens, got 28"),
     ]:
         with pytest.raises(ValueError, match=told):
             one.embed(*arguments)
-    with pytest.raises(ValueError, match="normalize is 1; it must be True or False"):
+    with pytest.raises(ValueError, match=r"normalize must be True or False.*got 1"):
         one.embed([[1]], normalize=1)  # pyright: ignore
     assert one.idle
     inexact, params = hf_decoder(MODELS["llama"](), exact=False)
-    with pytest.raises(ValueError, match="does not give its hidden states; take an exact one"):
+    with pytest.raises(ValueError, match=r"does not give its hidden states. Take an exact one"):
         Engine(inexact, params, limits=HF_LIMITS).embed([[1]])

@@ -92,8 +92,8 @@ def test_streams_are_read_in_turns_beside_other_calls() -> None:
 
 
 def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, advance = engine(), Engine._advance
-    monkeypatch.setattr(Engine, "_advance", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
+    one, advance = engine(), Engine._advance_step
+    monkeypatch.setattr(Engine, "_advance_step", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
     with pytest.raises(KeyboardInterrupt):
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()
@@ -114,13 +114,13 @@ def test_names_of_the_engine_pass_over_given_ones() -> None:
 def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
     one = engine()
     for time in (1.5, -1, 1 << 63, "x", None):
-        with pytest.raises(ValueError, match="it must be an integer from 0"):
+        with pytest.raises(ValueError, match="must be an integer from 0"):
             one.tick(time)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="name is a list"):
+    with pytest.raises(TypeError, match="name must be a str, got a list"):
         one.cancel(["a"])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="sampling is a str; pass a Sampling"):
+    with pytest.raises(TypeError, match=r"sampling is a str. Pass a Sampling"):
         one.generate([[1]], {"max_tokens": 3})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="prompt is a list; it must be a sequence of integers"):
+    with pytest.raises(TypeError, match=r"prompt must be a sequence of integers.*got a list"):
         one.add([1.5])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="colour: a request has priority"):
         one.add([1], colour=b"x")
@@ -216,20 +216,20 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([], {}, "prompt has 0 tokens"),
-        ([1] * 28, {}, "prompt has 28 tokens; it must have from 1 to 27"),
-        ([1] * 20, {"max_tokens": 9}, "together 29; they must be at most 28"),
-        ([1, 13], {}, r"prompt\[1\] is 13; it must be an integer from 0 to 12"),
-        ([1], {"temperature": math.nan}, "temperature is nan"),
-        ([1], {"top_p": 0.0}, "top_p is 0.0"),
-        ([1], {"n": 1 << 40}, "n is 1099511627776"),
-        ([1], {"top_logprobs": 21}, "top_logprobs is 21; it must be an integer from 0 to 20"),
-        ([1], {"logit_bias": {1: 2.0}}, r"logit_bias is {1: 2.0}; it must be a tuple of pairs"),
-        ([1], {"logit_bias": ((13, 2.0),)}, "logit_bias has token 13; it must be an integer from 0 to 12"),
-        ([1], {"logit_bias": ((1, 101),)}, "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
+        ([], {}, "prompt must have from 1 to 27 tokens, got 0"),
+        ([1] * 28, {}, "prompt must have from 1 to 27 tokens, got 28"),
+        ([1] * 20, {"max_tokens": 9}, "must be at most 28 together, the context, got 20 \\+ 9 = 29"),
+        ([1, 13], {}, r"prompt\[1\] must be an integer from 0 to 12.*got 13"),
+        ([1], {"temperature": math.nan}, "temperature must be .*got nan"),
+        ([1], {"top_p": 0.0}, "top_p must be .*got 0.0"),
+        ([1], {"n": 1 << 40}, "n must be .*got 1099511627776"),
+        ([1], {"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20.*got 21"),
+        ([1], {"logit_bias": {1: 2.0}}, r"logit_bias must be a tuple of pairs.*got {1: 2.0}"),
+        ([1], {"logit_bias": ((13, 2.0),)}, "logit_bias must have tokens from 0 to 12, integers, got 13"),
+        ([1], {"logit_bias": ((1, 101),)}, "logit_bias of token 1 must be a number from -100 to 100.*got 101"),
         ([1], {"logit_bias": ((1, math.nan),)}, "logit_bias of token 1 is nan"),
         ([1], {"logit_bias": ((1, 2.0), (1, 2.0))}, "logit_bias has token 1 twice"),
-        ([1], {"logit_bias": ((1, 2.0),) * 1025}, "logit_bias has 1025 tokens; it must have at most 1024"),
+        ([1], {"logit_bias": ((1, 2.0),) * 1025}, "logit_bias must have at most 1024 tokens, got 1025"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_at_once(
@@ -350,7 +350,7 @@ def test_an_engine_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(one.runner, "run", broken)
     with pytest.raises(OSError, match="no more memory"):
         one.step()
-    with pytest.raises(RuntimeError, match="make another engine"):
+    with pytest.raises(RuntimeError, match="Make another engine"):
         one.step()
 
 
@@ -358,7 +358,7 @@ def test_an_engine_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_closed_engine_refuses_calls_that_need_its_weights(call: str) -> None:
     one = engine()
     one.close()
-    with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
+    with pytest.raises(RuntimeError, match=r"this engine is closed. Make another one"):
         found = getattr(one, call)
         found(*[model(tie_embeddings=True).params[0]] * (call == "update_weights"))
 

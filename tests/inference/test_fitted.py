@@ -51,7 +51,7 @@ def test_it_has_less_error_of_outputs_than_rounding() -> None:
     made, rows, name = decoder(config), text(32), "blocks.0.w_up"
     moments = _fitted.Moments({name: 64}, full=True)
     for row in rows.tolist():
-        _fitted._run(made, made.pack(params), row, moments)
+        _fitted._run_row(made, made.pack(params), row, moments)
     h, w = moments.mean(name), params["blocks"][0]["w_up"]
     assert h is not None
 
@@ -111,12 +111,12 @@ def test_mistakes() -> None:
     config, params = model()
     plain, cases = gpt.Config(**SIZES), list[tuple[Any, Any, Any, str]]()
     cases += (
-        (decoder(plain), "int4", text(), r"does not show its linear layers; make it exact: Config\(exact=True\)"),
-        (decoder(config, tp="tp"), "int4", text(), "this decoder is cut over 'tp'; pass one without tp="),
-        (decoder(config), None, text(), "codes=None rounds nothing; pass 'int8', 'int4'"),
+        (decoder(plain), "int4", text(), r"does not show its linear layers. Make it exact: Config\(exact=True\)"),
+        (decoder(config, tp="tp"), "int4", text(), "this decoder is cut over 'tp'. Pass one without tp="),
+        (decoder(config), None, text(), "codes=None rounds nothing. Pass 'int8', 'int4'"),
         (decoder(config), {"wx": "int4"}, text(), "the pattern 'wx' of codes= is found in no name"),
-        (decoder(config), "int4", [], "there are no rows of tokens; pass some text"),
-        (decoder(config), "int4", [[1, 61]], "row 0 has 2 tokens from 1 to 61; it must have 1 to 24, from 0 to 60"),
+        (decoder(config), "int4", [], "there are no rows of tokens. Pass some text"),
+        (decoder(config), "int4", [[1, 61]], "row 0 must have 1 to 24 tokens from 0 to 60, got 2 tokens from 1 to 61"),
         (decoder(config), "int4", [[1], []], "row 1 has 0 tokens"),
     )
     for made, codes, rows, words in cases:

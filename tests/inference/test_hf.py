@@ -230,7 +230,7 @@ def test_mistakes_are_refused() -> None:
         hf_decoder(model.train())
     with pytest.raises(ValueError, match=r"LlamaModel cannot be served:\n.*logits_to_keep; load it by .*a LlamaForCau"):
         hf_decoder(model.eval().model)
-    with pytest.raises(ValueError, match=r"tokenizer has 14 tokens, and LlamaForCausalLM has 13; pass the tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer has 14 tokens, and LlamaForCausalLM has 13. Pass the tokenizer"):
         hf_decoder(model, tokenizer=range(14))
     made, params = hf_decoder(model, tokenizer=range(13))
     with pytest.raises(

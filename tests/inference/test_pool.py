@@ -88,7 +88,7 @@ def test_fields_do_not_run_together(a: bytes, b: bytes, c: bytes, d: bytes) -> N
 
 
 def test_tokens_and_scopes_are_compared_where_keys_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_file, "_key", lambda fields: bytes(16))
+    monkeypatch.setattr(pool_file, "_make_key", lambda fields: bytes(16))
     pool = Pool(4)
     (block,) = filled(pool, [1, 2])
     assert pool.find(contents([1, 2], 1)) == [block]

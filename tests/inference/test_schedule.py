@@ -95,7 +95,7 @@ def test_the_laws_hold_for_ten_thousand_steps() -> None:
 
 @pytest.mark.nightly
 def test_the_laws_hold_where_all_keys_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_file, "_key", lambda fields: bytes(16))
+    monkeypatch.setattr(pool_file, "_make_key", lambda fields: bytes(16))
     assert laws(60, 40) >= 1000
 
 
@@ -293,11 +293,11 @@ def test_a_state_is_donated_and_a_copy_is_not() -> None:
 MISTAKES: dict[str, tuple[list[Event], list[int], str]] = {
     "number": ([Clock(7, 1)], [0], "event 7 came where event 1 was expected"),
     "name": ([Add(1, "a", Request((1,)))], [0], "a request named 'a' is in progress"),
-    "time": ([Clock(1, 1 << 63)], [0], "time is 9223372036854775808; it must be an integer from 0"),
-    "request": ([Clock(1, 5), Add(2, "b", Request((9,)))], [0], r"prompt\[0\] is 9; it must be an integer from 0 to 4"),
-    "version": ([Weights(1, 0)], [0], "version is 0; it must be above 0"),
-    "rows": ([], [0, 1], "drawn has 2 tokens; the plan in flight wants 1"),
-    "token": ([], [5], r"drawn\[0\] is 5; it must be from 0 to 4, or -1"),
+    "time": ([Clock(1, 1 << 63)], [0], "time must be an integer from 0.*got 9223372036854775808"),
+    "request": ([Clock(1, 5), Add(2, "b", Request((9,)))], [0], r"prompt\[0\] must be an integer from 0 to 4.*got 9"),
+    "version": ([Weights(1, 0)], [0], "version must be above 0.*got 0"),
+    "rows": ([], [0, 1], "drawn must have 1 tokens, .*, got 2"),
+    "token": ([], [5], r"drawn\[0\] must be from 0 to 4, or -1.*got 5"),
 }
 
 

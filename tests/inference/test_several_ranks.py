@@ -72,14 +72,14 @@ def test_stories_on_three_ranks() -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_stories_beside_a_slow_rank() -> None:
-    advance = Engine._advance
+    advance = Engine._advance_step
 
     def late(self: Engine) -> None:
         if self.mesh.rank == 1 and self._state.step % 3 == 1:
             time.sleep(0.03)  # longer than a wait spins
         advance(self)
 
-    with mock.patch.object(Engine, "_advance", late):
+    with mock.patch.object(Engine, "_advance_step", late):
         tell(2, "gpt2", 3)
 
 
@@ -94,7 +94,7 @@ def test_a_different_request_on_a_rank_is_an_error_within_one_step() -> None:
     engine.add([1, 2, 3 + mesh.rank])
     with pytest.raises(RankError, match=r"ranks 0 and 1 differ in sequences\[request-1.0"):
         engine.step()
-    with pytest.raises(RuntimeError, match="make another engine"):
+    with pytest.raises(RuntimeError, match="Make another engine"):
         engine.step()
 
 

@@ -174,7 +174,7 @@ def test_mistakes(tmp_path: pathlib.Path) -> None:
     made, params = decoder(config), gpt.init(config, sf.key(0))
     for wrong, words in (
         ({"weights": "tape"}, "weights='tape'; they are kept on 'device', 'host' or 'disk'"),
-        ({"weights": "disk"}, r"weights='disk' has no directory; give one: disk=sf.Disk"),
+        ({"weights": "disk"}, r"weights='disk' has no directory. Give one: disk=sf.Disk"),
         ({"disk": sf.Disk(str(tmp_path))}, "has no effect with weights='device'"),
         (
             {"runner": Runner(made, limits_of(made, running=2, buckets=(2, 12))), "weights": "host"},
@@ -214,7 +214,7 @@ def test_an_engine_that_is_closed_frees_its_directory_at_once(tmp_path: pathlib.
     finally:
         gc.enable()
     for engine in (first, second):
-        with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
+        with pytest.raises(RuntimeError, match=r"this engine is closed. Make another one"):
             engine.step()
 
 

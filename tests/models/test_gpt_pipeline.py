@@ -45,7 +45,7 @@ def test_stages_are_the_loss():
 
 def test_layers_that_are_not_stacked_are_refused():
     for made in (lambda c: gpt.specs(c, pp="pp"), gpt.stages):
-        with pytest.raises(ValueError, match=r"use Config\(stacked=True\)"):
+        with pytest.raises(ValueError, match=r"Use Config\(stacked=True\)"):
             made(CONFIGS["bloom"])
 
 

@@ -128,7 +128,7 @@ def test_pipeline_stages() -> None:
 def test_refusals() -> None:
     ahead = dataclasses.replace(CONFIG, causal=False)
     params = gpt.init(CONFIG, sf.key(0))
-    with pytest.raises(ValueError, match=r'each token sees the next.*give the batch "targets"'):
+    with pytest.raises(ValueError, match=r'each token sees the next.*Give the batch "targets"'):
         gpt.loss(ahead, params, {"tokens": torch.zeros(1, 5, dtype=torch.int64)})
     with pytest.raises(ValueError, match="generate: a model with causal=False"):
         gpt.generate(ahead, params, torch.zeros(1, 1, dtype=torch.int64), 1, sf.key(0))

@@ -314,7 +314,7 @@ def test_biases_that_are_missing_or_of_other_experts_are_refused() -> None:
         lambda **rest: gpt.generate(c, p, tokens, 1, sf.key(0), **rest),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r'bias_rate=0\.01.*bias is missing; pass bias=model_state\["bias"\]'):
+        with pytest.raises(ValueError, match=r'bias_rate=0\.01.*bias is missing. Pass bias=model_state\["bias"\]'):
             call()
         with pytest.raises(ValueError, match=r"bias has shape \(2, 3\).*need \(2, 4\)"):
             call(bias=torch.zeros(2, 3))

@@ -200,7 +200,7 @@ def test_features_of_experts_on_ranks_are_refused() -> None:
     own = own_blocks(config, params_of(config), mesh)
     with (
         sf.collectives.bind_mesh(mesh),
-        pytest.raises(ValueError, match=r"use exchange=moe.Sum\('tp', in_order=True\)"),
+        pytest.raises(ValueError, match=r"Use exchange=moe.Sum\('tp', in_order=True\)"),
     ):
         gpt.apply(config, own, tokens_of(1, 3), axis="tp")
 

@@ -137,5 +137,5 @@ def test_an_encoder_needs_documents_beside_a_mask() -> None:
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     c, batch = config(), padded([6, 9])
     for mask in (batch["mask"][:, :-1], batch["mask"].long()):
-        with pytest.raises(ValueError, match=r"tokens have shape \(2, 9\); give each token a bool"):
+        with pytest.raises(ValueError, match=r"tokens have shape \(2, 9\). Give each token a bool"):
             gpt.loss(c, params(c), batch | {"mask": mask})

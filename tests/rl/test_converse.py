@@ -140,11 +140,11 @@ def test_a_result_without_room_ends_the_answer() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"call_tokens": (0, 3)}, r"call_tokens are \[0, 3\], and stop_tokens \[0\]; pass one at least"),
+        ({"call_tokens": (0, 3)}, r"call_tokens are \[0, 3\], and stop_tokens \[0\]. Pass one at least"),
         ({"call_tokens": ()}, r"call_tokens are \[\]"),
-        ({"failed": [12]}, "failed has 12; pass ids from 0 to 11"),
-        ({"length": 99}, "length is 99, and the engine's context 40; pass a shorter length"),
-        ({"calls": 0}, "calls is 0; pass 1 at least"),
+        ({"failed": [12]}, "failed has 12. Pass ids from 0 to 11"),
+        ({"length": 99}, "length is 99, and the engine's context 40. Pass a shorter length"),
+        ({"calls": 0}, "calls is 0. Pass 1 at least"),
         ({"seconds": 0}, "converse: seconds is 0 and workers is 1"),
         ({"sampling": Sampling(top_k=3)}, "converse: top_k is 3; answers would be drawn from another distribution"),
         ({"prompts": [[]]}, r"converse: prompts\[0\] has no tokens"),

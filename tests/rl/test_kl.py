@@ -99,7 +99,7 @@ def test_values() -> None:
 
 
 def test_an_unknown_estimator_is_named() -> None:
-    with pytest.raises(ValueError, match='estimator is \'k4\'; it must be "k1", "k2" or "k3"'):
+    with pytest.raises(ValueError, match='estimator must be "k1", "k2" or "k3", got \'k4\''):
         rl.kl(LOGITS, REFERENCE, estimator="k4")  # pyright: ignore[reportArgumentType]
 
 

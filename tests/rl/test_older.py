@@ -64,7 +64,7 @@ def test_a_bound_that_does_not_bound_is_refused(name: str) -> None:
     }[name]
     with pytest.raises(ValueError, match=rf"{name}: truncate is 3.0 without behaviour_BT, so it has no effect"):
         call(truncate=3.0)
-    with pytest.raises(ValueError, match=rf"{name}: truncate is 0; it must be positive, such as 2.0"):
+    with pytest.raises(ValueError, match=rf"{name}: truncate is 0. It must be positive, such as 2.0"):
         call(behaviour_BT=x, truncate=0)
     with pytest.raises(ValueError, match=rf"(?s){name}: .*behaviour_BT has shape \(1,\); it must be \[B = 1, T = 1\]"):
         call(behaviour_BT=x[0])

@@ -66,7 +66,7 @@ def test_answers_of_other_weights_are_named() -> None:
     rl.check_versions(rollout, 4, behind=1)
     rollout.versions[:3] = 4
     rollout.versions[3, 1:] = 4
-    wanted = "row 3 was drawn by version 3, 4, and from 4 to 4 are expected; draw it again after update_weights"
+    wanted = "row 3 was drawn by version 3, 4, and from 4 to 4 are expected. Draw it again after update_weights"
     with pytest.raises(ValueError, match=wanted):
         rl.check_versions(rollout, 4)
     with pytest.raises(ValueError, match="row 1 was drawn by version 4, and from 3 to 3"):

@@ -169,7 +169,7 @@ def test_a_step_learns_with_replayed_experts() -> None:
 
 def test_mistakes_are_named() -> None:
     x = sampled(params())
-    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*leave it out"):
+    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*Leave it out"):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
     with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
         gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.routes)

@@ -199,7 +199,7 @@ def test_given_twice(server: Running, route: str, at: Path) -> None:
 def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> None:
     for name in {*_fields.REFUSED, "unheard", ""} - set(TABLES[route][at]):
         found = refuse(server, route, changed(BODIES[route], at, name, 1), full(at, name))
-        words = "is not served; leave it out" if name in _fields.REFUSED else "is not known"
+        words = "is not served. Leave it out" if name in _fields.REFUSED else "is not known"
         assert words in found.error["message"]
 
 

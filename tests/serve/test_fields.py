@@ -16,29 +16,29 @@ INPUT = {"model": NAME, "input": "ab"}
 ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/embeddings": INPUT}
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": -1}, "temperature", "temperature is -1; it must be a number from 0 to 100"),
-    ({"temperature": "hot"}, "temperature", 'temperature is "hot"; it must be a number'),
-    ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
-    ({"temperature": [1]}, "temperature", "temperature is a list; it must be a number"),
-    ({"top_p": 0}, "top_p", "top_p is 0; it must be a number above 0 and at most 1"),
-    ({"top_p": 1.5}, "top_p", "top_p is 1.5"),
-    ({"top_k": -2}, "top_k", "top_k is -2; it must be an integer from 0"),
-    ({"top_k": 1.5}, "top_k", "top_k is 1.5; it must be an integer"),
-    ({"min_p": 2}, "min_p", "min_p is 2"),
+    ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, got -1"),
+    ({"temperature": "hot"}, "temperature", 'temperature must be a number, got "hot"'),
+    ({"temperature": True}, "temperature", "temperature must be a number, got true"),
+    ({"temperature": [1]}, "temperature", "temperature must be a number, got a list"),
+    ({"top_p": 0}, "top_p", "top_p must be a number above 0 and at most 1, got 0"),
+    ({"top_p": 1.5}, "top_p", ", got 1.5."),
+    ({"top_k": -2}, "top_k", "top_k must be an integer from 0 to 16777216, got -2"),
+    ({"top_k": 1.5}, "top_k", "top_k must be an integer, got 1.5"),
+    ({"min_p": 2}, "min_p", ", got 2."),
     ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
-    ({"seed": -2}, "seed", "seed is -2"),
-    ({"seed": 2**64}, "seed", "seed is 18446744073709551616"),
+    ({"seed": -2}, "seed", ", got -2."),
+    ({"seed": 2**64}, "seed", ", got 18446744073709551616."),
     ({"seed": "1"}, "seed", "must be an integer"),
-    ({"n": 0}, "n", "n is 0; it must be an integer from 1 to 128"),
-    ({"n": 129}, "n", "n is 129"),
-    ({"n": 1.0}, "n", "n is 1.0; it must be an integer"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
-    ({"max_tokens": CONTEXT}, "prompt", f"at most {CONTEXT}, the context"),
+    ({"n": 0}, "n", "n must be an integer from 1 to 128, got 0"),
+    ({"n": 129}, "n", ", got 129"),
+    ({"n": 1.0}, "n", "n must be an integer, got 1.0"),
+    ({"max_tokens": 0}, "max_tokens", ", got 0."),
+    ({"max_tokens": CONTEXT}, "prompt", f"at most {CONTEXT} together, the context"),
     ({"stop": 1}, "stop", "must be a string or a list of strings"),
     ({"stop": ["a", 1]}, "stop", "must be a string or a list of strings"),
-    ({"stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] is 256; it must be an integer from 0 to 255"),
+    ({"stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] must be an integer from 0 to 255, got 256"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids", "must be a list of integers"),
     ({"ignore_eos": 1}, "ignore_eos", "must be true or false"),
     ({"stream": "yes"}, "stream", "must be true or false"),
@@ -55,9 +55,9 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": []}, "logit_bias", "must be an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has a field 'a'; each must be the id of a token"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias has a field '-1'"),
-    ({"logit_bias": {"256": 1}}, "logit_bias", "logit_bias has token 256; it must be an integer from 0 to 255"),
+    ({"logit_bias": {"256": 1}}, "logit_bias", "logit_bias must have tokens from 0 to 255, integers, got 256"),
     ({"logit_bias": {"1": "2"}}, "logit_bias", "logit_bias of token 1 must be a number"),
-    ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of token 1 must be a number from -100 to 100, got 101"),
     ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "logit_bias has token 1 twice"),
     ({"tools": [{"type": "function"}]}, "tools", "tools is a list, which is not served; leave it out, or give []."),
     ({"tool_choice": "required"}, "tool_choice", 'leave it out, or give "none" or "auto".'),
@@ -73,25 +73,29 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
 ]
 OLDER: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "prompt is missing"),
-    ({"prompt": ""}, "prompt", f"prompt has 0 tokens; it must have from 1 to {CONTEXT - 1}"),
+    ({"prompt": ""}, "prompt", f"prompt must have from 1 to {CONTEXT - 1} tokens, got 0"),
     ({"prompt": []}, "prompt", "must be a string, a list of token ids"),
     ({"prompt": ["a", [1], 2]}, "prompt", "must be a string, a list of token ids"),
     ({"prompt": {"a": 1}}, "prompt", "must be a string, a list of token ids"),
     ({"prompt": [True]}, "prompt", "must be a string, a list of token ids"),
     ({"prompt": ["a", "\ud800"]}, "prompt", "half of a surrogate pair"),
-    ({"prompt": [256]}, "prompt", "prompt[0] is 256; it must be an integer from 0 to 255"),
-    ({"prompt": ["a", [-1]]}, "prompt", "prompt 1 of 2: prompt[0] is -1"),
-    ({"prompt": "a" * CONTEXT}, "prompt", f"prompt has {CONTEXT} tokens"),
-    ({"prompt": ["a"] * 100, "n": 2}, "n", "200 choices; they must be at most 128"),
-    ({"logprobs": 6}, "logprobs", "logprobs is 6; it must be an integer from 0 to 5"),
-    ({"logprobs": -1}, "logprobs", "logprobs is -1"),
+    ({"prompt": [256]}, "prompt", "prompt[0] must be an integer from 0 to 255, got 256"),
+    ({"prompt": ["a", [-1]]}, "prompt", "prompt 1 of 2: prompt[0] must be an integer from 0 to 255, got -1"),
+    ({"prompt": "a" * CONTEXT}, "prompt", f"tokens, got {CONTEXT}: the context has"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n", "n must give at most 128 choices, got 200 for n=2 and 100 prompts"),
+    ({"logprobs": 6}, "logprobs", "logprobs must be an integer from 0 to 5, got 6"),
+    ({"logprobs": -1}, "logprobs", ", got -1."),
     ({"logprobs": True}, "logprobs", "must be an integer"),
     ({"best_of": 2}, "best_of", "best_of is 2, which is not served; leave it out, or give 1, the value of n."),
     ({"best_of": 1, "n": 2}, "best_of", "or give 2, the value of n"),
     ({"echo": 1}, "echo", "must be true or false"),
-    ({"echo": True, "max_tokens": 0, "stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] is 256"),
-    ({"prompt": "a" * (CONTEXT + 1)}, "prompt", f"prompt has {CONTEXT + 1} bytes; it must have at most {CONTEXT}"),
-    ({"prompt": ["a", "é" * CONTEXT]}, "prompt", f"prompt 1 of 2: prompt has {2 * CONTEXT} bytes"),
+    ({"echo": True, "max_tokens": 0, "stop_token_ids": [256]}, "stop_token_ids", ", got 256."),
+    ({"prompt": "a" * (CONTEXT + 1)}, "prompt", f"prompt must have at most {CONTEXT} bytes, got {CONTEXT + 1}"),
+    (
+        {"prompt": ["a", "é" * CONTEXT]},
+        "prompt",
+        f"prompt 1 of 2: prompt must have at most {CONTEXT} bytes, got {2 * CONTEXT}",
+    ),
     ({"suffix": "b"}, "suffix", "is not served"),
 ]
 NEWER: list[tuple[dict[str, Any], str, str]] = [
@@ -107,7 +111,7 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "is not served"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
     ({"messages": [USER | {"\ud800": 1}]}, r"'\ud800'", "half of a surrogate pair"),
-    ({"messages": [USER | {"content": "é" * CONTEXT}]}, "messages", "bytes; it must have at most"),
+    ({"messages": [USER | {"content": "é" * CONTEXT}]}, "messages", "must have at most"),
     ({"messages": [USER | {"content": 1}]}, "messages[0].content", "must be a string, or a list of parts"),
     ({"messages": [USER | {"content": ["a"]}]}, "messages[0].content[0]", "must be an object with type and text"),
     (
@@ -117,13 +121,17 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER | {"content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text", "a string"),
     ({"messages": [USER | {"content": "forbidden"}]}, "messages", "the chat template refuses these messages"),
     ({"messages": [USER | {"content": "a" * CONTEXT}]}, "messages", "tokens"),
-    ({"max_completion_tokens": 1}, "max_tokens", "give one of them"),
-    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
+    ({"max_completion_tokens": 1}, "max_tokens", "Give one of them"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", ", got 0."),
     ({"logprobs": 1}, "logprobs", "true or false"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must be an integer from 0 to 20"),
-    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be an integer from 0 to 20, got 21"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", ", got -1."),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs has no effect without logprobs: true"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type is 'xml'"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "response_format.type must be 'text', 'json_object' or 'json_schema', got 'xml'",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
@@ -137,15 +145,15 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
 ]
 EMBEDDINGS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "input is missing"),
-    ({"input": ""}, "input", f"input has 0 tokens; it must have from 1 to {CONTEXT - 1}"),
+    ({"input": ""}, "input", f"input must have from 1 to {CONTEXT - 1} tokens, got 0"),
     ({"input": []}, "input", "must be a string, a list of token ids"),
     ({"input": ["a", 1]}, "input", "must be a string, a list of token ids"),
-    ({"input": [256]}, "input", "input[0] is 256"),
-    ({"input": ["a", ""]}, "input", "prompt 1 of 2: input has 0 tokens"),
-    ({"input": "a" * CONTEXT}, "input", f"input has {CONTEXT} tokens"),
-    ({"input": ["a"] * 2049}, "input", "input has 2049 entries; it must have at most 2048"),
-    ({"encoding_format": "hex"}, "encoding_format", "encoding_format is 'hex'; it must be one of 'float', 'base64'"),
-    ({"dimensions": 16}, "dimensions", "dimensions is 16; it must be 32"),
+    ({"input": [256]}, "input", ", got 256."),
+    ({"input": ["a", ""]}, "input", f"prompt 1 of 2: input must have from 1 to {CONTEXT - 1} tokens, got 0"),
+    ({"input": "a" * CONTEXT}, "input", f"tokens, got {CONTEXT}: the context has"),
+    ({"input": ["a"] * 2049}, "input", "input must have at most 2048 entries, got 2049"),
+    ({"encoding_format": "hex"}, "encoding_format", "encoding_format must be one of 'float', 'base64', got 'hex'"),
+    ({"dimensions": 16}, "dimensions", "dimensions must be 32, as embeddings of this model have, got 16"),
     ({"dimensions": "32"}, "dimensions", "must be an integer"),
     ({"temperature": 1}, "temperature", "is not known"),
     ({"user": 1}, "user", "give a string"),
@@ -301,9 +309,9 @@ def test_a_doubled_field_is_named(server: Running, field: str) -> None:
         (b"", "The body is not JSON"),
         (b"{", "The body is not JSON"),
         (b"{} {}", "The body is not JSON"),
-        (b"[]", "The body is a list; it must be an object"),
-        (b"1", "The body is 1; it must be an object"),
-        (b"null", "The body is null; it must be an object"),
+        (b"[]", "The body must be an object, got a list"),
+        (b"1", "The body must be an object, got 1"),
+        (b"null", "The body must be an object, got null"),
         (b'"\xff"', "The body is not JSON"),
         (b'{"temperature": NaN}', "NaN is not a number of JSON"),
         (b'{"n": ' + b"1" * 5000 + b"}", "The body is not JSON"),
@@ -383,14 +391,14 @@ def test_a_field_in_the_address_is_refused(server: Running) -> None:
     for path, body in ROUTES.items():
         found = server.send(f"{path}?n=2", body)
         assert (found.status, found.error["param"]) == (400, "n")
-        assert found.error["message"] == "n is not served in the address; give fields in the body."
+        assert found.error["message"] == "n is not served in the address. Give fields in the body."
     assert server.get("/v1/models?limit=1").error["param"] == "limit"
     assert server.get("/v1/models?").status == 200
 
 
 def test_a_compressed_body_is_refused(server: Running) -> None:
     found = server.send("/v1/completions", gzip.compress(json.dumps(COMPLETION).encode()), {"Content-Encoding": "gzip"})
-    assert found.status == 415 and found.error["message"] == "Content-Encoding is 'gzip'; send the body as it is."
+    assert found.status == 415 and found.error["message"] == "Content-Encoding is 'gzip'. Send the body as it is."
     assert server.send("/v1/completions", COMPLETION, {"Content-Encoding": "identity"}).status == 200
 
 

@@ -78,7 +78,7 @@ def test_files_of_keys(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# of the team\n\n  one \ntwo\n")
     assert read_keys(path) == ("one", "two")
-    for text, words in (("# none\n", "has no key; write one"), ("a b\n", "key 1 of 1 has a space"), ("é", "not ASCII")):
+    for text, words in (("# none\n", "has no key. Write one"), ("a b\n", "key 1 of 1 has a space"), ("é", "not ASCII")):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
             read_keys(path)
@@ -88,9 +88,9 @@ def test_other_machines_need_keys() -> None:
     with pytest.raises(ValueError, match=r"host is 0\.0\.0\.0, which other machines reach, and there are no keys"):
         Settings(NAME, host="0.0.0.0")
     assert not Settings(NAME, host="0.0.0.0", keys=("a",)).loopback
-    with pytest.raises(ValueError, match="port is 70000"):
+    with pytest.raises(ValueError, match="port must be from 0 to 65535, got 70000"):
         Settings(NAME, port=70000)
-    with pytest.raises(ValueError, match="drain_seconds is 0; it must be above 0"):
+    with pytest.raises(ValueError, match=r"drain_seconds must be above 0.*got 0"):
         Settings(NAME, drain_seconds=0)
 
 

@@ -58,7 +58,7 @@ def test_an_expression(server: Running) -> None:
     [
         ("/v1/completions", {"regex": "("}, "regex", "regex: "),
         ("/v1/completions", {"regex": "(a{0})", "ignore_eos": True}, "regex", "no token of the vocabulary may begin"),
-        ("/v1/completions", {"regex": "a" * 70_000}, "regex", "has 70000 bytes; it must have at most 65536"),
+        ("/v1/completions", {"regex": "a" * 70_000}, "regex", "must have at most 65536 bytes, got 70000"),
         ("/v1/completions", {"regex": "a", "n": 17}, "n", "n must be at most 16"),
         ("/v1/completions", {"regex": "a" * 60_000, "n": 5}, "n", "n times the characters at most 262144"),
         (
@@ -68,7 +68,7 @@ def test_an_expression(server: Running) -> None:
             "has no effect with type 'text'",
         ),
         ("/v1/chat/completions", of_schema({"type": "nothing"}), "response_format", "response_format: "),
-        ("/v1/chat/completions", of_schema({"enum": ["x" * 1_000_000]}), "response_format", "has 1000014 bytes"),
+        ("/v1/chat/completions", of_schema({"enum": ["x" * 1_000_000]}), "response_format", "bytes, got 1000014"),
         ("/v1/chat/completions", of_schema({"$ref": "#/nowhere"}), "response_format", "response_format: "),
         (
             "/v1/chat/completions",
@@ -76,7 +76,7 @@ def test_an_expression(server: Running) -> None:
             "response_format",
             "99991 states",
         ),
-        ("/v1/chat/completions", of_schema(SCHEMA) | {"regex": "a"}, "regex", "give one of them"),
+        ("/v1/chat/completions", of_schema(SCHEMA) | {"regex": "a"}, "regex", "Give one of them"),
     ],
     ids=lambda x: str(x)[:30],
 )
