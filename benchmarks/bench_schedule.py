@@ -15,7 +15,7 @@ import statistics
 import time
 import tracemalloc
 
-from shardfn.inference import Add, Limits, Plan, Request, Sampling, State, advance, digest, start
+from shardfn.inference import Add, Limits, Request, Sampling, State, StepPlan, advance, digest, start
 
 ROUNDS, STEPS = 15, 100
 
@@ -31,7 +31,7 @@ def trace(num: int = 200, seed: int = 0) -> list[tuple[float, Request]]:
     return requests
 
 
-def drawn(plan: Plan | None, rng: random.Random) -> list[int]:
+def drawn(plan: StepPlan | None, rng: random.Random) -> list[int]:
     return [rng.randrange(8192) for _ in range(plan.num_rows)] if plan else []
 
 

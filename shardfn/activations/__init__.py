@@ -6,4 +6,4 @@ from . import policies as policies
 from .policies import SavePolicy as SavePolicy, SavedTensor as SavedTensor
 from ._heard import noticing_names as noticing_names
 from ._saved import SavedValue as SavedValue
-from ._selective import Forward as Forward, Rerun as Rerun, Results as Results
+from ._selective import RecordedForward as RecordedForward, Rerun as Rerun, SavedResults as SavedResults

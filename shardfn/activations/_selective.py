@@ -23,7 +23,7 @@ from .policies import Action, SavePolicy, check_action, describe, limit_of, name
 T = TypeVar("T")
 
 # Transfers among the operations of a function itself always run again: a policy may see other sizes on other ranks, and
-# all must take part. Transfers of the package's collectives are numbered as a whole (`Results.saw_transfer`).
+# all must take part. Transfers of the package's collectives are numbered as a whole (`SavedResults.saw_transfer`).
 _SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
 
 
@@ -70,7 +70,7 @@ class _RecordedOp:
         return sum(r.nbytes for r in self.results)
 
 
-class Results:
+class SavedResults:
     """Results that a call of a function puts aside for the recomputation.
 
     Args:
@@ -264,10 +264,10 @@ class Results:
                 away.begin()
 
 
-class Forward(TorchDispatchMode):
-    """Shows each operation to `Results`."""
+class RecordedForward(TorchDispatchMode):
+    """Shows each operation to `SavedResults`."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: SavedResults) -> None:
         super().__init__()
         self._results = results
         self._hearing, self._keeping = hearing_names(results.name), keeping(self)
@@ -287,12 +287,12 @@ class Forward(TorchDispatchMode):
             self._results.end()
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
-        """Shows a transfer to `Results`."""
+        """Shows a transfer to `SavedResults`."""
         seen, out = not in_plumbing(), _run_transfer(self._around, name, run)
         return self._results.saw_transfer(name, out) if seen else out
 
     def joined(self, run: Callable[[], T]) -> T:
-        """Shows a collective of several to `Results`."""
+        """Shows a collective of several to `SavedResults`."""
         around = self._around
         return self._results.join(run if around is None else lambda: around.joined(run))
 
@@ -308,7 +308,7 @@ class Forward(TorchDispatchMode):
 class Rerun(TorchDispatchMode):
     """Takes results in place of running operations. Each result can be taken once."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: SavedResults) -> None:
         super().__init__()
         self._results, self._number = results, 0
         self._keeping = keeping(self)

@@ -127,8 +127,8 @@ def copying(
     own = {id(x) for node in nodes if type(node) in _COPIES for x in tree_leaves(getattr(node, _COPIES[type(node)]))}
     fresh: set[str] = set()
     for target, x in zip(targets, tree_leaves(like), strict=True):
-        find_source = source_of(target, manifest, rename) if id(x) in own else target.path
-        if find_source is None or (partial and find_source == target.path and id(x) in own):
+        found = source_of(target, manifest, rename) if id(x) in own else target.path
+        if found is None or (partial and found == target.path and id(x) in own):
             at = max(k for k, part in enumerate(target.parts) if part.startswith(".") and part[1:] in _COPIES.values())
             fresh.add("".join(target.parts[: at + 1]).removeprefix("."))
     if not fresh:

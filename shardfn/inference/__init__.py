@@ -16,7 +16,7 @@ from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drai
 from ._events import Stop as Stop, Weights as Weights
 from ._pool import Pool as Pool
 from ._state import State as State, start as start
-from ._plan import Plan as Plan
+from ._plan import StepPlan as StepPlan
 from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
 from ._cache import CacheLayout as CacheLayout, Paged as Paged

@@ -13,7 +13,7 @@ from shardfn.lora import LoRA
 from ._decoder import Decoder
 from ._follower import Follower
 from ._low_rank import Adapter, Factors, LowRank, adapter_of, low_rank, stacked
-from ._plan import Plan
+from ._plan import StepPlan
 
 # A description and its values, as `shardfn.lora.load_peft` returns them.
 Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
@@ -89,7 +89,7 @@ class Adapters:
             raise ValueError(f"adapter is {name!r}; the engine has {self.names}.{hint}")
         return self._names[name]
 
-    def of(self, plan: Plan) -> LowRank | None:
+    def of(self, plan: StepPlan) -> LowRank | None:
         """Returns the adapters of a plan's tokens, or None for a plan without any."""
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 

@@ -7,12 +7,12 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._drafters import Context
-from ._drawn import Choice, Drawn, Ends
+from ._drawn import Choice, Ends, SampledToken
 from ._follower import Follower
-from ._matchers import Ahead, Allowed, Compiler, Matcher
+from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
 from ._requests import Request
 from ._schedule import Output
-from ._state import Chunk, State
+from ._state import PrefillChunk, State
 from ._trees import Tree
 
 
@@ -28,7 +28,7 @@ class Constraints:
         self._detokenizer, self._vocab = detokenizer, vocab
         self._compiler: Compiler | None = None
         self._matchers: dict[Choice, Matcher] = {}
-        self._ahead: dict[Choice, Ahead] = {}  # of choices that had drafts
+        self._ahead: dict[Choice, MatcherAhead] = {}  # of choices that had drafts
         self._after: dict[Choice, list[Allowed]] = {}  # of the next plan's drafts
 
     @property
@@ -72,7 +72,7 @@ class Constraints:
         """Takes the matchers of a request that was added."""
         self._matchers.update({(name, choice): one for choice, one in enumerate(matchers)})
 
-    def take(self, drawn: Sequence[Drawn]) -> Ends:
+    def take(self, drawn: Sequence[SampledToken]) -> Ends:
         """Takes drawn tokens, and returns the ends by grammars."""
         ends: Ends = {}
         ended = set[Choice]()  # by these tokens
@@ -122,7 +122,7 @@ class Constraints:
             allowed[row] = mask
         return allowed
 
-    def _make_masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
+    def _make_masks(self, choice: Choice, chunk: PrefillChunk) -> list[Allowed]:
         """Returns the masks of a chunk's last rows: of the last known token, and of its drafts."""
         if choice not in self._matchers:
             return []

@@ -5,7 +5,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 
-from ._pool import Content, Scope
+from ._pool import BlockContent, PrefixScope
 from ._state import Sequence, State
 
 
@@ -96,12 +96,12 @@ def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     yield f"{of}.contents", b"".join(map(_encode_content, sequence.contents))
 
 
-def _encode_content(content: Content) -> bytes:
+def _encode_content(content: BlockContent) -> bytes:
     return content.key + content.parent + content.tokens + _encode_scope(content.scope)
 
 
 @functools.lru_cache(maxsize=64)
-def _encode_scope(scope: Scope) -> bytes:
+def _encode_scope(scope: PrefixScope) -> bytes:
     return repr(scope).encode()
 
 

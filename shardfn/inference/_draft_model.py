@@ -23,7 +23,7 @@ from ._decoder import Decoder
 from ._drafters import Context
 from ._limits import Limits
 from ._plan import Rows, make_plan, wanted
-from ._pool import Pool, Scope, extend_contents
+from ._pool import Pool, PrefixScope, extend_contents
 from ._requests import Request
 from ._runner import Cache, MemoryPlan, Runner, limits_of
 from ._state import Sequence
@@ -195,8 +195,8 @@ class DraftModel:
             self._pool.record(own.blocks[i], own.contents[i])
         own.recorded = max(own.recorded, full)
 
-    def _make_scope(self, salt: bytes) -> Scope:
-        return Scope(0, b"", self.limits.cache_dtype, salt)
+    def _make_scope(self, salt: bytes) -> PrefixScope:
+        return PrefixScope(0, b"", self.limits.cache_dtype, salt)
 
     def _list_chunks(self, ends: dict[int, int]) -> list[Rows]:
         """Returns the rows of the next step: uncomputed tokens of sequences that want another draft."""

@@ -11,7 +11,7 @@ Place = tuple[str, int, int]  # the name of a request, its choice, and the posit
 Ends = dict[Place, str]  # how choices finish with the token of a place
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that a plan has drawn.
 
     Attributes:
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     last: bool
 
 
-def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
+def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken]:
     """Yields the drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
 
     Tokens of logits that were not finite, and tokens after them, are left out.
@@ -40,6 +40,6 @@ def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
                 break
             if place >= len(one.tokens):
                 last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens
-                yield Drawn((one.name, one.choice, place), token, one.request, last)
+                yield SampledToken((one.name, one.choice, place), token, one.request, last)
                 if last:
                     break

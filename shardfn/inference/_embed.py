@@ -12,9 +12,9 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from ._follower import Follower
-from ._plan import Plan
+from ._plan import StepPlan
 from ._requests import Sampling
-from ._runner import Results
+from ._runner import StepResults
 from ._schedule import Output
 from ._state import State
 
@@ -104,7 +104,7 @@ class Embeddings:
         """Returns whether rows of the plan in flight are embedded."""
         return bool(self._pooled) and any(one.name in self._pooled for _, one, _ in state.rows_in_flight())
 
-    def ran(self, plan: Plan, results: Results) -> None:
+    def ran(self, plan: StepPlan, results: StepResults) -> None:
         """Keeps the states of a plan's rows."""
         del plan
         self._hidden = results.hidden

@@ -33,11 +33,11 @@ from ._follower import together
 from ._guesses import Guesses
 from ._limits import Limits
 from ._meant import MEANT
-from ._plan import Plan
+from ._plan import StepPlan
 from ._requests import Request, Sampling
 from ._results import Completion, Token, append
 from ._routes import Routes
-from ._runner import GraphKind, MemoryPlan, Results, Runner, graph_kinds, runner_of
+from ._runner import GraphKind, MemoryPlan, Runner, StepResults, graph_kinds, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -111,7 +111,7 @@ class Engine:
         self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
-        self._results: Results | None = None  # of the plan in flight
+        self._results: StepResults | None = None  # of the plan in flight
         self._names = itertools.count()
         # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all other requests.
         self._awaited: dict[str, list[Token]] = {}
@@ -645,7 +645,7 @@ class Engine:
             self._launch_plan(plan)
         return found
 
-    def _launch_plan(self, plan: Plan) -> None:
+    def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = self._follower.columns(self._state, plan)
         self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)

@@ -6,10 +6,10 @@ A step calls each hook of all followers before the next hook, in the order of th
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._drawn import Drawn, Ends
-from ._plan import Plan
+from ._drawn import Ends, SampledToken
+from ._plan import StepPlan
 from ._requests import Request
-from ._runner import Results
+from ._runner import StepResults
 from ._schedule import Output
 from ._state import State
 
@@ -40,13 +40,13 @@ class Follower(NamedTuple):
 
     admit: Callable[[Request], Any] = _do_nothing
     begin: Callable[[str, Any], None] = _do_nothing
-    ends: Callable[[Sequence[Drawn], Ends], Ends] = _return_empty
+    ends: Callable[[Sequence[SampledToken], Ends], Ends] = _return_empty
     before: Callable[[State], None] = _do_nothing
     moved: Callable[[Sequence[tuple[int, int]]], None] = _do_nothing
     fields: Callable[[Output], dict[str, Any]] = _return_empty
     take: Callable[[Sequence[Output]], None] = _do_nothing
-    columns: Callable[[State, Plan], dict[str, Any]] = _return_empty
-    ran: Callable[[Plan, Results], None] = _do_nothing
+    columns: Callable[[State, StepPlan], dict[str, Any]] = _return_empty
+    ran: Callable[[StepPlan, StepResults], None] = _do_nothing
 
 
 def together(followers: Sequence[Follower]) -> Follower:
@@ -63,7 +63,7 @@ def together(followers: Sequence[Follower]) -> Follower:
         for one, value in zip(followers, admitted, strict=True):
             one.begin(name, value)
 
-    def find_ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
+    def find_ends(drawn: Sequence[SampledToken], found: Ends) -> Ends:
         new: Ends = {}
         for one in followers:
             new |= one.ends(drawn, found | new)

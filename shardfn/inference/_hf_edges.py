@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.modules import DecodingFunction, Edge, ExactRows, Scores
+from shardfn.modules import DecodingFunction, ExactRows, RowEdge, Scores
 
 _LOG = logging.getLogger("shardfn.inference")
-_KINDS = {"colwise": Edge.ENTER, "rowwise": Edge.LEAVE}
+_KINDS = {"colwise": RowEdge.ENTER, "rowwise": RowEdge.LEAVE}
 
 
-def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: int) -> dict[str, Edge]:
+def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: int) -> dict[str, RowEdge]:
     """Returns the linear layers that need not join their features, by the names of their weights.
 
     Args:
@@ -75,7 +75,7 @@ class _Forward:
 
     function: DecodingFunction
     linear: Mapping[str, bool]
-    edges: Mapping[str, Edge]
+    edges: Mapping[str, RowEdge]
     part: _Part | None = None
     left: list[Tensor] = field(default_factory=list)  # inputs of layers that lead out
 
@@ -88,11 +88,11 @@ class _Forward:
         return logits
 
     def _run_layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        edge = self.edges.get(name, Edge.WHOLE)
-        if edge is Edge.LEAVE:
+        edge = self.edges.get(name, RowEdge.WHOLE)
+        if edge is RowEdge.LEAVE:
             x = self._join_output(name, x)
         y = F.linear(x, weight.T if self.linear[name] else weight, bias)
-        return y if self.part is None or edge is not Edge.ENTER else self.part.of(y)
+        return y if self.part is None or edge is not RowEdge.ENTER else self.part.of(y)
 
     def _join_output(self, name: str, x: Tensor) -> Tensor:
         if self.part is None:
@@ -105,7 +105,7 @@ class _Forward:
 
 
 def _list_problems(
-    function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, Edge], ranks: int
+    function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, RowEdge], ranks: int
 ) -> Iterator[str]:
     """Yields the reasons why a rank cannot run only its part: errors of the model's code, or different bits."""
     whole = _Forward(function, linear, edges)

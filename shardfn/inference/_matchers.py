@@ -74,7 +74,7 @@ class Matcher:
         return allowed
 
 
-class Ahead:
+class MatcherAhead:
     """Matcher that goes along drafts, and returns.
 
     The limits of the choice's matcher count only drawn tokens, since nothing is shared with this matcher, so that
@@ -195,13 +195,16 @@ class Compiler:
             )
         return made
 
-    def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Ahead:
+    def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> MatcherAhead:
         """Returns a matcher for drafts, of a grammar that was compiled before."""
-        return Ahead(self._compile_grammar(grammar), self._vocab, stop_tokens)
+        return MatcherAhead(self._compile_grammar(grammar), self._vocab, stop_tokens)
 
     def _compile_grammar(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
-        made = make(grammar.text, _white_space(grammar.text)) if grammar.kind == "json_schema" else make(grammar.text)
+        text = grammar.text
+        if grammar.kind == "json_schema":
+            text = "{}" if text.strip() == "true" else text  # the same schema, as an object
+        made = make(text, _white_space(text)) if grammar.kind == "json_schema" else make(text)
         limits = self._library.LLParserLimits(**_LIMITS)
         return self._library.LLMatcher(self._tokenizer, made, limits=limits, log_level=0)
 
@@ -209,7 +212,9 @@ class Compiler:
 def _white_space(schema: str) -> dict[str, str]:
     """Returns the rule of white space for a schema that has none. A rule of the schema is never overridden."""
     given = json.loads(schema)
-    own = given.get("x-guidance") if isinstance(given, dict) else None
+    if not isinstance(given, dict):  # the compiler takes rules only next to an object
+        return {}
+    own = given.get("x-guidance")
     has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
     return {} if has else _WHITE_SPACE
 

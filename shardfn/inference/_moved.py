@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.memory import rows_to_device, rows_to_host
 
 from ._limits import Limits
-from ._plan import Plan
+from ._plan import StepPlan
 
 
 class Moved(NamedTuple):
@@ -42,7 +42,7 @@ class Moved(NamedTuple):
         rows_to_host(new[*self.here.unbind()], old, self.places.unbind()).result()
 
 
-def moved_by(plan: Plan, limits: Limits, device: torch.device) -> Moved:
+def moved_by(plan: StepPlan, limits: Limits, device: torch.device) -> Moved:
     """Returns the places of a plan.
 
     Example:

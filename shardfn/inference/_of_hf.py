@@ -22,10 +22,10 @@ from shardfn.collectives import all_gather_invariant, current_mesh, take_own_blo
 from shardfn.core import Axes, CodePolicy, P, block_slices, check_policy, codes_of, did_you_mean, first_of, raise_all
 from shardfn.modules import (
     DecodingFunction,
-    Edge,
     ExactRows,
     InputUses,
     PackedWeight,
+    RowEdge,
     SameInput,
     Scores,
     WeightUses,
@@ -185,7 +185,7 @@ def _make_decoder(
     linear: Mapping[str, bool],
     tp: Axes = None,
     codes: CodePolicy = None,
-    edges: Mapping[str, Edge] = MappingProxyType({}),
+    edges: Mapping[str, RowEdge] = MappingProxyType({}),
     packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
     """Returns the decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
@@ -215,7 +215,7 @@ def _make_decoder(
     head = _head_of(function)
     # A layer that is called twice, or cut by its inputs, stays separate.
     calls = [name for group in shape.groups for name in group]
-    alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is Edge.LEAVE)}
+    alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is RowEdge.LEAVE)}
     groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
     together = [group for group in groups if len(group) > 1]
 
@@ -231,7 +231,7 @@ def _make_decoder(
         packed = {**params, **weights["packed"]}
         seen, made = list[Tensor](), dict[int, _Run]()
         layers = {
-            name: PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE), inputs[name])
+            name: PackedWeight(packed[name], num, tp, edges.get(name, RowEdge.WHOLE), inputs[name])
             for name, num in nums.items()
         }
         runs: dict[str, _Run] = {**layers}
@@ -300,7 +300,7 @@ def _record_input(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tens
 def _adapt_layer(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns a layer with the adapters' products added."""
     y, edge = run(x, bias), layer.edge
-    return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
+    return low.added(name, x, y, axis=layer.axis, joins=edge is RowEdge.LEAVE, cut=edge is RowEdge.ENTER)
 
 
 def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:

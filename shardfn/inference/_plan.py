@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """One step's input. Rows from `num_tokens` on are padding: token 0 of the last sequence, written to block 0.
 
     Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and R =
@@ -99,7 +99,7 @@ class Plan:
         )
 
 
-def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves: Seq[tuple[int, int]] = ()) -> Plan:
+def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves: Seq[tuple[int, int]] = ()) -> StepPlan:
     """Returns a plan of the rows of sequences.
 
     Example:
@@ -124,7 +124,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
     arrays, histories = columns.padded(bucket, limits), _make_histories(wanted, limits.wanted(bucket), limits.context)
-    return Plan(
+    return StepPlan(
         *(step, version, bucket, num_tokens, num_rows, *arrays, tuple(columns.sampling), *histories),
         adapters=adapters if any(adapters) else (),
         branches=tuple(columns.branches),
@@ -133,7 +133,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
 
 
 class _Columns:
-    """The arrays of a plan while sequences add their rows; `Plan` documents them."""
+    """The arrays of a plan while sequences add their rows; `StepPlan` documents them."""
 
     def __init__(self) -> None:
         self.tokens, self.positions, self.sequences, self.slots = (array("i") for _ in range(4))
@@ -171,7 +171,7 @@ class _Columns:
             self.sampling.append(sequence.request.sampling)
 
     def padded(self, bucket: int, limits: Limits) -> _Arrays:
-        """Returns the arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
+        """Returns the arrays in the sizes of a bucket, in the order of `StepPlan.arrays`."""
         most, num_rows = min(bucket, limits.running), limits.wanted(bucket)
         _pad_arrays(bucket, 0, self.tokens, self.positions, self.slots)
         _pad_arrays(bucket, most, self.sequences)
@@ -188,7 +188,7 @@ class _Columns:
 def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
     """Returns the tokens before the places of rows with penalties, and the number of prompt tokens among them.
 
-    See `Plan`.
+    See `StepPlan`.
     """
     if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
@@ -202,14 +202,14 @@ def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tupl
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
+def padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:
     """Returns a plan of a bucket that has no tokens.
 
     The plan writes only to block 0. If `extended`, the plan has histories, too.
     """
     num = limits.wanted(bucket)
     past = _make_empty_histories(num, limits.context) if extended else (None, None)
-    return Plan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
+    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
 
 
 def _make_empty_histories(num: int, context: int) -> tuple[array, array]:

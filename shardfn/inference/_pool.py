@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Scope(NamedTuple):
+class PrefixScope(NamedTuple):
     """Everything except the tokens that a block's content depends on, such as the version of the weights."""
 
     version: int
@@ -22,16 +22,16 @@ class Scope(NamedTuple):
     salt: bytes
 
 
-class Content(NamedTuple):
+class BlockContent(NamedTuple):
     """A full block: the keys of the block and of the block before, the tokens, and the scope."""
 
     key: bytes
     parent: bytes
     tokens: bytes
-    scope: Scope
+    scope: PrefixScope
 
 
-def root_key(scope: Scope) -> bytes:
+def root_key(scope: PrefixScope) -> bytes:
     """Returns the parent of a sequence's first block.
 
     Example:
@@ -65,7 +65,7 @@ class Pool:
         self.free = array("i", range(blocks - 1, 0, -1))  # a stack
         self.references = array("i", bytes(4 * blocks))  # by block
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.contents: dict[int, Content] = {}  # by block, held or cached
+        self.contents: dict[int, BlockContent] = {}  # by block, held or cached
         self.index: dict[bytes, int] = {}  # block by key
 
     @property
@@ -106,14 +106,14 @@ class Pool:
             else:
                 self.free.append(block)
 
-    def record(self, block: int, content: Content) -> None:
+    def record(self, block: int, content: BlockContent) -> None:
         """Makes the content of a held block known, unless another block has that key."""
         assert block not in self.contents, block
         if content.key not in self.index:
             self.index[content.key] = block
             self.contents[block] = content
 
-    def find(self, contents: Sequence[Content]) -> list[int]:
+    def find(self, contents: Sequence[BlockContent]) -> list[int]:
         """Returns the blocks of the longest known prefix of contents.
 
         Tokens and scopes are compared, as keys do not suffice.
@@ -141,7 +141,7 @@ class Pool:
         return new
 
 
-def extend_contents(contents: list[Content], tokens: array, block: int, num: int, scope: Scope) -> None:
+def extend_contents(contents: list[BlockContent], tokens: array, block: int, num: int, scope: PrefixScope) -> None:
     """Appends the contents of a sequence's further blocks, up to `num`. Keys are chained from the root on.
 
     Example:
@@ -154,4 +154,4 @@ def extend_contents(contents: list[Content], tokens: array, block: int, num: int
         start = len(contents) * block
         parent = contents[-1].key if contents else root_key(scope)
         own = tokens[start : start + block].tobytes()
-        contents.append(Content(_make_key({"parent": parent, "tokens": own}), parent, own, scope))
+        contents.append(BlockContent(_make_key({"parent": parent, "tokens": own}), parent, own, scope))

@@ -15,8 +15,8 @@ from ._decoder import Decoder
 from ._drawn import Choice
 from ._follower import Follower
 from ._limits import Limits
-from ._plan import Plan
-from ._runner import Results
+from ._plan import StepPlan
+from ._runner import StepResults
 from ._schedule import Output
 from ._state import State
 
@@ -71,7 +71,7 @@ class Routes:
             return {}
         return {"routes": self.of(self._blocks[output.name, output.choice], output.position)}
 
-    def ran(self, plan: Plan, results: Results) -> None:
+    def ran(self, plan: StepPlan, results: StepResults) -> None:
         """Keeps the experts of a plan's tokens, after the plan's moves."""
         assert results.experts is not None
         if plan.moves:

@@ -34,11 +34,11 @@ from ._decoder import Decoder
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._meant import MEANT_BY_LIMITS
-from ._plan import Plan, padding
+from ._plan import StepPlan, padding
 from ._requests import MOST_TOP
 from ._score import widened
-from ._tensors import Step, tensors
-from ._weights import Source, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
+from ._tensors import StepTensors, tensors
+from ._weights import WeightSource, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
 
 Cache = list[GlobalTensor]
 # The numbers of further results that a step has, by the last of them.
@@ -141,7 +141,7 @@ def graph_kinds(
     return made
 
 
-class Results(NamedTuple):
+class StepResults(NamedTuple):
     """Results of a plan's rows.
 
     Attributes:
@@ -255,7 +255,7 @@ class Runner:
         return out
 
     def _packed_apart(self, params: PyTree, like: PyTree | None) -> PyTree:
-        source = Source(self._decoder, params, self._pack.specs(params), self.mesh)
+        source = WeightSource(self._decoder, params, self._pack.specs(params), self.mesh)
         shapes = packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
@@ -272,7 +272,7 @@ class Runner:
         bucket: int,
         weights: PyTree,
         cache: Cache,
-        step: Step | None = None,
+        step: StepTensors | None = None,
         *,
         extended: bool = False,
         grammars: bool = False,
@@ -315,13 +315,13 @@ class Runner:
         self,
         weights: PyTree,
         cache: Cache,
-        plan: Plan,
+        plan: StepPlan,
         allowed: Bool[np.ndarray, "rows vocab"] | None = None,
         *,
         low: LowRank | None = None,
         hidden: bool = False,
         routed: bool = False,
-    ) -> Results:
+    ) -> StepResults:
         """Returns the results of the plan's rows.
 
         Args:
@@ -341,7 +341,7 @@ class Runner:
         states = more[0][: plan.num_rows].float() if more else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         experts = more[1][: plan.num_tokens] if routed else None
-        return Results(tokens, logprobs, cache, states, _read_tops(plan, top), experts)
+        return StepResults(tokens, logprobs, cache, states, _read_tops(plan, top), experts)
 
     def close(self) -> None:
         """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
@@ -351,7 +351,7 @@ class Runner:
 
 
 def _run_step(
-    decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: Step
+    decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: StepTensors
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
     """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
@@ -389,11 +389,11 @@ def runner_of(
     return runner
 
 
-def _make_bodies(cache: list[Tensor], step: Step) -> list[Paged]:
+def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[Paged]:
     return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.moved) for x in cache]
 
 
-def _draw_tokens(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+def _draw_tokens(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
     """Returns tokens of the rows, and their log probabilities."""
     given = widened(logits_RV)
     changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
@@ -409,14 +409,14 @@ def _draw_tokens(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
-def _find_top(logits_RV: Tensor, step: Step) -> tuple[Tensor, ...]:
+def _find_top(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
     """Returns the most probable tokens of the rows of an extended step, under the raw logits."""
     if step.biases is None:
         return ()
     return kernels.top_logprobs(widened(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
 
 
-def _read_tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
+def _read_tops(plan: StepPlan, top: tuple[Tensor, ...]) -> list[Top]:
     """Returns the most probable tokens that each row wants, without tokens that the model excludes."""
     if not any(one.top_logprobs for one in plan.sampling):
         return []

@@ -21,10 +21,10 @@ from shardfn.core import DonatedError
 from ._arrange import arrange
 from ._drafting import Permit, add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._plan import Plan, Rows, make_plan, wanted
+from ._plan import Rows, StepPlan, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
-from ._state import Chunk, Sequence, State
+from ._state import PrefillChunk, Sequence, State
 
 
 class Output(NamedTuple):
@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
 def advance(
     state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Permit | None = None
-) -> tuple[State, Plan | None, list[Output]]:
+) -> tuple[State, StepPlan | None, list[Output]]:
     """Takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
     Args:
@@ -97,7 +97,7 @@ def advance(
     chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
-    state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
+    state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
     state.chain = _link_chain(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
@@ -250,7 +250,7 @@ def _renew_version(state: State, version: int) -> None:
     state.version, state.pending = version, None
 
 
-def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
+def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: StepPlan | None) -> bytes:
     """Returns the next value of the chain. Its cost does not grow with the state."""
     link = hashlib.blake2b(state.chain, digest_size=8)
     counts = (state.step, state.number, state.version, state.time, len(events), len(drawn), *state.counts().values())

@@ -13,13 +13,13 @@ from ._cache_use import CacheUse
 from ._drafters import Context, Drafter
 from ._guesses import Guesses, Trust
 from ._limits import Limits
-from ._pool import Content, Pool, Scope
+from ._pool import BlockContent, Pool, PrefixScope
 from ._requests import Request
 from ._trees import NO_DRAFTS, Tree
 
 
 @dataclass(slots=True)
-class Chunk:
+class PrefillChunk:
     """Chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits are wanted.
 
     The chunk's last tokens are the drafts.
@@ -73,7 +73,7 @@ class Sequence:
     tokens: array  # prompt, then drawn tokens
     computed: int = 0  # tokens whose keys and values are in the cache
     blocks: list[int] = field(default_factory=list)  # empty in a waiting sequence
-    contents: list[Content] = field(default_factory=list)  # contents of the first full blocks, asked for so far
+    contents: list[BlockContent] = field(default_factory=list)  # contents of the first full blocks, asked for so far
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
     preempted: int = -1  # last step of a preemption
@@ -142,7 +142,7 @@ class State:
     names: dict[str, list[int]] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)
     waiting: dict[int, list[int]] = field(default_factory=dict)
-    flight: list[Chunk] = field(default_factory=list)
+    flight: list[PrefillChunk] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
     guesses: Guesses = field(default_factory=Guesses)
     use: CacheUse = field(default_factory=CacheUse)
@@ -175,7 +175,7 @@ class State:
             consumed=False,
         )
 
-    def rows_in_flight(self) -> Iterator[tuple[Chunk, Sequence, int]]:
+    def rows_in_flight(self) -> Iterator[tuple[PrefillChunk, Sequence, int]]:
         """Yields the chunks of the plan in flight, their sequences, and the numbers of their first wanted rows."""
         first = 0
         for chunk in self.flight:
@@ -188,10 +188,10 @@ class State:
             return 0, 0, sequence.serial
         return 1, -sequence.request.priority, sequence.serial
 
-    def scope(self, sequence: Sequence) -> Scope:
+    def scope(self, sequence: Sequence) -> PrefixScope:
         """Returns the part of a block's key that is not tokens."""
         request = sequence.request
-        return Scope(self.version, request.adapter, self.limits.cache_dtype, request.salt)
+        return PrefixScope(self.version, request.adapter, self.limits.cache_dtype, request.salt)
 
     def line(self) -> list[Sequence]:
         """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""

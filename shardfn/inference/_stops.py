@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 
-class Cut:
+class StopStringMatcher:
     """Text up to its first stop string.
 
     Args:

@@ -27,7 +27,7 @@ _KEY = 2  # tokens by which places are found: the shortest suffix
 _LENGTHS = 4  # suffixes that are tried, the longest first
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """Place in a text after which the text goes on.
 
     Attributes:
@@ -144,9 +144,9 @@ class Suffix:
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
         own.extend(context.serial, tokens)
-        mine = [Place(tokens, end) for _, end in own.find(tokens) if end < len(tokens)]
+        mine = [TreePlace(tokens, end) for _, end in own.find(tokens) if end < len(tokens)]
         others = self._index.get(context.salt)
-        theirs = [Place(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
+        theirs = [TreePlace(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
         best = Guess(0.0, Tree())
         for places in (mine, theirs):
             for guess in self._make_guesses(tokens, places, most):
@@ -190,21 +190,21 @@ class Suffix:
         if not len(index):
             del self._index[salt]
 
-    def _make_guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
+    def _make_guesses(self, tokens: array, places: Seq[TreePlace], most: int) -> Iterator[Guess]:
         """Yields a proposal for each of the longest suffixes."""
         lengths = [_count_common(tokens, place, self.depth) for place in places]
         for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
             same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
             yield self._grow_tree(same, tokens, most, int(length * self.factor))
 
-    def _grow_tree(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
+    def _grow_tree(self, places: list[TreePlace], tokens: array, most: int, height: int) -> Guess:
         """Returns the branches of the largest probability. Of equal branches the most frequent, then the newest."""
         score, found, parents = 0.0, list[int](), list[int]()
         # Ends of branches: -p, the order of finding, the parent, the depth, the token, the places.
-        ends: list[tuple[float, int, int, int, int, list[Place]]] = []
+        ends: list[tuple[float, int, int, int, int, list[TreePlace]]] = []
         numbers = itertools.count()
 
-        def extend_tree(parent: int, depth: int, p: float, places: list[Place]) -> None:
+        def extend_tree(parent: int, depth: int, p: float, places: list[TreePlace]) -> None:
             followed = _group_places(places, tokens, depth) if depth < height else {}
             for token in sorted(followed, key=lambda one: -len(followed[one])):
                 part = p * len(followed[token]) / len(places)
@@ -221,9 +221,9 @@ class Suffix:
         return Guess(score, Tree(tuple(found), tuple(parents)))
 
 
-def _group_places(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
+def _group_places(places: list[TreePlace], tokens: array, depth: int) -> dict[int, list[TreePlace]]:
     """Returns the places by their tokens at a depth. The sequence's text goes on as it did since the place."""
-    followed: dict[int, list[Place]] = {}
+    followed: dict[int, list[TreePlace]] = {}
     for place in places:
         at = place.end + depth
         if place.text is tokens and at >= len(tokens):
@@ -233,7 +233,7 @@ def _group_places(places: list[Place], tokens: array, depth: int) -> dict[int, l
     return followed
 
 
-def _count_common(tokens: array, place: Place, most: int) -> int:
+def _count_common(tokens: array, place: TreePlace, most: int) -> int:
     """Returns the number of equal tokens before the end of a sequence and before a place."""
     text, end, num = place.text, place.end, len(tokens)
     most = min(most, end, num)

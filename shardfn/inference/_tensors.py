@@ -14,7 +14,7 @@ from shardfn.core import MemoryKind, is_host
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._moved import Moved, moved_by
-from ._plan import Plan
+from ._plan import StepPlan
 from ._requests import MOST_BIASES, Sampling
 
 _NEUTRAL = Sampling(temperature=0.0)
@@ -50,8 +50,8 @@ class Biases(NamedTuple):
     values: Float32[Tensor, "r most"]
 
 
-class Step(NamedTuple):
-    """Tensors of a plan: B tokens, S sequences, R wanted rows. `Plan` documents attributes of the same name.
+class StepTensors(NamedTuple):
+    """Tensors of a plan: B tokens, S sequences, R wanted rows. `StepPlan` documents attributes of the same name.
 
     Attributes:
         tokens: int32 [B].
@@ -97,14 +97,14 @@ class Step(NamedTuple):
 
 
 def tensors(
-    plan: Plan,
+    plan: StepPlan,
     limits: Limits,
     device: torch.device,
     allowed: Bool[np.ndarray, "r vocab"] | None = None,
     low: LowRank | None = None,
     *,
     cache: MemoryKind = "device",
-) -> Step:
+) -> StepTensors:
     """Returns the tensors of a plan, for a cache in a memory.
 
     Tensors on a CPU share the memory of the plan's arrays.
@@ -125,7 +125,7 @@ def tensors(
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         penalties = Penalties(history.view(-1, limits.context), prompts, *map(make_floats, names))
         biases = _make_biases(sampling, device)
-    return Step(
+    return StepTensors(
         *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
         *(_make_tensor(plan.keys, torch.int64, device), places, targets),
         *(
@@ -152,7 +152,7 @@ def _make_biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
     return Biases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
 
 
-def _make_tree(plan: Plan) -> Tensor:
+def _make_tree(plan: StepPlan) -> Tensor:
     """Returns the tree of a plan. A draft that may have siblings has bits of its ancestors and itself."""
     tree = torch.zeros(plan.bucket, plan.bucket, dtype=torch.bool)
     for first, parents in plan.branches:

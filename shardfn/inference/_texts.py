@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import Detokenizer, Growing
-from ._drawn import Choice, Drawn, Ends
+from ._drawn import Choice, Ends, SampledToken
 from ._follower import Follower
 from ._requests import Request
 from ._schedule import Output
-from ._stops import Cut
+from ._stops import StopStringMatcher
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Text:
     """Text of one choice: certain up to a stop string that may have begun."""
 
     growing: Growing
-    cut: Cut
+    cut: StopStringMatcher
     due: dict[int, str] = field(default_factory=dict)  # by the position of the text's token
 
     def rest(self) -> str:
@@ -56,7 +56,7 @@ class Texts:
                 f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
             )
 
-    def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
+    def take(self, drawn: Sequence[SampledToken], ends: Ends) -> Ends:
         """Takes tokens and the `ends` by grammars, and returns the ends by stop strings."""
         if self._detokenizer is None:
             return {}
@@ -84,7 +84,7 @@ class Texts:
         del self._texts[key]
         return text if output.token is not None else one.rest()
 
-    def _take_token(self, drawn: Drawn, end: str | None) -> bool:
+    def _take_token(self, drawn: SampledToken, end: str | None) -> bool:
         assert self._detokenizer is not None
         if end == "error":
             return False  # the token is dropped
@@ -92,7 +92,7 @@ class Texts:
         one = self._texts.get((name, choice))
         if one is None:
             growing = self._detokenizer.start(drawn.request.prompt)
-            one = self._texts[name, choice] = _Text(growing, Cut(how.stop, include=how.include_stop))
+            one = self._texts[name, choice] = _Text(growing, StopStringMatcher(how.stop, include=how.include_stop))
         hidden = drawn.token in how.stop_tokens and not how.include_stop
         text, found = one.cut.add("" if hidden else one.growing.add(drawn.token))
         if not found and (end or drawn.last):

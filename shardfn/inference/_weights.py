@@ -53,7 +53,7 @@ def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
     if weights not in get_args(MemoryKind):
         raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
     if is_disk(weights) and disk is None:
-        raise ValueError("engine: weights='disk' has no directory; give one: disk=sf.Disk('/path/to/a/fast/disk').")
+        raise ValueError("engine: weights='disk' has no directory. Give one: disk=sf.Disk('/path/to/a/fast/disk').")
     if not is_disk(weights) and disk is not None:
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
@@ -77,7 +77,7 @@ class Shapes(NamedTuple):
         return -(-sum(x.nbytes for x in tree_leaves(self.tree)) // (3 * layers))
 
 
-def packed_shapes(source: "Source") -> Shapes:
+def packed_shapes(source: "WeightSource") -> Shapes:
     """Returns the shapes of the served form. Collective.
 
     Raises:
@@ -100,7 +100,7 @@ def packed_shapes(source: "Source") -> Shapes:
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
-def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+def packed_apart(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
     """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
@@ -135,7 +135,7 @@ def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | No
     return tree_unflatten(treedef, out)
 
 
-class Source:
+class WeightSource:
     """Parameters of a model. Some have values, and the rest are shapes.
 
     Args:

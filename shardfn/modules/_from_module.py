@@ -36,7 +36,7 @@ from ._module_parts import (
 )
 from ._module_recompute import running_module
 from ._module_replacements import Replacements, replacements_of
-from ._module_replay import Replay
+from ._module_replay import ModuleReplay
 from ._module_routers import warn_of_asked_balance, warn_of_own_balance
 
 _OWN = Replacements()
@@ -162,7 +162,7 @@ class ModuleFunction:
             torch.Size([1, 2, 8])
         """
         made = copy.copy(self)
-        made._replaced = replace(self._replaced, replay=Replay(self.module, chosen))
+        made._replaced = replace(self._replaced, replay=ModuleReplay(self.module, chosen))
         return made
 
     def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:

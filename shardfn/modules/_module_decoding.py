@@ -299,7 +299,7 @@ def _suggest_head(module: Any) -> str:
     """Returns the remedy for a model without a head, if transformers has the same model with one."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    whole = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None)
+    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None)
     if whole is None or isinstance(module, whole):
         return ""
     return f"; load it by AutoModelForCausalLM, as a {whole.__name__}"

@@ -14,7 +14,7 @@ from ._module_draws import Draws
 from ._module_exact import ExactForward
 from ._module_experts import ExpertsRoute
 from ._module_parts import shadowed
-from ._module_replay import Replay
+from ._module_replay import ModuleReplay
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Replacements:
     attention: AttentionRoute | None = None
     experts: ExpertsRoute | None = None
     exact: bool = False
-    replay: Replay | None = None
+    replay: ModuleReplay | None = None
 
     def of_call(self, draws: Draws) -> RoutedCall | None:
         """Returns the attention of one call."""

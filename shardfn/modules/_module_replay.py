@@ -24,7 +24,7 @@ from ._expert_table import experts_in
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class Replay:
+class ModuleReplay:
     """Choices of all tokens of a call.
 
     Args:

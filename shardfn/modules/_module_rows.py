@@ -32,7 +32,7 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "einsum", "conv1d")
 Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Edge(enum.Enum):
+class RowEdge(enum.Enum):
     """Values that ranks hold before and behind a layer with cut outputs."""
 
     WHOLE = "whole"  # all features on both sides
@@ -61,12 +61,12 @@ class PackedWeight(NamedTuple):
     panels: Tensor
     num: int
     axis: Axes = None
-    edge: Edge = Edge.WHOLE
+    edge: RowEdge = RowEdge.WHOLE
     inputs: int | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the affine map, computed in float32. `bias` has all outputs."""
-        if self.edge is Edge.LEAVE:
+        if self.edge is RowEdge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
         y = row_linear(x.float(), self.panels, self.own_num, bias=self.own_bias(bias))
@@ -84,7 +84,7 @@ class PackedWeight(NamedTuple):
 
     def joined(self, y: Tensor) -> Tensor:
         """Returns the layer's result, from this rank's outputs."""
-        return y if self.edge is Edge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
+        return y if self.edge is RowEdge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
 
 class RowByRow(TorchFunctionMode):

@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.kernels import row_linears
 
-from ._module_rows import Edge, PackedWeight, linear_operands
+from ._module_rows import PackedWeight, RowEdge, linear_operands
 
 
 class SameInput:
     """Layers that a module calls with one input.
 
     Args:
-        layers: layers by name, in any order. A rank must have all inputs: no layer is `Edge.LEAVE`.
+        layers: layers by name, in any order. A rank must have all inputs: no layer is `RowEdge.LEAVE`.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ class SameInput:
         """Returns the affine map of one of the layers."""
         if x is not self._input or name not in self._results:
             layers = list(self._layers.values())
-            assert all(layer.edge is not Edge.LEAVE for layer in layers)
+            assert all(layer.edge is not RowEdge.LEAVE for layer in layers)
             ys = row_linears(x.float(), [layer.panels for layer in layers], [layer.own_num for layer in layers])
             self._input, self._results = x, dict(zip(self._layers, ys, strict=True))
         y = self._results.pop(name)

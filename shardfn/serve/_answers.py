@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from shardfn.inference import Grammar
 
 from ._asked import Asked
-from ._calls import Call, Piece
+from ._calls import ClientRequest, Piece
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, newer, older
 from ._model import Model
 
 
-class Form(NamedTuple):
+class ResponseFormat(NamedTuple):
     """Words in which two routes answer differently.
 
     Attributes:
@@ -38,11 +38,11 @@ class Form(NamedTuple):
     logprobs: Shape
 
 
-COMPLETION_FORM = Form(
+COMPLETION_FORM = ResponseFormat(
     *("cmpl-", "text_completion", "text_completion", False),
     *(lambda text: {"text": text}, lambda text: {"text": text}, older),
 )
-CHAT_FORM = Form(
+CHAT_FORM = ResponseFormat(
     *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     lambda text: {"delta": {"content": text} if text else {}},
@@ -65,7 +65,7 @@ class Answer:
         call: call with its tokens.
     """
 
-    def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
+    def __init__(self, form: ResponseFormat, model: Model, asked: Asked, call: ClientRequest) -> None:
         self._form, self._model, self._asked, self._call = form, model, asked, call
         self._spellers = dict[int, Speller]()  # by choice
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form, raise_failures
+from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, ResponseFormat, raise_failures
 from ._asked import Asked, asked_chat, asked_completions
-from ._calls import Call, Calls
+from ._calls import ClientRequest, RequestTracker
 from ._embeddings import asked_embeddings, embeddings_answer
 from ._errors import ApiError, json_response
 from ._fields import read_json
@@ -44,7 +44,7 @@ class App:
         closed: reason why no request is taken any more, or "" while requests are taken.
     """
 
-    def __init__(self, settings: Settings, calls: Calls, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, calls: RequestTracker, metrics: Metrics) -> None:
         self._settings, self._calls, self._metrics = settings, calls, metrics
         self._keys = Keys(settings.keys)
         self.model: Model | None = None
@@ -155,7 +155,9 @@ class App:
 
     # With the engine.
 
-    def _make_route(self, form: Form, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[..., Any]:
+    def _make_route(
+        self, form: ResponseFormat, read: Callable[[Mapping[str, Any], Model], Asked]
+    ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, asked = await self._read_asked(request, read)
             call = self._calls.open(asked.requests)
@@ -192,7 +194,7 @@ class App:
         self._open_model()
         return model, asked
 
-    async def _send_whole(self, call: Call, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
+    async def _send_whole(self, call: ClientRequest, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
         """Returns a whole answer.
 
         Raises:
@@ -207,7 +209,7 @@ class App:
         finally:
             self._end_call(call, how)
 
-    def _end_call(self, call: Call, how: str) -> None:
+    def _end_call(self, call: ClientRequest, how: str) -> None:
         if how:
             self._metrics.add(f"shardfn:{how}")
         self._calls.close(call)

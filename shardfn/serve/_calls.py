@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardfn.inference import Add, CacheUse, Cancel, Drain, Guesses, Request, Token
 
 from ._errors import ApiError, refusal
-from ._link import Embed, End, Message, Report
+from ._link import Embed, End, Message, StepReport
 from ._metrics import Metrics
 
 # The counters of the fields of `Guesses`, and of `CacheUse`.
@@ -37,8 +37,8 @@ class Piece(NamedTuple):
     token: Token
 
 
-class Call:
-    """A client's request in progress, made by `Calls.open`.
+class ClientRequest:
+    """A client's request in progress, made by `RequestTracker.open`.
 
     Attributes:
         prompt_tokens: tokens of all prompts.
@@ -102,7 +102,7 @@ class Call:
             self._news.set()
 
 
-class Calls:
+class RequestTracker:
     """All calls in progress, and the numbered events of the calls.
 
     Args:
@@ -114,8 +114,8 @@ class Calls:
     def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
         self._send, self._metrics, self.max_waiting = send, metrics, max_waiting
         self._numbers, self._events = itertools.count(), 0
-        self._of: dict[str, Call] = {}  # by names of the engine's requests
-        self._open: dict[int, Call] = {}
+        self._of: dict[str, ClientRequest] = {}  # by names of the engine's requests
+        self._open: dict[int, ClientRequest] = {}
         self.waiting = 0  # tokens
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
@@ -130,7 +130,7 @@ class Calls:
         """Returns the seconds since the last step, while there is work."""
         return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
 
-    def open(self, requests: Sequence[Request], pooling: str | None = None) -> Call:
+    def open(self, requests: Sequence[Request], pooling: str | None = None) -> ClientRequest:
         """Begins a call.
 
         Args:
@@ -141,7 +141,7 @@ class Calls:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
                 the seconds after which to try again.
         """
-        call = Call(requests, next(self._numbers), embeds=pooling is not None)
+        call = ClientRequest(requests, next(self._numbers), embeds=pooling is not None)
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
@@ -171,7 +171,7 @@ class Calls:
         """Returns the seconds in which the line will be shorter by half, as of its rate so far."""
         return min(60, max(1, math.ceil(self.waiting / 2 / self._rate))) if self._rate else 1
 
-    def close(self, call: Call) -> None:
+    def close(self, call: ClientRequest) -> None:
         """Ends a call. Requests in progress are cancelled, and their blocks of the KV cache become free."""
         if self._open.pop(id(call), None) is None:
             return
@@ -180,7 +180,7 @@ class Calls:
             if self._of.pop(name, None) is not None:
                 self._send_event(Cancel(self._events, name))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: StepReport) -> None:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         for name in report.begun:
@@ -228,7 +228,7 @@ class Calls:
         self._events += 1
         self._send(event)
 
-    def _record_token(self, call: Call, token: Token, now: float) -> None:
+    def _record_token(self, call: ClientRequest, token: Token, now: float) -> None:
         at = call.names[token.name]
         choice = call.starts[at] + token.choice
         if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
@@ -248,7 +248,7 @@ class Calls:
         if not call.left:
             self._record_end(call, now)
 
-    def _record_end(self, call: Call, now: float) -> None:
+    def _record_end(self, call: ClientRequest, now: float) -> None:
         self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
         if call.ran is None:  # a request without a step
             return
@@ -258,14 +258,14 @@ class Calls:
             self._metrics.observe("vllm:request_prefill_time_seconds", call.first - call.ran)
             self._metrics.observe("vllm:request_decode_time_seconds", now - call.first)
 
-    def _record_drawn(self, call: Call, choice: int, now: float) -> None:
+    def _record_drawn(self, call: ClientRequest, choice: int, now: float) -> None:
         call.drawn += 1
         self._metrics.add("vllm:generation_tokens")
         if (last := call.last.get(choice)) is not None:
             self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
         call.last[choice] = now
 
-    def _record_start(self, call: Call, name: str) -> int:
+    def _record_start(self, call: ClientRequest, name: str) -> int:
         """Takes a prompt out of the waiting prompts, and returns the number of its tokens."""
         num = call.waiting.pop(name, 0)
         self.waiting -= num

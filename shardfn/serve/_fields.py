@@ -14,7 +14,7 @@ from shardfn.core import did_you_mean
 from ._errors import ApiError
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """Type of a field.
 
     Attributes:
@@ -40,18 +40,18 @@ def _has_each(has: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(has, value))
 
 
-INTEGER = Kind("an integer", _is_integer)
-NUMBER = Kind("a number", lambda value: type(value) in (int, float))
-FLAG = Kind("true or false", lambda value: type(value) is bool)
-TEXT = Kind("a string", _is_text)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-INTEGERS = Kind("a list of integers", _has_each(_is_integer))
-TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _has_each(_is_text)(value))
-ANY = Kind("a value", lambda value: True)
+INTEGER = FieldKind("an integer", _is_integer)
+NUMBER = FieldKind("a number", lambda value: type(value) in (int, float))
+FLAG = FieldKind("true or false", lambda value: type(value) is bool)
+TEXT = FieldKind("a string", _is_text)
+OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
+LIST = FieldKind("a list", lambda value: isinstance(value, list))
+INTEGERS = FieldKind("a list of integers", _has_each(_is_integer))
+TEXTS = FieldKind("a string or a list of strings", lambda value: _is_text(value) or _has_each(_is_text)(value))
+ANY = FieldKind("a value", lambda value: True)
 
 
-def neutral_kind(*values: Any) -> Kind:
+def neutral_kind(*values: Any) -> FieldKind:
     """Returns the type of a field that is not served, with the values that ask for nothing.
 
     Example:
@@ -59,16 +59,16 @@ def neutral_kind(*values: Any) -> Kind:
         (True, False, False)
     """
     texts = [json.dumps(value) for value in values]
-    return Kind(" or ".join(texts), lambda value: json.dumps(value) in texts, served=False)
+    return FieldKind(" or ".join(texts), lambda value: json.dumps(value) in texts, served=False)
 
 
-def ignored_kind(kind: Kind) -> Kind:
+def ignored_kind(kind: FieldKind) -> FieldKind:
     """Returns the type of a field that has no effect on an answer."""
     return kind._replace(served=False)
 
 
 # Fields of both routes.
-SAMPLING: Mapping[str, Kind] = {
+SAMPLING: Mapping[str, FieldKind] = {
     "temperature": NUMBER,
     "top_p": NUMBER,
     "top_k": INTEGER,
@@ -80,7 +80,7 @@ SAMPLING: Mapping[str, Kind] = {
     "n": INTEGER,
     "max_tokens": INTEGER,
 }
-COMMON: Mapping[str, Kind] = {
+COMMON: Mapping[str, FieldKind] = {
     **SAMPLING,
     "model": TEXT,
     "stream": FLAG,
@@ -95,7 +95,7 @@ COMMON: Mapping[str, Kind] = {
     "response_format": OBJECT,
 }
 # Fields of other servers, with the values that ask for nothing.
-_NEUTRAL: Mapping[str, Kind] = {
+_NEUTRAL: Mapping[str, FieldKind] = {
     # OpenAI's.
     "tools": neutral_kind([]),
     "tool_choice": neutral_kind("none", "auto"),  # among no tools
@@ -127,7 +127,7 @@ _NEUTRAL: Mapping[str, Kind] = {
     "kv_transfer_params": neutral_kind({}),
     "vllm_xargs": neutral_kind({}),
 }
-COMPLETIONS: Mapping[str, Kind] = {
+COMPLETIONS: Mapping[str, FieldKind] = {
     **_NEUTRAL,
     **COMMON,
     "prompt": ANY,
@@ -137,7 +137,7 @@ COMPLETIONS: Mapping[str, Kind] = {
     "suffix": neutral_kind(""),
     "add_special_tokens": neutral_kind(True),
 }
-CHAT: Mapping[str, Kind] = {
+CHAT: Mapping[str, FieldKind] = {
     **_NEUTRAL,
     **COMMON,
     "messages": LIST,
@@ -153,7 +153,7 @@ CHAT: Mapping[str, Kind] = {
     "documents": neutral_kind([]),
     "include_reasoning": ignored_kind(FLAG),  # answers have no part of this kind
 }
-EMBEDDINGS: Mapping[str, Kind] = {
+EMBEDDINGS: Mapping[str, FieldKind] = {
     "model": TEXT,
     "input": ANY,
     "encoding_format": TEXT,
@@ -163,14 +163,14 @@ EMBEDDINGS: Mapping[str, Kind] = {
     "priority": neutral_kind(0),
     "request_id": ignored_kind(TEXT),
 }
-OPTIONS: Mapping[str, Kind] = {
+OPTIONS: Mapping[str, FieldKind] = {
     "include_usage": FLAG,
     "include_obfuscation": neutral_kind(False),
     "continuous_usage_stats": neutral_kind(False),
 }
-FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
-SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
-MESSAGE: Mapping[str, Kind] = {
+FORMAT: Mapping[str, FieldKind] = {"type": TEXT, "json_schema": OBJECT}
+SCHEMA: Mapping[str, FieldKind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
+MESSAGE: Mapping[str, FieldKind] = {
     "role": TEXT,
     "content": ANY,
     "name": TEXT,
@@ -180,7 +180,7 @@ MESSAGE: Mapping[str, Kind] = {
     "tool_calls": neutral_kind([]),
     "annotations": neutral_kind([]),
 }
-PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
+PART: Mapping[str, FieldKind] = {"type": TEXT, "text": TEXT}
 
 # Fields of OpenAI's interface that are not served, except with the values of the tables.
 REFUSED = frozenset(
@@ -213,7 +213,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind], at: str = "") -> dict[str, Any]:
+def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind], at: str = "") -> dict[str, Any]:
     """Returns the fields of an object that are served, given and not null.
 
     Args:
@@ -253,7 +253,7 @@ def get_required(given: Mapping[str, Any], name: str, at: str = "") -> Any:
     return given[name]
 
 
-def _check_value(value: Any, kind: Kind, at: str) -> None:
+def _check_value(value: Any, kind: FieldKind, at: str) -> None:
     if not kind.has(value) and kind.served:
         raise ApiError(400, f"{at} must be {kind.name}, got {_describe_value(value)}.", at)
     if not kind.has(value):

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
-from ._calls import Calls
+from ._calls import RequestTracker
 from ._connection import protocol
 from ._errors import ApiError
-from ._link import Message, Ready, Report
+from ._link import Message, Ready, StepReport
 from ._log import Log, reporting_records
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
@@ -31,7 +31,7 @@ _WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
-class Ranks(Protocol):
+class RankProcesses(Protocol):
     """Ranks as a front sees them: `Processes`, or stand-ins in tests."""
 
     async def start(self) -> None:
@@ -89,10 +89,12 @@ class Front:
         report: function that takes lines for the user.
     """
 
-    def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, settings: Settings, text: Text, ranks: RankProcesses, report: Callable[[str], None] = print
+    ) -> None:
         self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
         self.metrics = Metrics(settings.name)
-        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting or _WAITING)
+        self.calls = RequestTracker(ranks.send, self.metrics, settings.max_waiting or _WAITING)
         self.app = App(settings, self.calls, self.metrics)
         self._spelling, self._texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
         self._longest = find_longest(self._spelling)
@@ -144,7 +146,7 @@ class Front:
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._ranks.next()
-                if isinstance(message, Report):
+                if isinstance(message, StepReport):
                     self.calls.report(message)
                 elif isinstance(message, Ready):
                     self._begin_serving(message)

@@ -1,7 +1,7 @@
 """Messages between the front and the ranks: over a pair of sockets, each after its length.
 
-Numbered events go down, the same events to all ranks. One `Ready` and then a `Report` for each step come up, only from
-the first rank. Both ends are processes of one program on one machine, so messages are pickles.
+Numbered events go down, the same events to all ranks. One `Ready` and then a `StepReport` for each step come up, only
+from the first rank. Both ends are processes of one program on one machine, so messages are pickles.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Ready(NamedTuple):
     width: int = 0
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """Result of a step.
 
     Attributes:

@@ -13,7 +13,7 @@ from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._link import Embed, End, Inbox, Message, Ready, Report, packed
+from ._link import Embed, End, Inbox, Message, Ready, StepReport, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
@@ -50,7 +50,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
             before, running = set(running), engine.running
             so_far, begun = (engine.guesses, engine.cache_use), [name for name in running if name not in before]
-            end.sendall(packed(Report(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
+            end.sendall(packed(StepReport(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
         embeds -= {token.name for token in tokens if token.finish is not None}
         if stops:
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardfn.activations import Forward, Rerun, Results, SavePolicy, noticing_names, pool_of
+from shardfn.activations import RecordedForward, Rerun, SavedResults, SavePolicy, noticing_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import checkpoints_as_now, tree_flatten, tree_unflatten
@@ -64,8 +64,8 @@ def remat(
 
     def make_contexts() -> tuple[Any, Any]:
         assert policy is not None
-        results = Results(policy, window, pool_of(directory))
-        return Forward(results), Rerun(results)
+        results = SavedResults(policy, window, pool_of(directory))
+        return RecordedForward(results), Rerun(results)
 
     called: list[None] = []
     options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": make_contexts})

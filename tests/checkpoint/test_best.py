@@ -77,7 +77,10 @@ def test_an_absent_metric_is_named_with_those_that_are_there(tmp_path: pathlib.P
         assert "Did you mean 'valid_loss'?" in str(error.value)
         with pytest.raises(ValueError, match="at step 10 metrics= is missing or empty"):
             manager.save(tree(10), 10)
-        with pytest.raises(TypeError, match=r"metrics\['validation_loss'\] is a tensor of shape \(2,\)"):
+        with pytest.raises(
+            TypeError,
+            match=r"metrics\['validation_loss'\] must be a number or a 0-d tensor, but is a tensor of shape \(2,\)",
+        ):
             manager.save(tree(10), 10, metrics={"validation_loss": torch.ones(2)})
         assert not manager.save(tree(11), 11) and manager.steps() == []
         # A job that is asked to stop saves where nothing was measured.

@@ -64,7 +64,7 @@ def test_moments_go_on_behind_a_new_clip(world: int, tmp_path: pathlib.Path) -> 
     for _ in range(3):
         state, _ = first(state, X[first.rows(8)])
     sf.checkpoint.save(tmp_path, state, step=3)
-    clipped = optim.chain(optim.clip_by_global_norm(1e-2), optim.adamw(lambda n: 3e-2, weight_decay=0.2))
+    clipped = optim.chain(optim.clip_by_global_norm(1e-2), optim.adamw(optim.constant_schedule(3e-2), weight_decay=0.2))
     step = _step(clipped, mesh)
     told = r"opt_state\[1\]\[0\] goes on with opt_state\[0\], opt_state\[1\]\[2\] \(count\) begins anew"
     with pytest.raises(ValueError, match=rf"by_kind=True\) reads the states that both have: {told}"):

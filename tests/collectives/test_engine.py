@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from shardfn.collectives.transport import _memory
-from shardfn.collectives.transport._engine import Engine
+from shardfn.collectives.transport._engine import TransportEngine
 from shardfn.collectives.transport._memory import IN, OUT, Lanes
 
 
 def _pair(patch: pytest.MonkeyPatch) -> tuple[Lanes, Lanes]:
     """Both ends of a channel, in this process, with an engine of their own."""
-    engine = Engine()
+    engine = TransportEngine()
     patch.setattr(_memory, "engine", lambda: engine)
     ends = Lanes(2, 0, 30.0), Lanes(2, 1, 30.0)
     for end in ends:

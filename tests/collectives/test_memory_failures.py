@@ -45,7 +45,7 @@ class _Rank:
             try:
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
                 torch.set_num_threads(1)
-                _memory.engine = _engine.Engine
+                _memory.engine = _engine.TransportEngine
                 _run(body, Lanes(world, index, timeout), there)
             except BaseException:
                 traceback.print_exc()
@@ -162,7 +162,7 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
     """Ranks have folders of their own for temporary and cached files, and leave nothing there or in /dev/shm."""
-    built = pathlib.Path(_engine.Engine()._library._name)
+    built = pathlib.Path(_engine.TransportEngine()._library._name)
     kept, temporary = tmp_path / "shardfn", tmp_path / "temporary"
     for folder in (kept, temporary):
         folder.mkdir()
@@ -318,7 +318,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
         monkeypatch.setattr(_engine, "_load_library", functools.cache(_engine._load_library.__wrapped__))
         for _ in range(2):
             with pytest.raises(NotSharedError, match=re.escape(f"its C++ part cannot be built: {reason}") + "$"):
-                _engine.Engine()
+                _engine.TransportEngine()
         assert len(calls) == 1
 
 
@@ -340,7 +340,7 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_warn_with_the_reason() 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(_engine, "_load_library", lambda: "there is no C++ compiler")
-            patch.setattr(_memory, "engine", _engine.Engine)
+            patch.setattr(_memory, "engine", _engine.TransportEngine)
         _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_memory, "MOST_RANKS", 1)
@@ -509,7 +509,7 @@ def test_a_limit_that_forbids_its_pipe_is_the_reason() -> None:
         _limited(resource.RLIMIT_NOFILE, _next_file() + 1),
         pytest.raises(NotSharedError, match="cannot make the pipe"),
     ):
-        _engine.Engine()
+        _engine.TransportEngine()
 
 
 def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
@@ -520,7 +520,7 @@ def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
             most = _pages() + (1 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for _ in range(100):  # there may be stacks that threads which have ended left
-                _engine.Engine()
+                _engine.TransportEngine()
         except NotSharedError as error:
             os._exit(0 if "cannot start a thread" in str(error) else 2)
         finally:

@@ -127,7 +127,7 @@ def _job(users: list[int], mark: float = 1.0, cache: str = "") -> Iterator[_Job]
 @pytest.fixture
 def cache() -> Iterator[Callable[[int], str]]:
     """A folder of a user's own where the C++ part has been built already."""
-    built = pathlib.Path(_engine.Engine()._library._name)
+    built = pathlib.Path(_engine.TransportEngine()._library._name)
     with tempfile.TemporaryDirectory() as folder:
 
         def of(user: int) -> str:

@@ -154,5 +154,5 @@ def test_bad_calls(source: TokenFile) -> None:
         batches(0, rank=2, world=2)
     with pytest.raises(ValueError, match="batch -1"):
         batches(-1)
-    with pytest.raises(ValueError, match="rows 3:5"):
+    with pytest.raises(ValueError, match="got 3:5 of batch 0"):
         batches.rows(0, 3, 5)

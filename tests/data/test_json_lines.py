@@ -15,7 +15,7 @@ def test_lines_of_any_content_are_found(tmp_path: pathlib.Path) -> None:
     assert [lines[i] for i in range(len(lines))] == [{"a": "ä\n"}, [1, 2], "last, without an end"]
     assert pickle.loads(pickle.dumps(lines))[1] == [1, 2]
     assert JSONLines(path, len)[1] == 2
-    with pytest.raises(IndexError, match="no line 3"):
+    with pytest.raises(IndexError, match="must be below 3, got 3"):
         lines[3]
 
 

@@ -161,7 +161,7 @@ ON_STAGES = [
     Mistake("the microbatches do not divide the rows", lambda: _run(rows=6),
             _also(ValueError), "4 microbatches ... batch has 2 rows; ... batch has 1 row", "a multiple of 4 rows"),
     Mistake("the layers change the dtype", lambda: _run(_of(_wide), rows=4),
-            _also(TypeError), "torch.float64; in init it is ... torch.float32", "cast or reshape"),
+            _also(TypeError), "must be ... torch.float32, as in init, got ... torch.float64", "Cast or reshape"),
     Mistake("the layers of a split backward differentiate something", lambda: _run(_of(_sloped, "zb-h1"), rows=2),
             _also(ValueError), "differentiates something itself", "a schedule that does not split, such as '1f1b'"),
     Mistake("the last function returns other aux than before", _other_aux,

@@ -9,7 +9,7 @@ import shardfn as sf
 from shardfn.collectives import GlobalTensor
 from shardfn.core import tree_structure
 from shardfn.engine import Planner
-from shardfn.engine.execution._program import Input, Program, Results, capture_program
+from shardfn.engine.execution._program import Input, Program, ProgramResults, capture_program
 from shardfn.engine.loss import NoGradientError
 from shardfn.graph import Leaf
 
@@ -19,10 +19,10 @@ def _program(differentiated: bool | None = None) -> tuple[Program, torch.Tensor,
     plan = Planner(mesh, sf.P(), sf.P("dp"), sf.Zero(), True, None).plan(tree_structure(0), [torch.empty(2)])
     w, x = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
 
-    def run(plan: Any, comms: Any, values: list[Any]) -> Results:
+    def run(plan: Any, comms: Any, values: list[Any]) -> ProgramResults:
         held, given = values
         tree = {"sum": held + given, "name": "a constant", "same": GlobalTensor(given * 2, given.shape, sf.P(), mesh)}
-        return Results(tree, {"most": given.max()}, differentiated)
+        return ProgramResults(tree, {"most": given.max()}, differentiated)
 
     inputs = [
         Input("w", "params", GlobalTensor(w, w.shape, sf.P(), mesh), (), trained=True, donated=True),

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from shardfn.inference import Limits, Plan, Request, check_request
+from shardfn.inference import Limits, Request, StepPlan, check_request
 
 
 def draw(history: tuple[int, ...], key: int, version: int, vocab: int) -> int:
@@ -20,7 +20,7 @@ class Model:
     cache: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     ancestors: dict[int, list[int]] = field(default_factory=dict)  # of drafts that branch, by row
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[int]:
         limits, block = self.limits, self.limits.block
         assert plan.bucket in limits.buckets and plan.num_tokens <= plan.bucket
         most = min(plan.bucket, limits.running)
@@ -54,7 +54,7 @@ class Model:
         """The rows of a draft's ancestors and its own."""
         return [*(self.branch(first, parents, parents[i]) if parents[i] >= 0 else []), first + i]
 
-    def visible(self, plan: Plan, i: int) -> tuple[int, ...]:
+    def visible(self, plan: StepPlan, i: int) -> tuple[int, ...]:
         """The tokens that token i sees; each must have its position and this version."""
         s, position, width, block = plan.sequences[i], plan.positions[i], self.limits.width, self.limits.block
         assert position < plan.lengths[s]

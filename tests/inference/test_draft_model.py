@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardfn.inference import Completion, DraftModel, Engine, Limits, Plan, Runner, Sampling
+from shardfn.inference import Completion, DraftModel, Engine, Limits, Runner, Sampling, StepPlan
 from tests.inference.stories import Model, model
 from tests.inference.test_guessing import SIZES, draft_model, runner
 from tests.inference.test_stories import KINDS
@@ -55,11 +55,11 @@ def test_several_sequences_share_its_steps_and_few_blocks() -> None:
     assert pool.counts()["held"] == 0 and not own(guessing)._own
 
 
-def watched(runner: Runner) -> list[Plan]:
+def watched(runner: Runner) -> list[StepPlan]:
     """The plans that a runner has run since; `del runner.run` ends it."""
-    plans, run = list[Plan](), runner.run
+    plans, run = list[StepPlan](), runner.run
 
-    def keep(weights: Any, cache: Any, plan: Plan, *args: Any, **more: Any) -> Any:
+    def keep(weights: Any, cache: Any, plan: StepPlan, *args: Any, **more: Any) -> Any:
         plans.append(plan)
         return run(weights, cache, plan, *args, **more)
 

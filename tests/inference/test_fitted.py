@@ -117,7 +117,7 @@ def test_mistakes() -> None:
         (decoder(config), {"wx": "int4"}, text(), "the pattern 'wx' of codes= is found in no name"),
         (decoder(config), "int4", [], "there are no rows of tokens. Pass some text"),
         (decoder(config), "int4", [[1, 61]], "row 0 must have 1 to 24 tokens from 0 to 60, got 2 tokens from 1 to 61"),
-        (decoder(config), "int4", [[1], []], "row 1 has 0 tokens"),
+        (decoder(config), "int4", [[1], []], "row 1 must have 1 to 24 tokens from 0 to 60, got 0 tokens"),
     )
     for made, codes, rows, words in cases:
         with pytest.raises(ValueError, match=words):

@@ -13,7 +13,7 @@ from shardfn.core import Mesh
 from shardfn.inference import Decoder, Engine, Runner, Sampling, _of_hf, hf_decoder
 from shardfn.inference._cache import alone
 from shardfn.inference._hf_edges import edges_of
-from shardfn.modules import Edge, _module_rows, decoding
+from shardfn.modules import RowEdge, _module_rows, decoding
 from shardfn.testing import distributed
 from shardfn.transforms import sharded
 from tests.inference.hf_models import MODELS, VOCAB
@@ -88,7 +88,7 @@ def arrivals(sampling: Sampling) -> tuple[Arrival, ...]:
     return tuple(Arrival(0, tuple(prompt), sampling) for prompt in PROMPTS)
 
 
-def edges(model: Any, key_heads: int = 2) -> dict[str, Edge]:
+def edges(model: Any, key_heads: int = 2) -> dict[str, RowEdge]:
     """Of one layer, by the names of modules."""
     function = decoding(model)
     linear = {n: False for n in function.params if "proj.weight" in n or "lm_head" in n}
@@ -96,8 +96,8 @@ def edges(model: Any, key_heads: int = 2) -> dict[str, Edge]:
     return {n.split(".")[-2]: edge for n, edge in found.items() if ".1." in n}
 
 
-ENTER = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], Edge.ENTER)
-LEAVE = dict.fromkeys(["o_proj", "down_proj"], Edge.LEAVE)
+ENTER = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], RowEdge.ENTER)
+LEAVE = dict.fromkeys(["o_proj", "down_proj"], RowEdge.LEAVE)
 
 
 def test_a_rank_has_its_own_features_where_the_plan_of_the_model_holds() -> None:

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 
 from shardfn.inference import Pool
 from shardfn.inference import _pool as pool_file
-from shardfn.inference._pool import Content, Scope, extend_contents, root_key
+from shardfn.inference._pool import BlockContent, PrefixScope, extend_contents, root_key
 
-SCOPE = Scope(0, b"", "float32", b"")
+SCOPE = PrefixScope(0, b"", "float32", b"")
 
 
-def contents(tokens: list[int], num: int, scope: Scope = SCOPE) -> list[Content]:
-    found: list[Content] = []
+def contents(tokens: list[int], num: int, scope: PrefixScope = SCOPE) -> list[BlockContent]:
+    found: list[BlockContent] = []
     extend_contents(found, array("q", tokens), 2, num, scope)
     return found
 
@@ -67,13 +67,13 @@ def test_blocks_that_are_released_twice_are_a_mistake() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Scope(1, b"", "float32", b""),
-        Scope(0, b"a", "float32", b""),
-        Scope(0, b"", "bf", b""),
-        Scope(0, b"", "float32", b"a"),
+        PrefixScope(1, b"", "float32", b""),
+        PrefixScope(0, b"a", "float32", b""),
+        PrefixScope(0, b"", "bf", b""),
+        PrefixScope(0, b"", "float32", b"a"),
     ],
 )
-def test_each_part_of_the_scope_is_in_the_key(other: Scope) -> None:
+def test_each_part_of_the_scope_is_in_the_key(other: PrefixScope) -> None:
     assert root_key(other) != root_key(SCOPE)
     pool = Pool(4)
     filled(pool, [1, 2])
@@ -83,7 +83,7 @@ def test_each_part_of_the_scope_is_in_the_key(other: Scope) -> None:
 @given(st.binary(max_size=3), st.binary(max_size=3), st.binary(max_size=3), st.binary(max_size=3))
 @settings(max_examples=20, derandomize=True, database=None, deadline=None)
 def test_fields_do_not_run_together(a: bytes, b: bytes, c: bytes, d: bytes) -> None:
-    one, other = Scope(0, a, "float32", b), Scope(0, c, "float32", d)
+    one, other = PrefixScope(0, a, "float32", b), PrefixScope(0, c, "float32", d)
     assert (root_key(one) == root_key(other)) == (one == other)
 
 

@@ -23,10 +23,10 @@ from shardfn.inference import (
     Event,
     Limits,
     Output,
-    Plan,
     Request,
     Sampling,
     State,
+    StepPlan,
     Weights,
     advance,
     digest,
@@ -42,12 +42,12 @@ LIMITS = Limits(vocab=5, context=24, blocks=9, block=4, buckets=(1, 2, 4, 8), ru
 
 def run(
     limits: Limits, adds: dict[int, list[Request]], model: Model | None = None, state: State | None = None
-) -> tuple[State, dict[tuple[str, int], list[int]], list[Plan]]:
+) -> tuple[State, dict[tuple[str, int], list[int]], list[StepPlan]]:
     """Requests by the step in which they arrive, named by arrival; the drawn tokens of each choice, and all plans."""
     state, model = state or start(limits), model or Model(limits)
     tokens: dict[tuple[str, int], list[int]] = {}
     drawn: list[int] = []
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
     step = count = 0
     last = max(adds, default=0)
     while step <= last or not state.idle:
@@ -228,7 +228,7 @@ def test_a_request_ends_by_its_last_token_before_a_cancel() -> None:
 
 
 def test_reasons_of_ends() -> None:
-    ends: dict[str, Callable[[State, list[int]], tuple[State, Plan | None, list[Output]]]] = {
+    ends: dict[str, Callable[[State, list[int]], tuple[State, StepPlan | None, list[Output]]]] = {
         "deadline": lambda state, drawn: advance(state, [Clock(1, 100)], drawn),
         "error": lambda state, drawn: advance(state, (), [-1]),
         "stop": lambda state, drawn: advance(state, (), [3]),
@@ -394,5 +394,5 @@ def test_padding_of_a_trace_is_small() -> None:
 
 
 class _Quick(Model):
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[int]:
         return [r % 5 for r in range(plan.num_rows)]

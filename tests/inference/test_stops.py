@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shardfn.inference._stops import Cut
+from shardfn.inference._stops import StopStringMatcher
 
 LETTERS = st.text("ab", min_size=1, max_size=4)
 
@@ -29,7 +29,7 @@ def whole_cut(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     include=st.booleans(),
 )
 def test_pieces_are_cut_as_the_whole(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    cut, given_text, places = Cut(stops, include=include), "", [0, *sorted(cuts), len(text)]
+    cut, given_text, places = StopStringMatcher(stops, include=include), "", [0, *sorted(cuts), len(text)]
     found = False
     for a, b in itertools.pairwise(places):
         piece, found = cut.add(text[a:b])

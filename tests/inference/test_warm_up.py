@@ -23,14 +23,14 @@ adapters = small.adapters if sys.argv[1] == "adapters" else {}
 limits = limits_of(small.decoder, running=2, buckets=(4,), cache_bytes=1 << 20)
 engine = Engine(small.decoder, small.params[0], limits=limits, adapters=adapters)
 engine.warm_up(penalties=True, adapters=bool(adapters))
-built = _build._library.cache_info().misses
+built = _build._load_library.cache_info().misses
 samplings = [Sampling(max_tokens=3, temperature=0.8, top_p=0.9), Sampling(max_tokens=3, repetition_penalty=1.2)]
 engine.generate([[1, 2, 3], [4, 5]], samplings)
 for name in adapters:
     engine.add([1, 2], Sampling(max_tokens=2), adapter=name)
 while not engine.idle:
     engine.step()
-print(built > 3, _build._library.cache_info().misses - built)
+print(built > 3, _build._load_library.cache_info().misses - built)
 """
 
 

@@ -98,7 +98,7 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
         value = pool.write(torch.zeros(10, 2)).result()
         with pytest.raises(ValueError, match=r"rows 3:11 .* there are rows 0:10"):
             value.read(3, 11)
-        with pytest.raises(ValueError, match=r"out has shape \(3, 2\) .* shape \(2, 2\)"):
+        with pytest.raises(ValueError, match=r"out must have shape \(2, 2\) .* got shape \(3, 2\)"):
             value.read(0, 2, out=torch.zeros(3, 2))
         with pytest.raises(ValueError, match="strides"):
             value.read(0, 2, out=torch.zeros(2, 2).t())

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn import P, make_mesh, shard_map
 from shardfn.collectives import take_own_block
 from shardfn.kernels import pack_rows
-from shardfn.modules import Edge, ExactRows, PackedWeight, WeightUses
+from shardfn.modules import ExactRows, PackedWeight, RowEdge, WeightUses
 from shardfn.modules._module_rows import grouped_rows
 from shardfn.testing import RTOL, distributed
 
@@ -97,12 +97,12 @@ def test_ranks_that_cut_outputs_have_the_bits_of_one(world: int, num: int) -> No
     up, down = torch.randn(num, WIDTH, generator=draw), torch.randn(WIDTH, num, generator=draw)
     whole = PackedWeight(pack_rows(up), num)(x, bias)
 
-    def cut(weight: Tensor, edge: Edge) -> PackedWeight:
+    def cut(weight: Tensor, edge: RowEdge) -> PackedWeight:
         return PackedWeight(pack_rows(take_own_block(weight, "tp")), weight.shape[0], "tp", edge)
 
     def layers(x: Tensor) -> tuple[Tensor, Tensor]:
-        inner = cut(up, Edge.ENTER)(x, bias)
-        return cut(up, Edge.WHOLE)(x, bias), cut(down, Edge.LEAVE)(inner, None)
+        inner = cut(up, RowEdge.ENTER)(x, bias)
+        return cut(up, RowEdge.WHOLE)(x, bias), cut(down, RowEdge.LEAVE)(inner, None)
 
     joined, left = shard_map(layers, mesh=mesh, in_specs=(P(),), out_specs=(P(), P()))(x)
     assert torch.equal(joined, whole)

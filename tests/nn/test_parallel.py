@@ -255,7 +255,7 @@ def test_alibi() -> None:
     scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
     want = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), v)
     torch.testing.assert_close(nn.attention(q, k, v, slopes_H=slopes_H), want)
-    with pytest.raises(ValueError, match="use causal"):
+    with pytest.raises(ValueError, match="Use causal"):
         nn.attention(q, k, v, slopes_H=slopes_H, causal=False)
 
 
@@ -279,7 +279,7 @@ def test_fused_layers_equal_the_layers() -> None:
     x, w_GRKD, wo = draw(B, T, D), draw(2, 4, K, D), draw(D, 4, K)
     weights = nn.AttentionWeights(w_GRKD[:, :2].flatten(0, 1), w_GRKD[:, 2], w_GRKD[:, 3], wo)
     torch.testing.assert_close(nn.fused_self_attention(x, w_GRKD, wo), nn.self_attention(x, weights, heads))
-    with pytest.raises(ValueError, match="cuts both weights alike"):
+    with pytest.raises(ValueError, match="must cut both weights equally"):
         nn.fused_self_attention(x, w_GRKD, draw(D, 3, K))
     gate, up, down = draw(7, D), draw(7, D), draw(D, 7)
     torch.testing.assert_close(nn.fused_swiglu(x, torch.stack([gate, up]), down), nn.swiglu(x, gate, up, down))
@@ -294,7 +294,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     x, w = torch.ones(B, T, D), torch.ones(3, 6)
     flat = nn.AttentionWeights(w, w, w, w)
     with sf.collectives.bind_mesh(mesh):
-        with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head; .*per_head=True"):
+        with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head. .*per_head=True"):
             nn.self_attention(x, flat, nn.Heads(3, 3, K), axis="tp")
         with pytest.raises(
             ValueError, match=r"wq of .* has \(3,\) of heads=4, but .* is \(2,\); cut the leaf along 'tp'"

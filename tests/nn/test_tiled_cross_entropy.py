@@ -137,7 +137,7 @@ def test_cut_classes_equal_one_device(cases: list[tuple[str, bool, dict[str, Any
 
 def test_refusals() -> None:
     x, w, targets = drawn()
-    with pytest.raises(ValueError, match="one target a token"):
+    with pytest.raises(ValueError, match="Each token must have a target"):
         nn.tiled_cross_entropy(x, w, targets[:, 1:])
     with pytest.raises(ValueError, match="a tile of 1 or more"):
         nn.tiled_cross_entropy(x, w, targets, tile=0)

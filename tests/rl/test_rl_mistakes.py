@@ -43,6 +43,11 @@ def logprobs(rollout: rl.Rollout, *, params: Any = None, key: Any = None) -> tor
     return rl.answer_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
 
 
+def _completions(completions: Any, **rest: Any) -> Any:
+    """Takes the arguments of TRL's reward functions."""
+    return [1.0] * len(completions)
+
+
 def with_dropout() -> None:
     rollout = sample()
     rl.check_first_ratios(logprobs(rollout), rollout)
@@ -98,7 +103,7 @@ MISTAKES = [
     Mistake("values are given for other rows", lambda: score(given=[1, 2, 3]),
             ValueError, "3 values are given for 2 rows", "Pass one for each"),
     Mistake("the reward function has the arguments of TRL",
-            lambda: rl.score(lambda completions, **rest: [1.0] * len(completions), rl.empty_rollout(2, 8, 4)),
+            lambda: rl.score(_completions, rl.empty_rollout(2, 8, 4)),
             UserWarning, "it failed for all 2 answers (raised 2), so nothing is learnt ... row 0 raised TypeError",
             "It is called as reward(prompt, answer), with lists of ids"),
     Mistake("a reward is never finite",

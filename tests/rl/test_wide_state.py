@@ -159,5 +159,5 @@ def test_mixtures_of_float64_and_float32_are_refused() -> None:
     with pytest.raises(TypeError, match=r"pack: codes='int8' of leaves in float64. Convert them"):
         limits = limits_of(made, cache_dtype="float64", **sizes)
         Engine(decoder(CONFIG, codes="int8"), wide_params(), mesh=mesh, limits=limits)
-    with pytest.raises(TypeError, match=r"float32, or float64 where all is float64; .*Policy\(compute=torch.float32\)"):
+    with pytest.raises(TypeError, match=r"float32, or float64 where all is float64. .*Policy\(compute=torch.float32\)"):
         gpt.apply(CONFIG, some, torch.zeros(1, 3, dtype=torch.int64))

@@ -9,7 +9,7 @@ import pytest
 
 from shardfn.inference._requests import RANGES
 from shardfn.serve import _fields
-from shardfn.serve._fields import Kind
+from shardfn.serve._fields import FieldKind
 from tests.serve.server import CONTEXT, LIMIT, NAME, Received, Running
 
 Path = tuple[str | int, ...]
@@ -21,13 +21,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**_MORE, "messages": [{"role": "user", "content": [_PART]}], "response_format": _FORMAT},
     "/v1/embeddings": {"model": NAME, "input": "ab"},
 }
-_BOTH: dict[Path, Mapping[str, Kind]] = {
+_BOTH: dict[Path, Mapping[str, FieldKind]] = {
     ("stream_options",): _fields.OPTIONS,
     ("response_format",): _fields.FORMAT,
     ("response_format", "json_schema"): _fields.SCHEMA,
 }
 # The objects of each body, by their places.
-TABLES: dict[str, dict[Path, Mapping[str, Kind]]] = {
+TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
     "/v1/completions": {(): _fields.COMPLETIONS, **_BOTH},
     "/v1/chat/completions": {
         (): _fields.CHAT,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardfn.serve import _connection, _fields
-from shardfn.serve._fields import Kind
+from shardfn.serve._fields import FieldKind
 from tests.serve.server import LIMIT, NAME, Running, metric, open_files
 
 _FIELDS = sorted({*_fields.COMPLETIONS, *_fields.CHAT, *_fields.EMBEDDINGS, *_fields.REFUSED, "other"})
@@ -55,7 +55,7 @@ def value(draw: random.Random, depth: int = 0) -> Any:
     return [None, True, False, draw.choice(_TEXTS), draw.choice(numbers), draw.randrange(300)][kind]
 
 
-def typed(draw: random.Random, name: str, kind: Kind) -> Any:
+def typed(draw: random.Random, name: str, kind: FieldKind) -> Any:
     """A value of a field's type, which may be out of range; of a field that is not served one that asks for nothing."""
     match name:
         case "messages":
@@ -76,7 +76,7 @@ def typed(draw: random.Random, name: str, kind: Kind) -> Any:
             return json.loads(draw.choice(kind.name.split(" or ")))
 
 
-def some(draw: random.Random, table: Mapping[str, Kind], made: dict[str, Any]) -> dict[str, Any]:
+def some(draw: random.Random, table: Mapping[str, FieldKind], made: dict[str, Any]) -> dict[str, Any]:
     """An object with some fields of a table besides its own, and with some of any kind."""
     for name in draw.sample([*table], draw.randrange(min(4, len(table)))):
         made[name] = typed(draw, name, table[name])

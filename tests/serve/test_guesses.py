@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from shardfn.inference import CacheUse, Guesses, Request, Sampling, Token
-from shardfn.serve._calls import Calls
-from shardfn.serve._link import Report
+from shardfn.serve._calls import RequestTracker
+from shardfn.serve._link import StepReport
 from shardfn.serve._metrics import Metrics
 
 VALUES = {
@@ -21,10 +21,10 @@ VALUES = {
 
 def test_counts_of_the_engine_are_on_the_page() -> None:
     metrics = Metrics("m")
-    calls = Calls(lambda event: None, metrics, 10)
+    calls = RequestTracker(lambda event: None, metrics, 10)
     last = Guesses(3, 9, 5), CacheUse(40, 32, 1)
     for so_far in ((Guesses(), CacheUse()), (Guesses(2, 6, 3), CacheUse(8, 0, 0)), last, last):
-        calls.report(Report([], {}, 0, {}, {}, *so_far))
+        calls.report(StepReport([], {}, 0, {}, {}, *so_far))
     lines = metrics.text({}).splitlines()
     for name, value in VALUES.items():
         assert f'vllm:{name}_total{{model_name="m"}} {value}' in lines
@@ -45,11 +45,11 @@ def test_the_parts_of_a_requests_time_add_up(monkeypatch: pytest.MonkeyPatch) ->
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     metrics = Metrics("m")
-    calls = Calls(lambda event: None, metrics, 100)
+    calls = RequestTracker(lambda event: None, metrics, 100)
 
     def report(at: float, tokens: list[Token], begun: list[str]) -> None:
         clock[0] = at
-        calls.report(Report(tokens, {}, 0, {}, {}, begun=begun))
+        calls.report(StepReport(tokens, {}, 0, {}, {}, begun=begun))
 
     def token(name: str, position: int, finish: str | None = None) -> Token:
         return Token(name, 0, position, 5, -1.0, 0, finish)
@@ -72,7 +72,7 @@ def test_the_parts_of_a_requests_time_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_request_that_never_ran_has_no_parts() -> None:
     metrics = Metrics("m")
-    calls = Calls(lambda event: None, metrics, 100)
+    calls = RequestTracker(lambda event: None, metrics, 100)
     calls.open([Request((1, 2), Sampling())])
-    calls.report(Report([Token("0.0", 0, 0, None, None, 0, "refused")], {}, 0, {}, {}))
+    calls.report(StepReport([Token("0.0", 0, 0, None, None, 0, "refused")], {}, 0, {}, {}))
     assert [num for num, _ in times(metrics).values()] == [0, 0, 0, 0, 1]

@@ -294,7 +294,7 @@ def test_a_value_that_is_no_cluster():
         pytest.raises(TypeError, match=r"propose_specs\(cluster=Device.*\): a Cluster, as sf.graph"),
     ):
         priced(box(1e9).device)
-    with pytest.raises(ValueError, match=r"Cluster\(per_node=0\): 1 or more"):
+    with pytest.raises(ValueError, match=r"Cluster\(per_node=0\): a node must have 1 rank or more"):
         box(1e9, per_node=0)
 
 

@@ -174,7 +174,7 @@ def _program(f: Any, stage: int, start: dict[str, Any]) -> tuple[list[str], list
     step = sf.sharded_step(f, optim.adamw(1e-2), mesh=mesh, specs=specs, zero=zero)
     state = step.init({k: v for k, v in start.items()})
     rows = {k: v[:6] for k, v in batch(0).items()}
-    plan, given, args = step._abstract(state, rows, None)
+    plan, given, args = step._make_abstract(state, rows, None)
     gm = capture_program(step_program(step._steps.parts, plan, given, args, even=True)).gm
     names: dict[torch.fx.Node, str] = {}
     memory: dict[int, int] = {}

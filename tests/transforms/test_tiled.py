@@ -230,7 +230,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"(?s)result\[1\] of a tile of 3 is \(2, 4\).*result\[1\] of a tile of 2"):
         sf.tiled(lambda p, x: (x, torch.zeros(2, 4)), 1, tiles=3)(p, x)
     config = gpt.Config(**SHAPE)
-    with pytest.raises(ValueError, match="drop one"):
+    with pytest.raises(ValueError, match="Drop one"):
         gpt.loss(
             config, gpt.init(config, sf.key(0)), {"tokens": torch.zeros(1, 4).long()}, sequence=True, tile=sf.tiled
         )

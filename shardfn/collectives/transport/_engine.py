@@ -14,7 +14,7 @@ _ADDRESSES = ("engine_new", "channel_new", "start", "message")
 _NUMBERS = ("segment_bytes", "op_state", "op_wait", "why")
 
 
-class Engine:
+class TransportEngine:
     """Functions of `_memory.cpp`, and the thread that drives all lanes of this process. Never ended.
 
     Attributes:
@@ -64,19 +64,19 @@ def numbers(of: "list[int]") -> Any:
     return (ctypes.c_int64 * len(of))(*of)
 
 
-def engine() -> Engine:
+def engine() -> TransportEngine:
     """Returns the engine of this process. A fork makes another engine, as threads do not survive a fork.
 
     Raises:
-        NotSharedError: as `Engine`.
+        NotSharedError: as `TransportEngine`.
     """
     return _engine_of(os.getpid())
 
 
 @functools.cache
-def _engine_of(process: int) -> Engine:
+def _engine_of(process: int) -> TransportEngine:
     del process
-    return Engine()
+    return TransportEngine()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._engine import Address, Engine, addresses, engine, numbers
+from ._engine import Address, TransportEngine, addresses, engine, numbers
 from ._failure import TransportError
 from ._segment import NotSharedError, Offer, Reader, Segment
 
@@ -219,11 +219,11 @@ class LaneOp:
         self._kept: Blocks = kept
         self._state, self._waiting = 0, 0
 
-    def state(self, made: Engine, asked: int) -> int:
+    def state(self, made: TransportEngine, asked: int) -> int:
         """Returns 1 if the events asked for have happened, 0 if not yet, -1 if the transfer failed."""
         return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
-    def wait(self, made: Engine, asked: int) -> int:
+    def wait(self, made: TransportEngine, asked: int) -> int:
         """Returns the state, after a short wait at most."""
         if self.op is None:
             return self._state
@@ -234,7 +234,7 @@ class LaneOp:
             self._waiting -= 1
             self.ended(made)
 
-    def ended(self, made: Engine) -> bool:
+    def ended(self, made: TransportEngine) -> bool:
         """Returns whether nothing touches the memory any more. Then lets go of the memory."""
         state = self.state(made, IN | OUT)
         if state and self.op is not None and not self._waiting:
@@ -246,7 +246,7 @@ class LaneOp:
 class _Holdings:
     """System resources of a channel, in a separate object, so that these can be freed when the channel is gone."""
 
-    def __init__(self, made: Engine, nbytes: int) -> None:
+    def __init__(self, made: TransportEngine, nbytes: int) -> None:
         try:
             self.segment = Segment(nbytes)
         except (OSError, OverflowError, ValueError) as error:

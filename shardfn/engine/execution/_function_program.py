@@ -26,7 +26,7 @@ from ._interface import (
     Interface,
     ResultPlaces,
 )
-from ._program import CapturedProgram, Input, Program, Results, capture_program
+from ._program import CapturedProgram, Input, Program, ProgramResults, capture_program
 from ._run_backward import run_forward
 
 # Functions whose order of gathers a layout remembers.
@@ -161,14 +161,14 @@ def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Inter
     arguments = args.arguments
     seen, num = [a.seen for a in arguments], len(args.plan.leaves)
 
-    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         given = iter(values[num:])
         rest = tree_unflatten(args.treedef, [_fill_leaf(x, given) for x in seen])
         kept = {storage_of(x): a.path for a, x in _iterate_sharded(arguments, values[num:]) if not a.donated}
         out = run_forward(plan, comms, values[:num], "captured", interface.following(plan, f, arguments, rest))
         if (notes := recorder()) is not None:
             check_graph(notes.tracer.graph, kept, "the function", "arguments", REMEDY)
-        return Results(out)
+        return ProgramResults(out)
 
     pairs = zip(args.plan.leaves, tree_leaves(args.params), strict=True)
     inputs = [Input(leaf.path, "params", x, leaf.param.axes) for leaf, x in pairs]
@@ -177,7 +177,7 @@ def function_program(f: Callable[..., Any], args: FunctionArgs, interface: Inter
             own, axes = x.local if isinstance(x, GlobalTensor) else x, () if a.spec is None else a.spec.axes
             inputs.append(Input(a.path, "batch", own, axes, donated=a.donated, on_host=a.on_host))
 
-    def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
+    def results(found: ProgramResults) -> list[tuple[str, tuple[str, ...]]]:
         return list(_describe_results(found.tree, interface.places(found.tree, arguments), args.plan))
 
     return Program(args.plan, inputs, run, results)

@@ -35,7 +35,7 @@ from shardfn.engine.loss import (
 )
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import (
-    Found,
+    FoundGradients,
     Metrics,
     StepParts,
     as_tree,
@@ -68,7 +68,7 @@ def pure_step(
     return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
 
 
-def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]) -> Found:
+def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]) -> FoundGradients:
     """Returns the gradients of `pure_step`, and the model state and the metrics that come with them.
 
     The mesh must be bound.
@@ -79,7 +79,7 @@ def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[
     del metrics["skipped"]
     leaves = iter(tree_leaves(out[1]))
     grads = as_tree(plan, {i: next(leaves) for i, leaf in enumerate(plan.leaves) if leaf.trainable})
-    return Found(grads, wrapped_like(tree_leaves(run.model_state.now), state.model_state), metrics)
+    return FoundGradients(grads, wrapped_like(tree_leaves(run.model_state.now), state.model_state), metrics)
 
 
 def pure_update(

@@ -50,7 +50,7 @@ class Input(NamedTuple):
     on_host: bool = False
 
 
-class Results(NamedTuple):
+class ProgramResults(NamedTuple):
     """The results of a program.
 
     Attributes:
@@ -78,8 +78,8 @@ class Program(NamedTuple):
 
     plan: Plan
     inputs: list[Input]
-    run: Callable[[Plan, Comms, list[Any]], Results]
-    results: Callable[[Results], list[tuple[str, tuple[str, ...]]]]
+    run: Callable[[Plan, Comms, list[Any]], ProgramResults]
+    results: Callable[[ProgramResults], list[tuple[str, tuple[str, ...]]]]
     notes: dict[str, Any] = {}  # noqa: RUF012  # never written to
 
 
@@ -96,7 +96,7 @@ class CapturedProgram:
         treedef: structure of the results.
         leaves: leaves of the results: a slot for each tensor, and any other value as in the capture.
         metrics: names of the metrics, in the order of the outputs.
-        differentiated: see `Results`.
+        differentiated: see `ProgramResults`.
         plain: whether all leaves of the results are plain tensors.
     """
 
@@ -120,14 +120,14 @@ class CapturedProgram:
         if self.differentiated is not None and not any(exchange(int(self.differentiated))):
             raise NoGradientError(self.plan.trained)
 
-    def results(self, outs: Sequence[Any]) -> Results:
+    def results(self, outs: Sequence[Any]) -> ProgramResults:
         """Returns the results, made of the outputs of the graph."""
         num = len(outs) - len(self.metrics)
         leaves: Sequence[Any] = outs[:num]
         if not self.plain:
             values = iter(leaves)
             leaves = [x.fill(next(values)) if isinstance(x, ResultSlot | _BlockSlot) else x for x in self.leaves]
-        return Results(tree_unflatten(self.treedef, leaves), dict(zip(self.metrics, outs[num:], strict=True)))
+        return ProgramResults(tree_unflatten(self.treedef, leaves), dict(zip(self.metrics, outs[num:], strict=True)))
 
     def abstract_result(self) -> PyTree:
         """Returns the results without data, from the capture."""

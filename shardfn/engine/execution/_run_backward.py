@@ -40,9 +40,9 @@ from shardfn.engine.plan import Plan, UseOrder
 from shardfn.engine.transfers import (
     DONE,
     IDLE,
+    BackwardResult,
     Course,
     Gatherer,
-    Outcome,
     Reducer,
     StepParts,
     Whole,
@@ -230,7 +230,7 @@ class Performer:
         seed = torch.full_like(total, scale if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
-    def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> Outcome:
+    def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> BackwardResult:
         """Returns the sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
 
         Raises:
@@ -286,7 +286,7 @@ def run_backward(
     model_state: PyTree = (),
     loss_scale: Tensor | None = None,
     ahead: Ahead | None = None,
-) -> Outcome:
+) -> BackwardResult:
     """Returns the loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
     Args:

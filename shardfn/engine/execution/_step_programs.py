@@ -19,13 +19,13 @@ from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan
-from shardfn.engine.transfers import Blocks, Found, Metrics, StepParts, by_leaf, disk_of, pool_of
+from shardfn.engine.transfers import Blocks, FoundGradients, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
 from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
-from ._program import CapturedProgram, Input, Program, Results, capture_program
+from ._program import CapturedProgram, Input, Program, ProgramResults, capture_program
 from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
 from ._update import blocks_of, next_state, update, update_blocks
 
@@ -63,7 +63,7 @@ class StepPrograms:
             key, make, name, args[0], lambda ready, comms, now: self._run_step(ready, comms, now, args)
         )
 
-    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Found]:
+    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[FoundGradients]:
         """Returns the call of the gradients of one step."""
         parts = self.parts
         if self.eager:
@@ -72,7 +72,7 @@ class StepPrograms:
         def make(now: TrainState, even: bool) -> Program:
             return gradient_program(parts, plan, now, args, even=even)
 
-        def run(ready: Ready, comms: Comms, now: TrainState) -> Found:
+        def run(ready: Ready, comms: Comms, now: TrainState) -> FoundGradients:
             held = [x.held for x in tree_leaves((now.params, now.model_state))]
             found = self._run_graph(ready, comms, [*held, *_loss_values(args, scale_of(now))], own=True)
             grads, kept = found.tree
@@ -160,7 +160,7 @@ class StepPrograms:
             return skipped(state, ready.program.metrics, stopped)
         return next_state(ready.program.plan, state, found.tree), found.metrics
 
-    def _run_graph(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> Results:
+    def _run_graph(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> ProgramResults:
         """Runs a graph on the values of its inputs; with `own`, its results share no memory with them."""
         program: CapturedProgram = ready.program
         flat = [as_graph_value(x) for x in values]
@@ -185,15 +185,15 @@ def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[An
     held, scale = (tree_leaves(state.params), state.opt_state, state.model_state), scale_of(state)
     treedef = tree_flatten((held, args, () if scale is None else scale))[1]
 
-    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         blocks, given, factor = tree_unflatten(treedef, values)
         step = StepRun.of_blocks(parts, plan, comms, blocks, given, None if scale is None else factor, even=even)
         new, metrics = one_step(step)
-        return Results(new, metrics, step.received)
+        return ProgramResults(new, metrics, step.received)
 
     inputs = _state_inputs(plan, *held, donated=True)
 
-    def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
+    def results(found: ProgramResults) -> list[tuple[str, tuple[str, ...]]]:
         return [*_name_renewed(inputs), *((f"new metrics[{name!r}]", ()) for name in found.metrics)]
 
     return Program(plan, [*inputs, *_loss_inputs(plan, args, scale)], run, results, _list_notes(parts))
@@ -204,20 +204,20 @@ def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tupl
     held, scale = (tree_leaves(state.params), (), state.model_state), scale_of(state)
     treedef = tree_flatten((held, args, () if scale is None else scale))[1]
 
-    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         blocks, given, factor = tree_unflatten(treedef, values)
         step = StepRun.of_blocks(parts, plan, comms, blocks, given, None if scale is None else factor, even=even)
         grads, kept, metrics = step.gradients()
         # A gradient on disk as a separate value: others share the value of all leaves that are sent together.
         pool = pool_of(plan)
         found = [apart(x, plan.leaves[i].ways.summed, pool) for i, x in sorted(grads.items())]
-        return Results((found, kept), metrics, step.received)
+        return ProgramResults((found, kept), metrics, step.received)
 
     inputs = _state_inputs(plan, *held, donated=False)
     # Before the end of the step, ranks may hold parts of a sum that is made there.
     free = () if parts.finish is None else plan.mesh.axis_names
 
-    def results(found: Results) -> list[tuple[str, tuple[str, ...]]]:
+    def results(found: ProgramResults) -> list[tuple[str, tuple[str, ...]]]:
         names = [(f"the gradient of {leaf.path}", leaf.shard.axes) for leaf in plan.leaves if leaf.trainable]
         names += [(name, (*axes, *free)) for name, axes in _name_renewed(inputs[len(plan.leaves) :])]
         return [*names, *((f"metrics[{name!r}]", ()) for name in found.metrics)]
@@ -247,7 +247,7 @@ def update_program(
     held = (tree_leaves(state.params), state.opt_state, list(grads), model_state)
     treedef = tree_flatten(held)[1]
 
-    def run(plan: Plan, comms: Comms, values: list[Any]) -> Results:
+    def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         blocks, opt_state, own, kept = tree_unflatten(treedef, values)
         with torch.no_grad():
             comms.mark("update")
@@ -255,7 +255,7 @@ def update_program(
             blocks, opt_state = update_blocks(
                 plan, comms.channels, optimizer, blocks, opt_state, by_leaf(plan, own).pop, None
             )
-        return Results((blocks, opt_state, kept))
+        return ProgramResults((blocks, opt_state, kept))
 
     state_inputs = _state_inputs(plan, *held[:2], (), donated=True)
     named = zip(plan.trained, grads, strict=True)

@@ -19,10 +19,10 @@ from shardfn.engine.agreement import Comms, named_range
 from shardfn.engine.loss import Finish, wrapped_like
 from shardfn.engine.plan import Chunks, Plan
 from shardfn.engine.transfers import (
+    BackwardResult,
     Blocks,
-    Found,
+    FoundGradients,
     Metrics,
-    Outcome,
     StepParts,
     as_tree,
     by_leaf,
@@ -131,7 +131,7 @@ class StepRun:
 
         return StepRun(parts, plan, comms, read, write, args, scale_of(state), even)
 
-    def differentiate(self) -> Outcome:
+    def differentiate(self) -> BackwardResult:
         blocks, kept = self.read()
         out = run_backward(
             self.plan,
@@ -147,7 +147,7 @@ class StepRun:
         self.received = out.reducer.received or not self.plan.trained
         return out
 
-    def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
+    def measure(self, out: BackwardResult) -> tuple[Metrics, Tensor | None]:
         self.metrics, scale = measure(self.plan, out, self.loss_scale)
         return self.metrics, scale
 
@@ -156,7 +156,7 @@ class StepRun:
             torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
         return update()
 
-    def update(self, out: Outcome, scale: Tensor | None) -> StateBlocks:
+    def update(self, out: BackwardResult, scale: Tensor | None) -> StateBlocks:
         with named_range("reduce"), torch.no_grad():
             grads = out.reducer.gradients()
         parts, channels = self.parts, self.comms.channels
@@ -230,7 +230,7 @@ def run_step(
 
 def run_gradients(
     parts: StepParts, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
-) -> Found:
+) -> FoundGradients:
     """Computes the gradients of one global batch, and does not change the state; for arguments see `run_step`."""
     with exact(plan):
         grads, kept, metrics = StepRun.of_state(parts, plan, comms, state, args, even=even).gradients()
@@ -269,11 +269,11 @@ def skipped(state: TrainState, names: Sequence[str], stopped: StoppedError) -> t
     return state, metrics
 
 
-def found_of(plan: Plan, grads: Blocks, kept: PyTree, old: TrainState, metrics: Metrics) -> Found:
+def found_of(plan: Plan, grads: Blocks, kept: PyTree, old: TrainState, metrics: Metrics) -> FoundGradients:
     """Returns the result of `gradients`: the model state of the loss shares no memory with the state's own."""
     theirs = {x.local.untyped_storage()._cdata for x in tree_leaves(old.model_state)}
     own = tree_map(lambda x: x.clone() if x.untyped_storage()._cdata in theirs else x.detach(), kept)
-    return Found(as_tree(plan, grads), wrapped_like(tree_leaves(own), old.model_state), metrics)
+    return FoundGradients(as_tree(plan, grads), wrapped_like(tree_leaves(own), old.model_state), metrics)
 
 
 def exact(plan: Plan) -> AbstractContextManager[Any]:
@@ -297,7 +297,7 @@ def _is_finite_everywhere(comms: Comms, metrics: Metrics) -> bool:
     return bool(found[0])
 
 
-def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
+def measure(plan: Plan, out: BackwardResult, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
     """Returns the metrics of a step, equal on all ranks, and the factor that gradients still lack, or None.
 
     The gradients passed in are multiplied by `loss_scale`.
@@ -322,7 +322,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
 
 
 def _compute_metrics(
-    plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
+    plan: Plan, out: BackwardResult, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
 ) -> tuple[Metrics, Tensor | None]:
     """Returns the metrics from the global sums of loss, weight and pairs of aux, and from the gradients' norm."""
     # Division by the weight or the loss scale is a factor, which is put on last.
@@ -338,7 +338,7 @@ def _compute_metrics(
 
 
 def _measure_chunks(
-    plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None
+    plan: Plan, chunks: Chunks, out: BackwardResult, loss_scale: Tensor | None
 ) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
     store = out.reducer.store
@@ -376,7 +376,7 @@ def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_sc
     return metrics
 
 
-def _sum_squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
+def _sum_squares(plan: Plan, out: BackwardResult) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
 
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.

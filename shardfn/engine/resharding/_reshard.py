@@ -15,7 +15,7 @@ from shardfn.memory import Pool
 
 from ._reshard_across_meshes import crossed
 from ._reshard_local import moved, moved_purely
-from ._reshard_request import Request, Transit, is_followed
+from ._reshard_request import ReshardRequest, Transit, is_followed
 
 
 def reshard(
@@ -86,13 +86,13 @@ def reshard(
         raise ValueError("reshard: where to? Pass to=, such as P('dp'), or into=, leaves that are to be overwritten.")
     on = mesh if mesh is None or isinstance(mesh, Mesh) else as_mesh(mesh)
     meshes = {id(m): m for m in (*(() if on is None else (on,)), *(x.mesh for x in (*targets, *held)))}
-    out = _place_leaves(Request(tree, to, on, dtype, pool, into), held, list(meshes.values()))
+    out = _place_leaves(ReshardRequest(tree, to, on, dtype, pool, into), held, list(meshes.values()))
     for i, x in zip(at, out, strict=True):
         leaves[i] = x
     return tree_unflatten(treedef, leaves)
 
 
-def _place_leaves(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
+def _place_leaves(request: ReshardRequest, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
     raise_all(ValueError, "reshard: nothing can be moved:", abstract)
     if capturing():  # a capture sends no messages; the graph is the program of the ranks
@@ -113,7 +113,7 @@ def _place_leaves(request: Request, held: Sequence[GlobalTensor], meshes: Sequen
     return [out[i] for i in range(len(transits))]
 
 
-def _agree_on_transfers(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
+def _agree_on_transfers(meeting: Mesh, request: ReshardRequest, *, pure: bool) -> list[Transit]:
     """Returns the transfers that all ranks are about to make. Collective over the ranks of `meeting`."""
     control = comms_of(meeting).control
     with told_before(control):

@@ -91,7 +91,7 @@ class Transit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ReshardRequest:
     """The arguments of a call. See `reshard`."""
 
     tree: PyTree

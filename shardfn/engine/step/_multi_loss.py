@@ -19,7 +19,7 @@ from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
     Blocks,
-    Found,
+    FoundGradients,
     Metrics,
     StepParts,
     added,
@@ -94,7 +94,7 @@ class LossCall(NamedTuple):
     source: StepLoss
     plan: Plan
     rows: AdmittedBatch
-    call: ProgramCall[Found]
+    call: ProgramCall[FoundGradients]
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
@@ -139,7 +139,9 @@ def agreed_on_each(control: AnyControl, calls: Sequence[LossCall], agreed: Agree
     return [Agreed(e, (r, r), () if e else tuple(rows)) for e, r, rows in zip(even, ready, cut, strict=True)]
 
 
-def combined(plan: Plan, found: Mapping[str, Found], calls: Sequence[LossCall], state: TrainState) -> Found:
+def combined(
+    plan: Plan, found: Mapping[str, FoundGradients], calls: Sequence[LossCall], state: TrainState
+) -> FoundGradients:
     """Returns the sum of the gradients of several losses, the last model state, and the metrics of all.
 
     The mesh must be bound.
@@ -163,7 +165,7 @@ def combined(plan: Plan, found: Mapping[str, Found], calls: Sequence[LossCall], 
     for name, one in found.items():
         out |= {f"{name}/{key}": x for key, x in one.metrics.items() if key != "loss_scale"}
     last = found[calls[-1].name].model_state
-    return Found(as_tree(plan, total), last, out)
+    return FoundGradients(as_tree(plan, total), last, out)
 
 
 def check_alike_losses(sources: Mapping[str, StepLoss]) -> None:

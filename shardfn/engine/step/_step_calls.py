@@ -29,7 +29,7 @@ from shardfn.engine.execution import ProgramCall, StepPrograms, UpdateArgs, sign
 from shardfn.engine.loss import check_kept, cut_ahead, naming_unequal, shapes_of
 from shardfn.engine.plan import Plan, Planner, check_has_values, in_phase
 from shardfn.engine.transfers import (
-    Found,
+    FoundGradients,
     StepParts,
     advanced,
     check_gradients,
@@ -197,10 +197,10 @@ class StepCalls:
 
         return run_call(admission.planner.mesh, admit)
 
-    def gradients(self, state: TrainState, batch: PyTree) -> Found:
+    def gradients(self, state: TrainState, batch: PyTree) -> FoundGradients:
         """Computes the gradients of a step, as `ShardedStep.gradients`."""
 
-        def then(comms: Comms, plan: Plan, found: Found) -> Found:
+        def then(comms: Comms, plan: Plan, found: FoundGradients) -> FoundGradients:
             together(plan, comms.control)
             return found
 
@@ -210,7 +210,9 @@ class StepCalls:
     def step_of_losses(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """Makes a step over several losses: gradients, and then the update, with one agreement."""
 
-        def update(comms: Comms, plan: Plan, found: Found) -> tuple[TrainState, dict[str, Tensor], Found]:
+        def update(
+            comms: Comms, plan: Plan, found: FoundGradients
+        ) -> tuple[TrainState, dict[str, Tensor], FoundGradients]:
             kept = found.model_state if self.admission.parts.has_state else None
             passed = UpdateArgs(found.grads, kept, found.metrics["finite"])
             call = self.programs.update(plan, state, passed)
@@ -220,7 +222,7 @@ class StepCalls:
             self._compare_end(comms, plan, new, passed, updated)
             return new, updated, found
 
-        def end(comms: Comms, plan: Plan, result: tuple[TrainState, dict[str, Tensor], Found]) -> Any:
+        def end(comms: Comms, plan: Plan, result: tuple[TrainState, dict[str, Tensor], FoundGradients]) -> Any:
             new, updated, found = result
             new, _ = self._end_step(comms, plan, state, new, updated)
             return new, found.metrics | {"skipped": updated["skipped"]}
@@ -294,7 +296,7 @@ class StepCalls:
         batch: PyTree,
         name: str,
         call: str,
-        then: Callable[[Comms, Plan, Found], Any],
+        then: Callable[[Comms, Plan, FoundGradients], Any],
         end: Callable[[Comms, Plan, Any], Any],
     ) -> Any:
         """Makes a call that begins with the gradients of all losses, and goes on with `then` and `end`.
@@ -343,9 +345,9 @@ class StepCalls:
 
     def _compute_gradients(
         self, comms: Comms, plan: Plan, state: TrainState, calls: Sequence[LossCall], agreed: Sequence[Agreed]
-    ) -> Found:
+    ) -> FoundGradients:
         """Computes the gradients of all losses in turn. A loss takes the model state that the one before has left."""
-        found: dict[str, Found] = {}
+        found: dict[str, FoundGradients] = {}
         for one, which in zip(calls, agreed, strict=True):
             # The error is sent to the other ranks as it is, and then names the leaves.
             with self._name_call(one.rows.batch, one.source.planner, which), losing_no_peer(comms):

@@ -13,7 +13,7 @@ from ._gather import (
 )
 from ._gradients import (
     Blocks as Blocks,
-    Found as Found,
+    FoundGradients as FoundGradients,
     added as added,
     as_tree as as_tree,
     by_leaf as by_leaf,
@@ -34,7 +34,7 @@ from ._microbatch_runner import (
     Whole as Whole,
 )
 from ._outcome import (
-    Outcome as Outcome,
+    BackwardResult as BackwardResult,
     WEIGHTED as WEIGHTED,
     agree_on_outcome as agree_on_outcome,
     outcome_of as outcome_of,

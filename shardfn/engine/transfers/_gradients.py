@@ -35,7 +35,7 @@ from ._step import Metrics
 Blocks = dict[int, StoredValue]
 
 
-class Found(NamedTuple):
+class FoundGradients(NamedTuple):
     """The result of `gradients`.
 
     Attributes:

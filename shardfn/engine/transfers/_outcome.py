@@ -16,7 +16,7 @@ WEIGHTED = "a WeightedMean"
 
 
 @dataclasses.dataclass
-class Outcome:
+class BackwardResult:
     """The sums over this rank's microbatches, the gradients summed over ranks, and the last model state."""
 
     total: Tensor
@@ -28,17 +28,17 @@ class Outcome:
     values: list[Value]
 
 
-def outcome_of(values: list[Value], num: int, reducer: Reducer, model_state: PyTree) -> Outcome:
+def outcome_of(values: list[Value], num: int, reducer: Reducer, model_state: PyTree) -> BackwardResult:
     """Returns the outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
     total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, num, reducer, model_state, values)
+    return BackwardResult(total, weight, aux, num, reducer, model_state, values)
 
 
-def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
+def agree_on_outcome(plan: Plan, comms: Comms, out: BackwardResult) -> None:
     """Compares the kinds of values that the losses of the ranks return, in the first step of a plan."""
     if plan.learnt.outcome is None:
         outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"

@@ -15,7 +15,7 @@ Start = Callable[[int], tuple[Pending[Tensor], int]]
 Keep = Callable[[int, Pending[Tensor]], None]
 
 
-class Sent(NamedTuple):
+class SentUnit(NamedTuple):
     """A transfer of one unit.
 
     Attributes:
@@ -51,7 +51,7 @@ class SendQueue:
         self._complete, self._stays = set[int](), set[int]()
         self._next = 0
         # The oldest first, and collected in that order: sums of microbatches are added in one order always.
-        self._sent: list[Sent] = []
+        self._sent: list[SentUnit] = []
         self.in_flight, self.patience = 0, PATIENCE
 
     def expect(self, order: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class SendQueue:
                 if unit not in self._complete:
                     return
                 pending, nbytes = start(unit)
-                self._sent.append(Sent(unit, pending, nbytes))
+                self._sent.append(SentUnit(unit, pending, nbytes))
                 self.in_flight += nbytes
             self._next += 1
 
