@@ -201,10 +201,10 @@ class Compiler:
 
     def _compile_grammar(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
-        text = grammar.text
-        if grammar.kind == "json_schema":
-            text = "{}" if text.strip() == "true" else text  # the same schema, as an object
-        made = make(text, _white_space(text)) if grammar.kind == "json_schema" else make(text)
+        is_any = grammar.kind == "json_schema" and grammar.text.strip() == "true"
+        text = "{}" if is_any else grammar.text  # the same schema, as an object
+        rules = _white_space(text) if grammar.kind == "json_schema" else {}
+        made = make(text, rules) if rules else make(text)
         limits = self._library.LLParserLimits(**_LIMITS)
         return self._library.LLMatcher(self._tokenizer, made, limits=limits, log_level=0)
 

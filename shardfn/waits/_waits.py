@@ -162,8 +162,7 @@ _board = _Board()
 
 def _reset_board() -> None:
     """Gives a forked process a new board: threads do not survive a fork."""
-    global _board
-    _board = _Board()
+    vars(_board).update(vars(_Board()))
 
 
 if hasattr(os, "register_at_fork"):

@@ -102,7 +102,7 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
             value.read(0, 2, out=torch.zeros(3, 2))
         with pytest.raises(ValueError, match="strides"):
             value.read(0, 2, out=torch.zeros(2, 2).t())
-        with pytest.raises(ValueError, match=r"rows has .*dtype torch.float64"):
+        with pytest.raises(ValueError, match=r"rows must have .*dtype torch.float32, got .*dtype torch.float64"):
             pool.writer((10, 2), torch.float32).write(0, torch.zeros(10, 2, dtype=torch.float64))
         with pytest.raises(ValueError, match="to_host"):
             pool.write(torch.zeros(2, device="meta"))

@@ -164,7 +164,7 @@ def test_refusals(tmp_path: Any) -> None:
         ("forward-mode derivative", lambda: torch.func.jvp(lambda q: attend(q, q, q), (q,), (q,))),
         ("second derivative", lambda: torch.func.grad(lambda q: torch.func.grad(twice)(q).sum())(q)),
     ):
-        with pytest.raises(NotImplementedError, match=rf"Chunked\(\) has no {told}; Blockwise"):
+        with pytest.raises(NotImplementedError, match=rf"Chunked\(\) has no {told}. Blockwise"):
             f()
     with memory.Pool(tmp_path) as pool, pytest.raises(ValueError, match=r"Chunked\(to='disk'\) is not captured"):
         sf.jit(lambda q: attend(q, q, q, impl=nn.Chunked(2, to="disk", pool=pool)))(q)

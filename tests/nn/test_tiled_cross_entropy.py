@@ -139,7 +139,7 @@ def test_refusals() -> None:
     x, w, targets = drawn()
     with pytest.raises(ValueError, match="Each token must have a target"):
         nn.tiled_cross_entropy(x, w, targets[:, 1:])
-    with pytest.raises(ValueError, match="a tile of 1 or more"):
+    with pytest.raises(ValueError, match="tile must be 1 or more"):
         nn.tiled_cross_entropy(x, w, targets, tile=0)
     with pytest.raises(ValueError, match="loss_tile=0 must be at least 1"):
         gpt.Config(**SHAPE, loss_tile=0)

@@ -60,7 +60,7 @@ def test_a_malformed_grid_is_an_error() -> None:
             nn.tiled_linear(x, tiles, bias)
     for options, said in (
         ({"in_splits": 5}, "in_splits must be between 1 and 4.*got 5"),
-        ({"out_splits": 0}, "out_splits=0 of 3"),
+        ({"out_splits": 0}, "out_splits must be between 1 and 3.*got 0"),
         ({"tile_bytes": 3}, "less than one element"),
         ({"tile_bytes": 8, "in_splits": 2}, "not both"),
     ):
