@@ -104,7 +104,7 @@ class Peer:
         os.killpg(self._process.pid, number)
 
     def _spent(self) -> dict[int, tuple[float, float]]:
-        """Of each thread: seconds on a core, and in the queue for one."""
+        """For each thread: seconds on a core, and in the queue for one."""
         tasks = pathlib.Path(f"/proc/{self._process.pid}/task")
         rows = {int(task.name): (task / "schedstat").read_text().split() for task in tasks.iterdir()}
         return {task: (int(row[0]) / 1e9, int(row[1]) / 1e9) for task, row in rows.items()}

@@ -21,7 +21,7 @@ def test_number(x): ...
 
 
 def collected(folder: pathlib.Path, source: str, *options: str) -> tuple[list[str], str]:
-    """The tests that pytest collects in a file, and all that it prints."""
+    """The tests that pytest collects in a file, and the output of pytest."""
     path = folder / "test_sample.py"
     path.write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]

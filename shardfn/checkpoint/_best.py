@@ -38,7 +38,7 @@ class Ranking:
     def first(self, steps: Iterable[int], num: int) -> list[int]:
         """Returns the best `num` steps, from the best on.
 
-        Of equal ones the earliest. Steps without a value are left out.
+        The earliest of equal steps comes first. Steps without a value are left out.
         """
         values = {n: self._sign * self._metric_value(n) for n in steps}
         return sorted((n for n, x in values.items() if not math.isnan(x)), key=lambda n: (values[n], n))[:num]

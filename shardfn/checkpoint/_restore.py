@@ -40,8 +40,8 @@ from ._recut import recut
 
 log = logging.getLogger("shardfn.checkpoint")
 _UNEQUAL = (
-    "restore(by_kind=True) cannot pair states of the optimizer of which the checkpoint has another number; name their"
-    " paths by rename= in place of it:"
+    "restore(by_kind=True) cannot pair states of the optimizer, since the checkpoint has another number of states. Name"
+    " their paths by rename= in place of by_kind=:"
 )
 # For a leaf on disk or on a device: bytes that are in memory at a time.
 _PIECE = 32 << 20

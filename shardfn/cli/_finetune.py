@@ -30,7 +30,7 @@ from ._states import Setup
 
 
 def estimate(job: FinetuneJob) -> str:
-    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason why there is none."""
+    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason for its absence."""
     dp = job.shape["dp"]
     try:
         config = parse_model(job.model)

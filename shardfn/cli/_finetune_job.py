@@ -108,7 +108,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_job(args: argparse.Namespace) -> FinetuneJob:
-    """Returns the job that the arguments and the file of `--config` describe. Nothing is loaded.
+    """Returns the job that the arguments and the file of `--config` describe. No file of the model is loaded.
 
     Raises:
         ValueError: lists every error, each with its remedy.

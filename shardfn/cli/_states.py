@@ -174,7 +174,7 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
         15.8
     """
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
-    # Heads that tp does not divide need leaves by heads, of which the first ranks have more.
+    # Heads that tp does not divide need leaves by heads, and the first ranks have more heads.
     config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
     return _model_states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 

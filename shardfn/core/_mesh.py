@@ -245,7 +245,7 @@ class Mesh:
 
     @property
     def makes_groups(self) -> bool:
-        """Returns whether the mesh has ranks of which groups can be made."""
+        """Returns whether the mesh has ranks that can form groups."""
         return self.device_mesh is not None or self._apart is not None
 
     def group(self, axes: Axes) -> dist.ProcessGroup | None:

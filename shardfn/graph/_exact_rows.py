@@ -92,7 +92,7 @@ def _walk_graph(gm: GraphModule) -> "_Walk | None":
 
 
 class _Walk:
-    """Goes through a graph in order, and notes which values have the rows of which table.
+    """Goes through a graph in order, and notes the table of rows of each value.
 
     A table is the number of the table's value.
     """

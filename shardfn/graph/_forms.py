@@ -77,7 +77,7 @@ WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> Form:
     """Returns the form of a dim of `size` that is cut over `num` ranks, for example 7 rows on 3 ranks.
 
-    Of the multiples that give the same blocks, the least.
+    The least multiple that gives the same blocks.
 
     Example:
         >>> print(cut(0, 8, 2, multiple=4)), print(cut(0, 12, 2, multiple=4)), print(cut(1, 12, 2, parts=((6, 1),) * 2))

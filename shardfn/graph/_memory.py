@@ -1,6 +1,7 @@
 """The memory of a captured step over time and by kind, from the lifetimes of its values in the graph's order."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,9 @@ from ._exact_rows import balanced_shares
 from ._leaves import sources
 from ._lifetimes import Block, blocks_of
 from ._moves import memory_of
-from ._ops import ROWS_TO_DEVICE, TO_DEVICE
-from ._scratch import scratch_bytes
+from ._ops import ROWS_TO_DEVICE, TO_DEVICE, op_of
 from ._transfers import Transfer, transfers
-from ._values import phases_of, tensors_of, where_of
+from ._values import phases_of, tensors_of, where_of, written_by
 
 KINDS: tuple[str, ...] = ("params", "grads", "optimizer", "gathered", "activations", "batch", "temporaries", "other")
 MEMORIES: tuple[str, ...] = ("device", "host", "disk")
@@ -290,3 +290,41 @@ def _moved_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
             for operand in move.node.all_input_nodes:
                 summed.update([operand, *sources(operand)])
     return gathered, summed
+
+
+def scratch_bytes(node: Node) -> int:
+    """Returns the bytes that `node` holds while running, beyond arguments and results.
+
+    Operands of a pointwise op in another dtype than the dtype of the arithmetic are cast whole. Other ops cast row by
+    row. Off the CPU kernels cast element by element, and the result is 0.
+
+    Args:
+        node: node of a captured graph.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: x + torch.ones(4).double(), tracing_mode="fake")(torch.ones(4))
+        >>> [scratch_bytes(n) for n in gm.graph.nodes if n.name == "add"]
+        [32]
+    """
+    if node.op != "call_function" or _device_of(node) != "cpu":
+        return 0
+    op = op_of(node)
+    if op.scratch is not None:
+        return op.scratch(node)
+    return _is_cast(node) if op.pointwise else 0
+
+
+def _device_of(node: Node) -> str:
+    first = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
+    return first.device.type if first is not None else ""
+
+
+def _is_cast(node: Node) -> int:
+    operands = [t for n in node.all_input_nodes for t in tensors_of(n)]
+    if len({t.dtype for t in operands}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (t.dtype for t in operands))
+    written = [t for n in written_by(node) for t in tensors_of(n)]
+    # An operand written in place is cast to be read, and the result is cast back from another buffer.
+    return sum(t.numel() * common.itemsize for t in (*operands, *written) if t.dtype != common and t.dim())

@@ -37,7 +37,7 @@ def picture_of_time(found: Estimate) -> "Figure":
     axes.set_yticks(range(len(lanes)), [lanes[0], *(x if "->" in x else f"transfers over {x}" for x in lanes[1:])])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, predicted")
-    axes.set_title(f"{found.seconds * 1e3:.3g} ms a step, of which {found.compute * 1e3:.3g} ms compute")
+    axes.set_title(f"{found.seconds * 1e3:.3g} ms a step, and {found.compute * 1e3:.3g} ms compute")
     if known:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure

@@ -16,7 +16,7 @@ from ._low_rank import Linear, LowRank
 
 
 class Outputs(NamedTuple):
-    """Results of a decoder for T tokens, of which R rows are wanted.
+    """Results of a decoder for T tokens, with R rows wanted.
 
     Attributes:
         logits: [R, V].

@@ -210,7 +210,7 @@ class Compiler:
 
 
 def _white_space(schema: str) -> dict[str, str]:
-    """Returns the rule of white space for a schema that has none. A rule of the schema is never overridden."""
+    """Returns the rule of white space for a schema without a rule. A rule of the schema is never overridden."""
     given = json.loads(schema)
     if not isinstance(given, dict):  # the compiler takes rules only next to an object
         return {}

@@ -19,7 +19,7 @@ class StopStringMatcher:
         include: whether the text has the stop string at its end.
 
     Example:
-        >>> cut = Cut(["END"])
+        >>> cut = StopStringMatcher(["END"])
         >>> cut.add("to the E"), cut.add("NE"), cut.add("ND and on")
         (('to the ', False), ('EN', False), ('', True))
     """

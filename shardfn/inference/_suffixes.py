@@ -198,7 +198,7 @@ class Suffix:
             yield self._grow_tree(same, tokens, most, int(length * self.factor))
 
     def _grow_tree(self, places: list[TreePlace], tokens: array, most: int, height: int) -> Guess:
-        """Returns the branches of the largest probability. Of equal branches the most frequent, then the newest."""
+        """Returns the branches of the largest probability. Among equal branches, the most frequent, then the newest."""
         score, found, parents = 0.0, list[int](), list[int]()
         # Ends of branches: -p, the order of finding, the parent, the depth, the token, the places.
         ends: list[tuple[float, int, int, int, int, list[TreePlace]]] = []

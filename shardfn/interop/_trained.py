@@ -25,7 +25,7 @@ from ._hf_module import module_to_hf, parameter_names
 
 
 def master_params(state: TrainState) -> PyTree:
-    """Returns the parameters of a state, as master copies where the optimizer keeps them. Nothing is gathered.
+    """Returns the parameters of a state, as master copies where the optimizer keeps them. No leaf is gathered.
 
     Parameters in 16 bits are roundings of the master copies: use the copies to continue elsewhere.
 

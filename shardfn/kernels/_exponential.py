@@ -35,9 +35,9 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """Returns e^x of x <= 0, by x = n log 2 + r and a polynomial, or 0 below -87, so that nothing is subnormal.
+    """Returns e^x of x <= 0, by x = n log 2 + r and a polynomial, or 0 below -87, without subnormal numbers.
 
-    Of float64, the polynomial is the Taylor series, and results are 0 below -708.
+    For float64, the polynomial is the Taylor series, and results are 0 below -708.
     """
     if x.dtype == torch.float64:
         return _wide_exponential(x)

@@ -92,7 +92,7 @@ def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
 
     Args:
         op: of torch.
-        args: tensors and numbers. Of tensors only shapes and dtypes are read.
+        args: tensors and numbers. Only shapes and dtypes of tensors are read.
 
     Example:
         >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))

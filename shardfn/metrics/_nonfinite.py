@@ -39,7 +39,7 @@ class NonFiniteGuard:
 
         Args:
             step: number of the step, for the message.
-            metrics: metrics of the step, of which "finite" is read.
+            metrics: metrics of the step, with "finite".
             last: whether no step follows. A last step that is not finite ends the run, too, since the model is not to
                 be used.
 

@@ -68,7 +68,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
-    """Returns the compute layout: `P()`, whole, for every leaf. Of stacked blocks, the layout of each layer.
+    """Returns the compute layout: `P()`, whole, for every leaf. For stacked blocks, the layout of each layer.
 
     With `tp` the layout is Megatron's: heads, features of the MLP and the vocabulary are cut along `tp`, and `apply`
     and `loss` must get the same as their `axis`.

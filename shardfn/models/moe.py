@@ -39,7 +39,7 @@ def gpt_moe(**changes: Any) -> gpt.Config:
 
 
 def mixtral_like(**changes: Any) -> gpt.Config:
-    """Returns Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
+    """Returns Mixtral 8x7B with `changes`: 8 experts, two for each token.
 
     Example:
         >>> mixtral_like(num_layers=2).experts.num
@@ -53,7 +53,7 @@ def mixtral_like(**changes: Any) -> gpt.Config:
 
 
 def qwen3_moe_like(**changes: Any) -> gpt.Config:
-    """Returns Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
+    """Returns Qwen3-30B-A3B's layers with `changes`: 128 small experts, eight for each token.
 
     Queries and keys are not normalised, although they are in Qwen3.
 

@@ -143,7 +143,7 @@ class DeferredGradients:
         self._noted.setdefault(leaf, []).append(_Put(weight, make))
 
     def leaf_of(self, x: Any) -> int | None:
-        """Returns the leaf of which a tensor is a view or a cast."""
+        """Returns the leaf that a tensor is a view or a cast of."""
         if not x.requires_grad:
             return None
         node = get_gradient_edge(x).node

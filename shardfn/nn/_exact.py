@@ -21,8 +21,8 @@ from shardfn import kernels
 from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, current_mesh
 from shardfn.core import Axes
 
-from ._exact_gradients import exact_gradients
-from ._products import Product, Weight
+from ._products import OperandGrad, Product, Weight, linear_input, linear_weight
+from ._trilinear import Trilinear, derivative
 
 # From the input and the result of a layer to the final result.
 Then = Callable[[Tensor, Tensor], Tensor]
@@ -301,3 +301,34 @@ def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 
 
 
 _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _apply_linear, F.embedding: _apply_embedding}
+
+
+@functools.cache
+def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
+    """Returns the gradients of the input and of the weight of an exact linear layer, both differentiable again.
+
+    Args:
+        chunks: chunks of the layer's inputs.
+    """
+    # t(x, w, y) = sum over rows of (x w^T) . y
+    form: Trilinear = (
+        lambda w, y: kernels.grouped_product(y, w[None], _count_rows(y)),
+        lambda x, y: kernels.grouped_outer(y, x, _count_rows(y))[0],
+        lambda x, w: kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks),
+    )
+
+    def input_gradient(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        if dy.device.type != "cpu":
+            return linear_input(dy, weight, shape)
+        return derivative(form, 0, weight, dy.reshape(-1, dy.shape[-1])).reshape(shape)
+
+    def weight_gradient(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        if dy.device.type != "cpu":
+            return linear_weight(dy, x, shape)
+        return derivative(form, 1, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+
+    return input_gradient, weight_gradient
+
+
+def _count_rows(rows: Tensor) -> Tensor:
+    return torch.full((1,), rows.shape[0], device=rows.device)

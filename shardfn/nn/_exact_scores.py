@@ -16,7 +16,7 @@ from shardfn import kernels
 from ._exact import not_exact
 from ._exact_functions import pointwise
 
-_LEAST = -87.0  # below the bound e^x is 0, so nothing is subnormal
+_LEAST = -87.0  # below the bound e^x is 0, without subnormal numbers
 _NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
 
 

@@ -70,7 +70,7 @@ class Mask(abc.ABC):
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """Returns the masks of which the mask is the intersection."""
+        """Returns the masks whose intersection the mask is."""
         return (self,)
 
     @property

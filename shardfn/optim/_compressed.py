@@ -80,7 +80,7 @@ class Averaging:
 
         Args:
             param: the parameter, as the optimizer sees it.
-            whole: the leaf's whole block, of which only the shape is used. A `GlobalTensor` also has a spec, and a
+            whole: the leaf's whole block. Only the shape is used. A `GlobalTensor` also has a spec, and a
                 `WholeLeaf` the axes without a mean.
         """
         if not isinstance(whole, GlobalTensor):

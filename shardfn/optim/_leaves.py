@@ -228,4 +228,6 @@ def _refuse_trees(tree: PyTree, other: PyTree, name: str, like: str) -> None:
     problems += [f"{name}{p} has no leaf in {like}.{did_you_mean(p, missing)}" for p in extra]
     if not problems:
         problems = [f"the leaves agree, but their containers do not: {type(tree).__name__} and {type(other).__name__}"]
-    raise_all(ValueError, f"{name} and {like} are different trees; a frozen leaf is None in all of them:", problems)
+    raise_all(
+        ValueError, f"{name} and {like} are different trees. A frozen leaf must be None in all of them:", problems
+    )

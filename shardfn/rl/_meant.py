@@ -1,7 +1,7 @@
 """Keywords of TRL, verl and DeepSpeed-Chat for losses and advantages, and their counterparts here."""
 
 _CLIP = "clip={value!r}, or clip=(below, above) where these differ"
-# Of the losses of policies.
+# Arguments of the losses of policies.
 MEANT = {
     "epsilon": _CLIP,
     "epsilon_low": _CLIP,
@@ -25,7 +25,7 @@ MEANT = {
     "num_iterations": "nothing: a loop calls the step as often for each rollout",
     "temperature": "logits / temperature in answer_logprobs, and an engine of rl.tempered(decoder, {value!r})",
 }
-# Of the losses of preferences.
+# Arguments of the losses of preferences.
 PREFERENCES = {
     "loss_type": "the function of that loss: rl.dpo, rl.robust_dpo, rl.hinge, rl.ipo, rl.kto or rl.orpo",
     "label_smoothing": "rl.robust_dpo(..., smoothing={value!r}), TRL's robust; rl.dpo(smoothing=) is another loss",
@@ -34,7 +34,7 @@ PREFERENCES = {
     "reference_free": "zeros for the log probabilities of the reference",
     "tau": "beta={value!r}",
 }
-# Of advantages and rewards.
+# Arguments of advantages and rewards.
 ADVANTAGES = {
     "num_generations": "size={value!r}",
     "group_size": "size={value!r}",

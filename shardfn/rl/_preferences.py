@@ -68,7 +68,7 @@ def robust_dpo(
 ) -> WeightedMean:
     """Computes robust DPO: (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s).
 
-    The mean over labels, of which a part s is wrong, is the mean of `dpo` over right labels. The loss equals TRL's
+    The mean over labels with a wrong part s is the mean of `dpo` over right labels. The loss equals TRL's
     `loss_type="robust"` with `label_smoothing=s`.
 
     Args:

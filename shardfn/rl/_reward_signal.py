@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class RewardSignal(NamedTuple):
-    """Announcer of rollouts from which nothing is learnt: a pure value that each rollout turns into the next value.
+    """Announcer of rollouts that teach nothing: a pure value that each rollout turns into the next value.
 
     If all advantages of all ranks are 0, for example where the answers to each prompt have equal rewards, the loss of a
     policy has no gradient. A single rollout of this kind is common. `patience` of them in a row are announced by a

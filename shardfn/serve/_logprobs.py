@@ -97,7 +97,7 @@ def _name_token(token: Spelled) -> str:
 
 
 def _group_texts(tokens: Sequence[Spelled]) -> dict[str, float] | None:
-    """Returns log probabilities by text. Of tokens with equal text the most probable counts. None without a value."""
+    """Returns log probabilities by text, or None without a value. For equal texts the most probable token counts."""
     found: dict[str, float] = {}
     for token in tokens:
         if token.logprob is not None:

@@ -10,7 +10,7 @@ from ._errors import ApiError
 
 
 class Text(NamedTuple):
-    """Tokenizer as a server uses it. The functions are called in two threads, of which one is for long bodies.
+    """Tokenizer as a server uses it. The functions are called in two threads, one for long bodies.
 
     Attributes:
         encode: function from a text to the ids of a prompt.

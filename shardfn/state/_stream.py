@@ -19,7 +19,6 @@ from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
 from ._columns import Column, Done, LeafRows, Update
-from ._spare import Spare
 from ._storage import Successor, bring_rows, in_memory, replace
 
 PAGE = 4096
@@ -314,3 +313,22 @@ class _Chunk:
         # Only now: transfers wrote into these buffers, or read them, until here.
         self._stream.spare.give(self._buffers)
         self._buffers = []
+
+
+class Spare:
+    """Host memory that chunks hand on to one another: fresh pages cost more than the work on them."""
+
+    def __init__(self) -> None:
+        # Free buffers have no other holder: a chunk waits for all transfers from and to a buffer before it gives it
+        # back.
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of that shape, of any content."""
+        free = self._free.get((shape.numel(), dtype))
+        return free.pop().view(shape) if free else host_empty(shape, dtype)
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Takes back buffers that are not used any more."""
+        for x in buffers:
+            self._free.setdefault((x.numel(), x.dtype), []).append(x)

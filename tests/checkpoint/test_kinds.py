@@ -42,7 +42,7 @@ def _saved(tx: Any, place: Any) -> Any:
 
 
 def _by_torch(steps: int) -> dict[str, Tensor]:
-    """AdamW, of which the rate, the decay and a clip change after three steps."""
+    """AdamW whose rate, decay and clip change after three steps."""
     params = {k: v.requires_grad_() for k, v in _params().items()}
     rule = torch.optim.AdamW(params.values(), 1e-2, weight_decay=0.0)
     for n in range(steps):

@@ -10,7 +10,7 @@ import torch
 from shardfn.cli import _env, main
 
 
-def test_it_lists_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_lists_the_installed_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = {line.split("  ")[0]: line for line in lines if "  " in line.strip()}

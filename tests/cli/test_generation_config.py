@@ -33,7 +33,7 @@ def job_of(*args: object) -> GenerateJob:
     return parse_generate(parser.parse_args([*map(str, args)]))
 
 
-def test_generate_takes_what_its_options_leave_out(folder: pathlib.Path) -> None:
+def test_generate_takes_the_defaults_of_absent_options(folder: pathlib.Path) -> None:
     def sampling(*args: object) -> dict[str, float]:
         made = job_of(folder, "a", *args).sampling
         return {name: getattr(made, name) for name in VALUES}
@@ -49,7 +49,7 @@ def test_generate_takes_what_its_options_leave_out(folder: pathlib.Path) -> None
     assert sampling() == plain
 
 
-def test_a_server_takes_what_bodies_leave_out(folder: pathlib.Path) -> None:
+def test_a_server_takes_the_defaults_of_absent_fields(folder: pathlib.Path) -> None:
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     write(folder, **VALUES)

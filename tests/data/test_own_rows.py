@@ -94,7 +94,7 @@ def test_a_loader_that_is_cut_already_is_refused() -> None:
     with pytest.raises(ValueError, match=r"num_replicas=2 ranks its own examples already.*1/2.*without sampler="):
         own_rows(loader(2), rank=0, world=2)
     assert len(list(own_rows(loader(1), rank=0, world=2))) == 4
-    assert len(list(own_rows(loader(2), rank=0, world=1))) == 2  # one rank keeps all that it gets
+    assert len(list(own_rows(loader(2), rank=0, world=1))) == 2  # one rank keeps all rows
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -37,7 +37,7 @@ from tests.inference.test_stops import whole_cut
 VERSIONS = 3
 # The bytes of the model's tokens: some are halves of a character, or have no text.
 TOKENS = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", None, b"b ", "\N{PILE OF POO}z".encode(), b"\xf0", b"z"]
-# Finite languages, all of whose texts are listed. Some texts cannot be written where `b` is a stop token.
+# Finite languages, with all texts listed. Some texts cannot be written where `b` is a stop token.
 LANGUAGES: dict[Grammar | None, list[str]] = {None: []}
 if importlib.util.find_spec("llguidance") is not None:
     LANGUAGES |= {

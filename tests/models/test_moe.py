@@ -38,7 +38,7 @@ def params(c: gpt.Config) -> Any:
 def check(c: gpt.Config, mesh: Any, rows: int = 4, wrap: Any = lambda f: f, **options: Any) -> None:
     loss = wrap(functools.partial(gpt.loss, c, **options.pop("loss", {})))
     specs, start = gpt.specs(c, tp=options.pop("tp", None)), params(c)
-    # The gradient of a bias of keys is 0, and its rounding is all that there would be to compare.
+    # The gradient of a bias of keys is 0, so only its rounding could be compared.
     paths, (leaves, tree) = sf.core.tree_paths(start), sf.core.tree_flatten(start)
     trainable = sf.core.tree_unflatten(tree, ["bk" not in path for path in paths[: len(leaves)]])
     options |= {"trainable": trainable}

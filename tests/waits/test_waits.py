@@ -1,4 +1,4 @@
-"""Covers lines about waits: one line for all that is in progress, every two seconds, by the first rank alone."""
+"""Covers lines about waits: one line for all waits in progress, every two seconds, by the first rank alone."""
 
 import io
 import re

@@ -276,7 +276,7 @@ def _add_pairs(
     return grads, row
 
 
-# Of saved-tensor hooks, by transforms of torch.func. In torch 2.11 a checkpoint inside of vmap saves its inputs first.
+# Transforms of torch.func refuse saved-tensor hooks. In torch 2.11 a checkpoint inside of vmap saves its inputs first.
 _REFUSALS = ("saved tensor hooks", "vmap over _NoopSaveInputs")
 _HOOKS = (
     "the loss uses saved-tensor hooks (torch.utils.checkpoint, or another offload of activations), which"

@@ -24,7 +24,7 @@ from ._loss import Loss, WeightedMean
 from ._transform_order import Transform, taken_over
 
 Sum = TypeVar("Sum")
-# From a batch and a number to as many microbatches.
+# Function from a batch and a number to this number of microbatches.
 Split = Callable[[PyTree, int], Sequence[PyTree]]
 
 

@@ -10,22 +10,23 @@ loss. So does the capture for a second axis, whose graph has the primitives of t
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from shardfn._torch import in_other_words
-from shardfn.collectives import axis_index, axis_size, not_following
+from shardfn.collectives import axis_index, axis_size, not_following, seen_from
 from shardfn.core import PyTree, is_evaluating, tree_flatten, tree_unflatten
 from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
+from shardfn.graph import Strategy
 
-from ._partition_agreed import agreed_program
+from ._crossings import EveryRank, of_several_sizes
 from ._partition_plan import LossCall
 from ._partition_program import PartitionProgram
 from ._partition_run import run_program
-from ._partition_text import program_text
 
 # The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent. High enough that the sums
 # of a norm's small gradients do not decide, and low enough that nothing large is sent instead.
@@ -162,3 +163,53 @@ def _autocast_dtypes(leaves: Sequence[Any]) -> Any:
     """Returns the dtypes that autocast gives to products, which captures depend on."""
     kinds = sorted({x.device.type for x in leaves})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def program_text(program: PartitionProgram) -> str:
+    """Returns a line per collective, for example a psum with bytes and the user's line, in order, then the sums.
+
+    Example:
+        >>> print(program_text(PartitionProgram("tp", 2)))
+        along "tp", 2 ranks: 0 collectives, 0 bytes a rank in the forward and 0 in the backward
+    """
+    sent = program.sent
+    forward, backward = (int(sum(x.times * getattr(x, name) for x in sent)) for name in ("forward", "backward"))
+    number = sum(x.times for x in sent)
+    head = (
+        f'along "{program.axis}", {program.num} ranks: {number} collectives, {forward} bytes a rank in the forward'
+        f" and {backward} in the backward"
+    )
+    return "\n".join([head, *map(_format_line, sent)])
+
+
+def _format_line(x: object) -> str:
+    name, shape, forward, backward, line, because, times = x  # pyright: ignore[reportGeneralTypeIssues]
+    why = f"; {because} takes it whole" if because else ""
+    often = f"{times} x " if times > 1 else ""
+    return f"  {often}{name} of {list(shape)}: {int(forward)} + {int(backward)} bytes, {line}{why}"
+
+
+def agreed_program(
+    call: LossCall, before: Sequence[str], made: Callable[[], list[PartitionProgram]]
+) -> PartitionProgram:
+    """Returns the program along an axis of a call whose graph has the programs along other axes.
+
+    Where ranks along the other axes have blocks of several sizes, each kind of rank has a separate graph. The ranks
+    agree without a message: each rank plans for a rank of every kind, and the first kind decides which values are sent
+    along the other axes.
+
+    Args:
+        call: call to plan.
+        before: other axes.
+        made: programs along the other axes, once the call was captured.
+    """
+    own = call.captured()
+    kinds = of_several_sizes([x for x in made() if x.axis in before])
+    chosen: list[Strategy] | None = None
+    for place in itertools.product(*kinds.values()) if kinds else ():
+        with seen_from(dict(zip(kinds, place, strict=True))):
+            there = call.captured()
+            every = EveryRank(there.graph, chosen)
+            program = call.planned(there, every)
+        chosen = every.taken(program) if chosen is None else chosen
+    return call.planned(own, EveryRank(own.graph, chosen) if kinds else None)

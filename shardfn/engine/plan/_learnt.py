@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Learnt:
-    """All that the steps of one plan have learnt, empty until one has run."""
+    """Facts that the steps of one plan have learnt, empty before the first step."""
 
     # By kind of call, the order in which leaves are gathered. A `Gatherer` extends it at the end of each phase by the
     # units that ranks of one ZeRO group have agreed on, so it is equal on them. A call that some rank has forgotten is

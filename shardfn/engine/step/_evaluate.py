@@ -211,7 +211,7 @@ Metric = Callable[..., Any]
 def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bool, has_state: bool) -> Metric:
     """Returns `sums(params, batch[, key])`, or with `has_state` `sums(params, model_state, batch[, key])`.
 
-    They are sums of this rank's rows. Modules run in eval mode, and nothing is dropped.
+    They are sums of this rank's rows. Modules run in eval mode, and dropout is off.
 
     Args:
         loss: the step's, bound to its leaves. A batch is not cut in microbatches.

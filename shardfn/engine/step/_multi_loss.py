@@ -202,7 +202,7 @@ def lines_of(sources: Mapping[str, StepLoss], plan: Plan, key: Tensor | None, st
 def mean_of(sources: Mapping[str, StepLoss]) -> Callable[..., Tensor]:
     """Returns the mean loss over the batch of all ranks, `mean(params, [model_state,] batch[, key])`.
 
-    Of several, their sum.
+    For several losses, the sum.
     """
     means = {
         name: global_mean(x.parts.loss, x.planner.batch_axes, has_aux=x.parts.has_aux, has_state=x.parts.has_state)

@@ -47,7 +47,7 @@ class SendQueue:
     def __init__(self, order: Sequence[int]) -> None:
         self.expect(order)
         self.seen: list[int] = []
-        # Of this backward: units that are complete, units that do not leave, and the position in the order.
+        # In this backward: units that are complete, units that do not leave, and the position in the order.
         self._complete, self._stays = set[int](), set[int]()
         self._next = 0
         # The oldest first, and collected in that order: sums of microbatches are added in one order always.

@@ -51,7 +51,7 @@ def ragged_attention(
 
 
 def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes each token's key and value at the token's slot. Of tokens with the same slot the last is kept."""
+    """Writes each token's key and value at the token's slot. The last token with a slot is kept."""
     index, order = slots.long(), torch.arange(len(slots), device=slots.device)
     last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from shardfn.collectives import psum, pvary
 from shardfn.core import Axes
 
-from ._ranks import summed_over
 from ._routing import Routing, as_shares, counts_of
 
 
@@ -181,3 +181,10 @@ def _count_mask(routing: Routing, mask: Tensor | None) -> Tensor:
             f"mask must have a bool for each of {len(routing.experts)} tokens, got shape {tuple(mask.shape)}."
         )
     return routing.routed() if mask is None else mask
+
+
+def summed_over(x: Tensor, axes: Axes) -> Tensor:
+    """Returns the sum over the ranks, as a part of each rank's own loss."""
+    # The transpose sums the ranks' cotangents. The step's mean of the losses divides the cotangents by the number of
+    # ranks: with only the sum a loss with other terms would have a gradient n times too small.
+    return pvary(psum(x, axes), axes)

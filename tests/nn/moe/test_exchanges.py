@@ -99,7 +99,7 @@ def test_ranks_without_tokens_take_part(lengths: list[int]) -> None:
 @distributed(world=[1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage: int) -> None:
-    """Five experts, of which the last of four ranks has none; one rank has no token, and another one few."""
+    """Five experts, and none on the last of four ranks; one rank has no token, and another one few."""
     zero = sf.Zero(stage=stage, axis="ep", persist_elements=0)
     lengths = [7, 0, 1, 4][:world]
     with sf.make_mesh({"ep": world}, device="cpu") as mesh:
