@@ -67,6 +67,7 @@ def with_chains(
         The steps, and `views` with the results of ops that a region writes over the memory of another value.
 
     Example:
+        >>> import torch
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> from shardfn.kernels import gelu
         >>> gm = make_fx(lambda x: (gelu(x.cos()) + x,), tracing_mode="fake")(torch.ones(2))

@@ -35,7 +35,7 @@ def root_key(scope: PrefixScope) -> bytes:
     """Returns the parent of a sequence's first block.
 
     Example:
-        >>> root_key(Scope(0, b"a", "float32", b"")) == root_key(Scope(0, b"", "float32", b"a"))
+        >>> root_key(PrefixScope(0, b"a", "float32", b"")) == root_key(PrefixScope(0, b"", "float32", b"a"))
         False
     """
     fields = {"version": str(scope.version).encode(), "adapter": scope.adapter, "dtype": scope.dtype.encode()}
@@ -146,7 +146,7 @@ def extend_contents(contents: list[BlockContent], tokens: array, block: int, num
 
     Example:
         >>> contents = []
-        >>> extend_contents(contents, array("q", range(8)), 2, 3, Scope(0, b"", "float32", b""))
+        >>> extend_contents(contents, array("q", range(8)), 2, 3, PrefixScope(0, b"", "float32", b""))
         >>> [list(array("q", c.tokens)) for c in contents], contents[1].parent == contents[0].key
         ([[0, 1], [2, 3], [4, 5]], True)
     """
