@@ -181,7 +181,7 @@ def _seal_body(body: dict[str, Any]) -> str:
 
 def _parse_leaf(x: Any) -> StoredLeaf:
     if x["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {x['dtype']!r} is not known")
+        raise ValueError(f"dtype must be a dtype of torch, got {x['dtype']!r}, which is not known")
     spec = tuple(tuple(_parse_axis(axis) for axis in axes) for axes in x["spec"])
     return StoredLeaf(_parse_shape(x["shape"]), x["dtype"], spec, tuple(_parse_chunk(c) for c in x["chunks"]))
 
