@@ -30,7 +30,7 @@ def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
         >>> check_sizes({"hidden_size": 64, "num_hidden_layers": 2})
         >>> check_sizes({"hidden_size": 6.4})
         Traceback (most recent call last):
-        ValueError: config.json has numbers that no model has; copy the file from the model again:
+        ValueError: config.json has numbers that no model has. Copy the file from the model again:
           - hidden_size is 6.4; it must be an integer of 1 or more, and at most 2147483647
     """
     inside = [x for name in ("rope_scaling", "rope_parameters") if isinstance(x := told.get(name), Mapping)]

@@ -20,7 +20,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
 
     Example:
         >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")
-        ["batch['x'] is a list of numbers (batch['x'][0][0] is an int); write torch.tensor(batch['x'])"]
+        ["batch['x'] is a list of numbers (batch['x'][0][0] is an int). Write torch.tensor(batch['x'])"]
     """
     if _are_named(tree):
         return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor. Write dict({name})"]

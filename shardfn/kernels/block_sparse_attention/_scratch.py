@@ -14,6 +14,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     """Forward: keys and values padded to whole vectors, a block of queries per thread, and 16-bit values as fp32.
 
     Example:
+        >>> import torch
         >>> q = torch.empty(1, 4, 1, 16)
         >>> forward(q, q, q, 16, 1.0) - torch.get_num_threads() * 4 * 16 * (2 * 16 + 512 + 2)
         1280
