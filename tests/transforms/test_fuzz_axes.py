@@ -25,6 +25,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, checkpoint, nn, optim
 from shardfn.core import MemoryKind, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from shardfn.lora import LoRA
 from shardfn.models import gpt, moe
 from shardfn.testing import RTOL, distributed, one_device
 from shardfn.testing._parity import own_rows
@@ -72,13 +73,14 @@ class Layout:
     remat: str  # "", "layer", "loss"
     jit: bool
     exchange: str  # of experts, over the batch's axes
+    opened: bool  # a step is `update` of `gradients`
 
     @staticmethod
     def of(draw: random.Random, world: int) -> "Layout":
         """A layout over `world` ranks."""
         mesh: dict[str, int] = {"dp": 1, "tp": 1, "pp": 1, "sp": 1}
         for factor in (2, 2) if world == 4 and draw.random() < 0.8 else (world,):
-            mesh[draw.choice(list(mesh))] *= factor
+            mesh[draw.choice(("dp", *mesh))] *= factor
         tensor = draw.choice(("hand", "hand", "partition")) if mesh["sp"] == 1 else "hand"
         kinds: tuple[MemoryKind, ...] = ("device", "device", "host", "disk")
         return Layout(
@@ -93,6 +95,7 @@ class Layout:
             remat=draw.choice(("", "layer", "loss")),
             jit=draw.random() < 0.25,
             exchange=draw.choice(sorted(EXCHANGES)),
+            opened=draw.random() < 0.3,
         )
 
 
@@ -111,6 +114,9 @@ class Case:
     pipeline: str  # "", "stacked" layers, or a list of "functions"
     optimizer: str
     experts: int  # 0: all layers are dense
+    capacity: float | None  # of experts, over the whole batch
+    uneven: bool  # ranks have unequal numbers of rows
+    lora: int  # rank of adapters; 0: the model itself is trained
     layouts: tuple[Layout, Layout]
 
     @staticmethod
@@ -122,6 +128,8 @@ class Case:
         first, second = Layout.of(draw, world), Layout.of(draw, world)
         if experts:  # `partition` refuses the collectives of an exchange
             first, second = (dataclasses.replace(x, tensor="hand") for x in (first, second))
+        pipeline, microbatches = draw.choice(("", "", "stacked", "functions")), draw.choice((1, 1, 1, 2, 3))
+        free = pipeline == "" and microbatches == 1  # a microbatch of one device has other rows than those of ranks
         return Case(
             seed=seed,
             world=world,
@@ -130,10 +138,15 @@ class Case:
             heads=draw.choice((2, 3)),
             tokens=draw.choice((5, 7, 8)),
             rows=draw.choice((1, 2)),
-            microbatches=draw.choice((1, 2, 3)),
-            pipeline=draw.choice(("", "stacked", "functions")),
+            microbatches=microbatches,
+            pipeline=pipeline,
             optimizer=draw.choice(sorted(OPTIMIZERS)),
             experts=experts,
+            capacity=draw.choice((None, 0.7, 1.25))
+            if experts and free and max(first.mesh["sp"], second.mesh["sp"]) == 1
+            else None,
+            uneven=free and draw.random() < 0.5,
+            lora=draw.choice((0, 0, 2)) if pipeline == "" and first.tensor == second.tensor == "hand" else 0,
             layouts=(first, second),
         )
 
@@ -157,28 +170,44 @@ class Case:
         pairs = self.pipeline == "" or (self.pipeline == "stacked" and stages <= 2)
         every = 2 if self.layers == 4 and pairs else 1
         # A balance loss is over the rows of a microbatch, of which one device has others.
-        return moe.Experts(num=self.experts, every=every, balance=0.0) if self.experts else None
+        if not self.experts:
+            return None
+        return moe.Experts(num=self.experts, every=every, balance=0.0, capacity=self.capacity)
 
     def on_mesh(self, layout: Layout) -> gpt.Config:
         """The config under a layout, but for its attention."""
         if self.config.experts is None:
             return self.config
         axes = tuple(axis for axis in ("dp", "sp") if layout.mesh[axis] > 1)
-        experts = dataclasses.replace(self.config.experts, exchange=EXCHANGES[layout.exchange](axes or None))
+        exchange = EXCHANGES[layout.exchange](axes or None)
+        experts = dataclasses.replace(self.config.experts, exchange=exchange, axes=axes if self.capacity else None)
         return dataclasses.replace(self.config, experts=experts)
+
+    def adapters(self, specs: Any = P()) -> LoRA | None:
+        """The adapters of queries and of the attention's outputs."""
+        params = gpt.init(self.config, sf.key(0))
+        return LoRA.of(params, ["wq", "wo"], rank=self.lora, specs=specs) if self.lora else None
 
     def params(self) -> Any:
         """Far enough from their start that no bias is 0 and no scale is 1."""
-        leaves, treedef = tree_flatten(gpt.init(self.config, sf.key(self.seed)))
+        made, lora = gpt.init(self.config, sf.key(self.seed)), self.adapters()
+        leaves, treedef = tree_flatten({"base": made, "lora": lora.init(sf.key(self.seed))} if lora else made)
         g = torch.Generator().manual_seed(self.seed)
         noise = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in leaves]
         return tree_unflatten(treedef, [x.double() + 0.2 * n for x, n in zip(leaves, noise, strict=True)])
 
     def trainable(self) -> Any:
         """All leaves but the bias of keys, whose gradient is 0 without rotation."""
+        if lora := self.adapters():
+            return lora.trainable
         params = gpt.init(self.config, sf.key(0))
         keep = [self.config.position == "rope" or "'bk'" not in path for path in tree_paths(params)]
         return tree_unflatten(tree_flatten(params)[1], keep)
+
+    def loss(self) -> Any:
+        """The loss on one device."""
+        loss, lora = functools.partial(gpt.loss, self.config), self.adapters()
+        return lora.adapt(loss) if lora else loss
 
     def batches(self) -> list[Any]:
         """Global batches; some targets do not count."""
@@ -205,11 +234,13 @@ class Program:
         options: dict[str, Any] = {"directory": directory} if "disk" in (layout.params, layout.optimizer) else {}
         axes = tuple(axis for axis in ("dp", "sp") if layout.mesh[axis] > 1)
         plain = (layout.stage, layout.params, layout.optimizer) == (0, "device", "device")
+        specs = gpt.specs(case.on_mesh(layout), tp="tp", pp=pp)
+        self.lora, self.opened = case.adapters(specs), layout.opened
         self.step = sf.sharded_step(
             self._loss(layout, dataclasses.replace(case.on_mesh(layout), attention=body)),
             OPTIMIZERS[case.optimizer](),
             mesh=self.mesh,
-            specs=gpt.specs(case.on_mesh(layout), tp="tp", pp=pp),
+            specs=self.lora.specs if self.lora else specs,
             batch=self.batch,
             trainable=case.trainable(),
             zero=None
@@ -235,13 +266,28 @@ class Program:
         else:
             loss = functools.partial(gpt.loss, config, **how)
             loss = sf.remat(loss) if layout.remat == "loss" else loss
+        loss = self.lora.adapt(loss) if self.lora else loss
         loss = loss if hand else sf.partition(loss)
         loss = sf.accumulate(loss, case.microbatches) if case.microbatches > 1 and not case.pipeline else loss
         return sf.jit(loss, backend="graph") if layout.jit else loss
 
+    def run(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """A step, as one call or as its two halves."""
+        if not self.opened:
+            return self.step(state, batch)
+        grads, metrics = self.step.gradients(state, batch)
+        return self.step.update(state, grads)[0], metrics
+
     def rows(self, batch: Any) -> Any:
         """This rank's rows."""
-        return own_rows(tree_map(lambda x: x[:, self.order], batch), self.batch, self.mesh)
+        batch = tree_map(lambda x: x[:, self.order], batch)
+        num, i = self.mesh.shape["dp"], self.mesh.coords["dp"]
+        if not self.case.uneven or num == 1:
+            return own_rows(batch, self.batch, self.mesh)
+        rows = len(tree_leaves(batch)[0])
+        ends = [0, *(k * rows // num + 1 for k in range(1, num)), rows]  # the last rank has fewer
+        own = tree_map(lambda x: x[ends[i] : ends[i + 1]], batch)
+        return own_rows(own, P() if self.batch == P("dp") else P(None, "sp"), self.mesh)
 
 
 def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]:
@@ -249,7 +295,7 @@ def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]
 
     They return how many values they have compared.
     """
-    params, batches, plain = case.params(), case.batches(), functools.partial(gpt.loss, case.config)
+    params, batches, plain = case.params(), case.batches(), case.loss()
     found: dict[str, Any] = {}
 
     def mean() -> Tensor:
@@ -261,7 +307,7 @@ def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]
 
     def train() -> int:
         program = Program(case, case.layouts[0], f"{directory}/a")
-        state, metrics = program.step(program.step.init(tree_map(torch.clone, params)), program.rows(batches[0]))
+        state, metrics = program.run(program.step.init(tree_map(torch.clone, params)), program.rows(batches[0]))
         found["state"] = state
         return _same(sf.unshard(state.params), want(1).params) + _same(metrics["loss"], want(1).metrics[0]["loss"])
 
@@ -270,7 +316,7 @@ def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]
         program = Program(case, case.layouts[1], f"{directory}/b")
         like = program.step.init(tree_map(torch.zeros_like, params))
         state = checkpoint.restore(f"{directory}/saved", like).tree
-        state, _ = program.step(state, program.rows(batches[1]))
+        state, _ = program.run(state, program.rows(batches[1]))
         found.update(state=state, step=program.step, rows=program.rows(batches[0]), params=want(2).params)
         return _same(sf.unshard(state.params), want(2).params)
 
@@ -286,8 +332,9 @@ def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]
         return _same(sf.unshard(got), sf.grad(plain)(found["params"], batches[0]))
 
     yield from (("train", train), ("restore", restore), ("evaluate", evaluate), ("step.loss", loss))
-    yield "grad", functools.partial(gradient, sf.grad)
-    yield "torch.func.grad", functools.partial(gradient, torch.func.grad)
+    if not case.lora:  # of adapters alone, which a step takes
+        yield "grad", functools.partial(gradient, sf.grad)
+        yield "torch.func.grad", functools.partial(gradient, torch.func.grad)
 
 
 def _same(got: Any, want: Any) -> int:
