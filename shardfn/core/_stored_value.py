@@ -50,30 +50,17 @@ class StoredValue(Protocol):
 
 
 @runtime_checkable
-class Stored(Protocol):
+class Stored(StoredValue, Protocol):
     """A `StoredValue` that is no tensor of its elements, for instance a value on disk. Immutable.
 
     Attributes:
-        shape: as a tensor's.
-        dtype: as a tensor's.
-        kind: the memory kind of the place.
-        code: the code to which its elements are rounded, see `Placement.code`; None = not rounded.
-        nbytes: the bytes of the value in its place.
+        kind: memory kind of the place.
+        code: code that the elements are rounded to, see `Placement.code`. None: they are not rounded.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
         False
     """
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the value."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-        ...
 
     @property
     def kind(self) -> MemoryKind:
@@ -83,11 +70,6 @@ class Stored(Protocol):
     @property
     def code(self) -> Code | None:
         """The code to which its elements are rounded; None = not rounded."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the value in its place."""
         ...
 
     def flat(self) -> "Stored":
