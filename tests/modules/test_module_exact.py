@@ -146,7 +146,7 @@ def test_forwards_that_are_not_exact_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_invariant=True, attention=Blockwise.*Remove attention="):
         sf.from_module(model, batch_invariant=True, attention=sf.nn.Blockwise())
     with pytest.raises(
-        ValueError, match=r"batch_invariant=True, experts=Sum.*take moe.AllReduce\('tp', in_order=True\)"
+        ValueError, match=r"batch_invariant=True, experts=AllReduce.*take moe.AllReduce\('tp', in_order=True\)"
     ):
         sf.from_module(MODELS["mixtral"](), batch_invariant=True, experts=moe.AllReduce("tp"))
     x = rl.empty_rollout(2, LENGTH, 4)
