@@ -1,6 +1,6 @@
 """Activation offloading and checkpointing: policies, saved tensors, and moves to host and disk."""
 
-from ._activation_pool import pool_of as pool_of
+from ._offloaded_value import pool_of as pool_of
 from ._offloaded_value import is_plain as is_plain
 from . import policies as policies
 from .policies import SavePolicy as SavePolicy, SavedTensor as SavedTensor

@@ -1,4 +1,4 @@
-"""Bodies of attention as values: on a single device, and on ranks with some tokens of a sequence each.
+"""Backends of attention as values: on a single device, and on ranks with some tokens of a sequence each.
 
     Dense()                                 torch's kernel
     BatchInvariant()                        batch-invariant: tokens have the same bits next to any other tokens
@@ -20,9 +20,12 @@ https://arxiv.org/abs/2310.01889 Brandon et al., Striped Attention, 2023, https:
 Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.org/abs/2405.07719 (both)
 """
 
+import abc
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,14 +40,70 @@ from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._chunked import Chunked
-from ._heads import dealt_heads, evenly
-from ._inputs import narrowed
-from ._local import Local
 from ._masks import Causal, Full, Mask
-from ._online import OnlineScores, Rows, factor, wide
-from ._parallel import all_ranges, own_range, ranges_over
+from ._online import OnlineScores, Rows, factor, narrowed, wide
+from ._parallel import all_ranges, dealt_heads, evenly, own_range, ranges_over
+from ._rectangles import KERNEL_TILE, TORCH_TILE
 from ._ring import online
 from ._ring_rounds import num_rows, part_of
+
+
+class Local(abc.ABC):
+    """Body of attention that cuts nothing."""
+
+    @abc.abstractmethod
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
+        """Returns the attention of the rank's queries over all keys."""
+
+    def rows(self, length: int) -> Rows:
+        """Returns the positions of the rank's tokens of a sequence."""
+        return ((0, length),)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Returns the axes along which tokens are cut, major to minor."""
+        return ()
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """Returns the stated numbers of tokens of the whole sequence."""
+        return frozenset()
+
+    def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
+        """Returns the positions of all tokens, in the order before the cut."""
+        del num_ranks
+        return ((0, length),)
+
+    @property
+    def dealt_axes(self) -> tuple[str, ...]:
+        """Returns the axes over which tokens are dealt out of order, major to minor."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSparse(Local):
+    """Kernel over the tiles in which the mask has a pair, for each head. Only such tiles cost time and memory.
+
+    The body takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and a single
+    `PairDropout`.
+
+    Attributes:
+        block: number of queries, and of keys, of a tile. None means the block of the mask's layout, or 64 without a
+            layout.
+    """
+
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"BlockSparse(block={self.block}): a tile has 1 or more tokens.")
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
+        """Returns the attention of the rank's queries over all keys."""
+        del length
+        known = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
+        tile, rows = self.block or known.tile or KERNEL_TILE, (((0, k_BSGK.shape[1]),),)
+        return online(None, rows, (q_BTHK, k_BSGK, v_BSGK), how, TORCH_TILE, tile)
 
 
 def _call_sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:

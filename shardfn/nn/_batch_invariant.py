@@ -21,8 +21,7 @@ from shardfn import kernels
 from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, current_mesh
 from shardfn.core import Axes
 
-from ._products import OperandGrad, Product, Weight, linear_input, linear_weight
-from ._trilinear import Trilinear, derivative
+from ._products import OperandGrad, Product, Trilinear, Weight, derivative, linear_input, linear_weight
 
 # From the input and the result of a layer to the final result.
 Then = Callable[[Tensor, Tensor], Tensor]

@@ -12,10 +12,9 @@ from torch import Tensor
 from shardfn import kernels
 from shardfn.core import raise_all
 
-from ._inputs import refuse_gradients
-from ._local import Local
+from ._attention_backends import Local
 from ._masks import Mask, Window
-from ._online import OnlineScores
+from ._online import OnlineScores, refuse_gradients
 from ._rectangles import QKV, TORCH_TILE, kernel_tile
 from ._ring import OnlineBackward, tangent
 from ._ring_rounds import RingRounds, make_rounds

@@ -1,6 +1,11 @@
-"""Batch-invariant activations and norms: rows have the same bits next to any other rows. With derivatives.
+"""Batch-invariant activations, norms, scores of routers and rotary tables, with derivatives.
 
-The derivatives are closed forms in torch's operations, differentiable again. See `_batch_invariant.py` for the law.
+A row has the same bits next to any other rows. The derivatives are closed forms in torch's operations, differentiable
+again. `_batch_invariant.py` has the law.
+
+Torch's sums, exponentials and sigmoids depend on the width of a processor's vectors, and some of them on the number of
+rows. Here e^x and the sigmoid of a score are made of `kernels.gated_silu`, a fixed expression, and sums are added by
+halving. Rotary tables have the same numbers on every processor, from only additions and multiplications.
 """
 
 import functools
@@ -10,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -217,3 +222,161 @@ def _project_direction(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
     """Returns the derivative of n in the direction g, a symmetric map."""
     inner = g - n * (g * n).mean(-1, keepdim=True)
     return r * (inner - g.mean(-1, keepdim=True) if ctx.centered else inner)
+
+
+_LEAST = -87.0  # below the bound e^x is 0, without subnormal numbers
+_NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
+
+
+def batch_invariant_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
+    """Returns the softmax over the last dim. Rows have the same bits next to any other rows.
+
+    Args:
+        x_E: finite scores in float32 or float64, where e is 1 or more.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> batch_invariant_softmax(torch.tensor([1.0, 1.0])).tolist()
+        [0.5, 0.5]
+    """
+    _check_dtype(x_E)
+    return _Softmax.apply(x_E)  # pyright: ignore[reportReturnType]
+
+
+def batch_invariant_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the sigmoid of each element, by the same expression.
+
+    Args:
+        x: float32 or float64, finite.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> batch_invariant_sigmoid(torch.tensor([0.0, -200.0])).tolist()
+        [0.5, 0.0]
+    """
+    _check_dtype(x)
+    return pointwise(_compute_sigmoid, _sigmoid_partials, x)
+
+
+def batch_invariant_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
+    """Sums over the last dim by halving: the first half of the elements plus the second, until a single sum is left.
+
+    Example:
+        >>> batch_invariant_sum(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([6.])
+    """
+    width = 1 << (x_E.shape[-1] - 1).bit_length()
+    x_E = F.pad(x_E, (0, width - x_E.shape[-1]))
+    while width > 1:
+        width //= 2
+        x_E = x_E[..., :width] + x_E[..., width:]
+    return x_E
+
+
+def _check_dtype(x: Tensor) -> None:
+    if x.dtype not in kernels.EXACT:
+        raise wrong_dtype_error(f"batch-invariant scores of {x.dtype}:")
+
+
+def _compute_sigmoid(x: Tensor) -> Tensor:
+    near = x.abs() < _NEAR
+    divisor = torch.where(near, 1.0, x)
+    return torch.where(near, 0.5, kernels.gated_silu(divisor, torch.ones_like(divisor)) / divisor)
+
+
+def _sigmoid_partials(x: Tensor) -> tuple[Tensor]:
+    s = x.sigmoid()
+    return (s * (1 - s),)
+
+
+def _compute_exponential(x: Tensor) -> Tensor:
+    """Returns e^x of x <= 0, as s / (1 - s) with the sigmoid s of x, at most 1/2."""
+    s = _compute_sigmoid(x.clamp(min=_LEAST))
+    return torch.where(x < _LEAST, 0.0, s / (1 - s))
+
+
+class _Softmax(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        weights = _compute_exponential(x - x.amax(-1, keepdim=True))
+        return weights / batch_invariant_sum(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _project_direction(x, grad_outputs[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _project_direction(x, grad_inputs[0])
+
+
+def _project_direction(x: Tensor, g: Tensor) -> Tensor:
+    """Returns the derivative in the direction g, a symmetric map."""
+    p = x.softmax(-1)
+    return p * (g - (g * p).sum(-1, keepdim=True))
+
+
+# pi / 2 in two parts. Products of the first and a whole number below 2^20 are exact.
+_HIGH, _LOW = 1.5707963267341256, 6.077100506506192e-11
+_MAGIC = 6755399441055744.0  # 1.5 * 2^52: added numbers are rounded to whole numbers, ties to even
+_TERMS = 9
+
+
+def batch_invariant_rope_table(
+    positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
+    """Returns `rope_table` with the same numbers on every processor: a row depends only on the row's position.
+
+    In float64, powers of the base come from the C library, and may differ in the last bit from another library.
+
+    Args:
+        positions_T: global positions of the tokens.
+        head_dim: K, even.
+        base: the longest wave is 2 pi base tokens.
+        dtype: float32 or float64.
+
+    Returns:
+        cos_TK and sin_TK, for `rope`.
+
+    Raises:
+        ValueError: `head_dim` is odd.
+
+    Example:
+        >>> cos_TK, sin_TK = batch_invariant_rope_table(torch.arange(3), 4)
+        >>> cos_TK[0].tolist(), sin_TK[0].tolist()
+        ([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
+    """
+    if head_dim % 2:
+        raise ValueError(
+            f"batch_invariant_rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even."
+        )
+    powers = [base ** -(i / head_dim) for i in range(0, head_dim, 2)]
+    inverse = torch.tensor(powers, dtype=dtype, device=positions_T.device)
+    x = (positions_T.to(dtype)[:, None] * inverse).double()
+    quarters = (x * (1 / (_HIGH + _LOW)) + _MAGIC) - _MAGIC
+    r = (x - quarters * _HIGH) - quarters * _LOW
+    square, near_cos, near_sin = r * r, torch.ones_like(r), torch.ones_like(r)
+    for i in range(2 * _TERMS - 1, 0, -2):
+        near_cos = 1 - near_cos * square * (1 / (i * (i + 1)))
+        near_sin = 1 - near_sin * square * (1 / ((i + 1) * (i + 2)))
+    near_sin = near_sin * r
+    quarter = quarters.to(torch.int64) & 3
+    swapped = quarter % 2 == 1
+    cos, sin = torch.where(swapped, near_sin, near_cos), torch.where(swapped, near_cos, near_sin)
+    cos = torch.where((quarter == 1) | (quarter == 2), -cos, cos)
+    sin = torch.where(quarter >= 2, -sin, sin)
+    return cos.to(dtype).repeat(1, 2), sin.to(dtype).repeat(1, 2)

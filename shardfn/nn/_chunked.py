@@ -16,23 +16,165 @@ https://arxiv.org/abs/2408.16978
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, mesh_as_now
-from shardfn.core import Axes, is_disk, is_host
-from shardfn.memory import AnyPool, capturing
+from shardfn.collectives import all_to_all, axis_index, axis_size, mesh_as_now
+from shardfn.core import Axes, Pending, is_disk, is_host
+from shardfn.memory import AnyPool, Fetch, capturing, stored_of, to_host, token_of
 
-from ._chunk_offload import OffloadedChunks, Sums
-from ._inputs import narrowed, refuse_gradients
 from ._masks import Span
-from ._online import OnlineScores, Rows, wide
-from ._parallel import all_ranges, own_range, ranges_over
+from ._online import OnlineScores, Rows, narrowed, refuse_gradients, wide
+from ._parallel import all_ranges, dealt_heads, evenly, own_range, ranges_over
 from ._rectangles import TORCH_TILE, Rectangle, attend_over, gradients_over, kernel_tile, merged
-from ._ulysses_exchange import UlyssesExchange
+
+
+class UlyssesExchange:
+    """Exchange of tokens and heads, of a span of the sequence at a time.
+
+    Args:
+        axis: mesh axes. None means a single rank.
+        sizes: tokens of each rank's piece of each span, [spans][P].
+        heads: (H, G) of all ranks.
+    """
+
+    def __init__(self, axis: Axes, sizes: tuple[tuple[int, ...], ...], heads: tuple[int, int]) -> None:
+        self._axis, self._sizes, (self._H, self._G) = axis, sizes, heads
+        self._ranks, self._index, at = axis_size(axis), int(axis_index(axis)), 0
+        self._pieces = []
+        for pieces in sizes:
+            self._pieces.append(slice(at, at + pieces[self._index]))
+            at += pieces[self._index]
+        self._sent, self._read = dealt_heads(*heads, axis) if self._ranks > 1 else (None, [])
+        start, stop = own_range(self._num_sent, axis)
+        self._own = stop - start
+
+    @property
+    def _num_sent(self) -> int:
+        return self._G if self._sent is None else len(self._sent)
+
+    def deal(self, x_BTHK: Tensor, i: int) -> Tensor:
+        """Maps the rank's piece of span i, of all heads, to the whole span, of the rank's query heads."""
+        return self._gather_span(x_BTHK[:, self._pieces[i]], i)
+
+    def undeal(self, x_BSHK: Tensor, i: int) -> Tensor:
+        """Returns the inverse of `deal`, equal to the transpose."""
+        return self._scatter_span(x_BSHK, i, self._H)
+
+    def deal_keys(self, x_BTGK: Tensor, i: int) -> Tensor:
+        """Maps the rank's piece of span i to the whole span, of the key heads read by the rank's query heads."""
+        piece = x_BTGK[:, self._pieces[i]]
+        found = self._gather_span(piece if self._sent is None else piece[:, :, self._sent], i)
+        return found if evenly(self._read, found.shape[2]) else found[:, :, self._read]
+
+    def undeal_keys(self, x_BSGK: Tensor, i: int) -> Tensor:
+        """Returns the transpose of `deal_keys`: gradients of key heads on several ranks are added up."""
+        if not evenly(self._read, self._own):
+            x_BSGK = _scatter_heads(x_BSGK, self._read, self._own)
+        back = self._scatter_span(x_BSGK, i, self._num_sent)
+        return back if self._sent is None else _scatter_heads(back, self._sent, self._G)
+
+    def _gather_span(self, piece: Tensor, i: int) -> Tensor:
+        if self._ranks == 1:
+            return piece
+        sizes, most = self._sizes[i], max(self._sizes[i])
+        whole = all_to_all(_pad_rows(piece, most), self._axis, split_dim=2, concat_dim=1, size=most * self._ranks)
+        return torch.cat([x[:, :n] for x, n in zip(whole.split(most, 1), sizes, strict=True)], 1)
+
+    def _scatter_span(self, x: Tensor, i: int, heads: int) -> Tensor:
+        if self._ranks == 1:
+            return x
+        sizes, most = self._sizes[i], max(self._sizes[i])
+        whole = torch.cat([_pad_rows(piece, most) for piece in x.split(list(sizes), 1)], 1)
+        return all_to_all(whole, self._axis, split_dim=1, concat_dim=2, size=heads)[:, : sizes[self._index]]
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    missing = rows - x.shape[1]
+    return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1) if missing else x
+
+
+def _scatter_heads(x: Tensor, heads: list[int], num: int) -> Tensor:
+    """Adds head i of x to head `heads[i]` of `num`."""
+    index = torch.tensor(heads, dtype=torch.int64, device=x.device)
+    return x.new_zeros(*x.shape[:2], num, x.shape[3]).index_add(2, index, x)
+
+
+Bundle = tuple[Tensor, ...]
+
+
+class OffloadedChunks:
+    """Bundles of tensors that wait on the host or on disk.
+
+    Args:
+        device: device to which bundles return.
+        pool: pool of files. None is the host.
+        kept: waiting tensors and tokens.
+        width: the number of tensors of a bundle in `kept`.
+    """
+
+    def __init__(self, device: torch.device, pool: AnyPool | None, kept: Sequence[Tensor] = (), width: int = 1) -> None:
+        self._device, self._pool, self._width = device, pool, width
+        self._kept, self._going = list(kept), list[tuple[Pending[Any], bool]]()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Returns host tensors, and tokens of tensors on disk, once all have left."""
+        self.settle()
+        return self._kept
+
+    def send(self, bundle: Bundle) -> None:
+        """Sends a bundle away, once the bundle before has left."""
+        self.settle()
+        self._width = len(bundle)
+        self._going = [(to_host(x), x.numel() > 0) for x in bundle]
+
+    def settle(self) -> None:
+        """Waits until all sent bundles have arrived."""
+        going, self._going = self._going, []
+        for pending, some in going:
+            host = pending.result()
+            if self._pool is not None and some:
+                host = token_of(self._pool.write(host).result())
+            self._kept.append(host)
+
+    def come(self, order: Iterable[int]) -> Iterator[Bundle]:
+        """Yields the bundles of given numbers. The next bundle is on the way while a bundle is in use."""
+        before: list[Fetch] | None = None
+        for i in order:
+            coming = [self._fetch_tensor(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
+            if before is not None:
+                yield tuple(x.result() for x in before)
+            before = coming
+        if before is not None:
+            yield tuple(x.result() for x in before)
+
+    def _fetch_tensor(self, x: Tensor) -> Fetch:
+        on_disk = self._pool is not None and x.dtype == torch.int64
+        fetch = Fetch(stored_of(x).read() if on_disk else x, self._device)
+        if not on_disk:
+            fetch.move()
+        return fetch
+
+
+class Sums:
+    """Sums that wait on the host between additions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._sums = device, dict[int, Pending[Tensor]]()
+
+    def add(self, i: int, x: Tensor) -> None:
+        """Adds to sum i."""
+        before = self.take(i)
+        self._sums[i] = to_host(x if before is None else before + x)
+
+    def take(self, i: int) -> Tensor | None:
+        """Removes and returns sum i, on the device, or None if nothing was added."""
+        found = self._sums.pop(i, None)
+        return None if found is None else Fetch(found.result(), self._device).result()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,53 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardfn._torch import grouped_mm
 from shardfn.kernels import grouped_outer, grouped_product
 
+# The three derivatives, each as a function of the two other tensors in order, and of shared integers.
+Trilinear = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+
+
+def derivative(form: Trilinear, at: int, a: Tensor, b: Tensor, *integers: Tensor) -> Tensor:
+    """Returns the derivative of `form` with regard to tensor `at`, as a function of the other two tensors in order.
+
+    Differentiable.
+    """
+    return _Derivative.apply(form, at, a, b, *integers)  # pyright: ignore[reportReturnType]
+
+
+class _Derivative(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(form: Trilinear, at: int, a: Tensor, b: Tensor, *integers: Tensor) -> Tensor:
+        return form[at](a, b, *integers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.form, ctx.at, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        a, b, *integers = ctx.saved_tensors
+        first, second = (i for i in range(3) if i != ctx.at)
+        held = {ctx.at: grad_outputs[0], first: a, second: b}
+        grads: list[Tensor | None] = [None, None]
+        for i, (at, x) in enumerate(((first, a), (second, b))):
+            if ctx.needs_input_grad[2 + i]:
+                others = (held[j] for j in range(3) if j != at)
+                # The sums of weights may be in a wider dtype than weights.
+                grads[i] = derivative(ctx.form, at, *others, *integers).to(x.dtype)
+        return None, None, *grads, *(None for _ in integers)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (a, b, *integers), (_, _, da, db, *_) = ctx.saved_tensors, grad_inputs
+        parts = [] if da is None else [derivative(ctx.form, ctx.at, da, b, *integers)]
+        parts += [] if db is None else [derivative(ctx.form, ctx.at, a, db, *integers)]
+        return functools.reduce(torch.add, parts)
+
+
 # (dy, the other operand, shape of the operand) -> the gradient of an operand.
 OperandGrad = Callable[[Tensor, Tensor, torch.Size], Tensor]
 

@@ -26,8 +26,20 @@ from torch import Tensor
 from shardfn.collectives import mesh_as_now, ppermute, ppermute_start, transforming
 from shardfn.core import Axes
 
-from ._inputs import narrowed, refuse_gradients
-from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose, wide
+from ._online import (
+    OnlineScores,
+    Outer,
+    Pushed,
+    Rows,
+    absorb,
+    finish,
+    gathered,
+    narrowed,
+    refuse_gradients,
+    tiles,
+    transpose,
+    wide,
+)
 from ._rectangles import QKV, attend_over, by_key_head, gradients_over, kernel_tile, merged, rectangles
 from ._ring_rounds import Perm, RingRounds, make_rounds, num_rows, part_of
 

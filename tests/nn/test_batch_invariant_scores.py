@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shardfn.nn import batch_invariant_sigmoid, batch_invariant_softmax
-from shardfn.nn._batch_invariant_scores import batch_invariant_sum
+from shardfn.nn._batch_invariant_functions import batch_invariant_sum
 
 
 @pytest.mark.parametrize("E", [1, 2, 5, 8, 61, 128])

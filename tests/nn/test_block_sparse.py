@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardfn as sf
 from shardfn import nn
 from shardfn.graph import cost_analysis
-from shardfn.nn import _tiles, layouts
+from shardfn.nn import _rectangles, layouts
 
 RANDOM: Any = {"random": (1, sf.key(0)), "num_heads": 4}
 WAYS = ("bidirectional", "unidirectional")
@@ -53,14 +53,14 @@ def test_every_layout_is_dense_attention_with_its_mask(which: int) -> None:
 
 def test_heads_have_their_own_layouts_and_only_their_tiles_are_computed() -> None:
     layout = layouts.fixed(64, block=8, num_heads=4, num_patterns=4, attention="unidirectional")
-    tiles = _tiles.tiles_of(nn.Causal() & layout, (0, 64), (0, 64), 8)
+    tiles = _rectangles.tiles_of(nn.Causal() & layout, (0, 64), (0, 64), 8)
     assert len(tiles.columns) == layout.blocks.sum() and len(tiles.patterns) == 1
     assert [len(tiles.columns), tiles.starts.shape] == [4 * 24, (4, 9)]
     # With another tile than the layout's block the tiles that cover its blocks are computed.
-    assert len(_tiles.tiles_of(layout, (0, 64), (0, 64), 16).columns) == sum(
+    assert len(_rectangles.tiles_of(layout, (0, 64), (0, 64), 16).columns) == sum(
         int(x.reshape(4, 2, 4, 2).any((1, 3)).sum()) for x in layout.blocks
     )
-    assert len(_tiles.tiles_of(nn.Causal() & nn.Window(15), (0, 64), (0, 64), 16).columns) == 4 + 3
+    assert len(_rectangles.tiles_of(nn.Causal() & nn.Window(15), (0, 64), (0, 64), 16).columns) == 4 + 3
 
 
 def test_layouts_of_one_length_are_distinguished() -> None:
@@ -148,7 +148,7 @@ def test_flops_are_those_of_the_tiles() -> None:
     q, k = torch.randn(2, 32, 4, 8), torch.randn(2, 32, 2, 8)
     for heads, block in ((1, 8), (4, 8), (4, None)):
         layout = layouts.fixed(32, block=4, num_heads=heads, num_local_blocks=2)
-        tiles = _tiles.tiles_of(layout, (0, 32), (0, 32), block or 4)
+        tiles = _rectangles.tiles_of(layout, (0, 32), (0, 32), block or 4)
         num = len(tiles.columns) * (4 // len(tiles.starts))
         unit = 2 * 2 * num * (block or 4) ** 2 * 8  # samples, a product and a sum, pairs, K
         mask, impl = layout, nn.BlockSparse(block)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
-from shardfn.nn._gated_silu import gated_silu
+from shardfn.nn.moe._experts import gated_silu
 
 
 def plain(gate: Tensor, up: Tensor) -> Tensor:

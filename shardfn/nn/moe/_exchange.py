@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,14 +32,12 @@ from shardfn.collectives import (
     rows_as,
     values_are_known,
 )
-from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, tree_leaves, tree_map
-from shardfn.nn._as_ops import runs_as_ops
-from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
+from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, same_again, tree_leaves, tree_map
+from shardfn.nn import all_ranges, enter_parallel, leave_parallel, own_range, runs_as_ops
 
 from ._experts import ExpertFunction
-from ._logits import refuse
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
-from ._routing import Routing
+from ._routing import Routing, refuse
 
 
 @runtime_checkable
@@ -326,3 +325,81 @@ def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchang
     raise_all(
         ValueError, f"{name}: with {exchange} leaves have the spec {exchange.spec} and the router's experts:", wrong
     )
+
+
+_LOCAL = Local()
+
+
+def apply(
+    experts: ExpertFunction,
+    params: PyTree,
+    x_SD: Float[Tensor, "s d"],
+    routing: Routing,
+    *,
+    exchange: Exchange = _LOCAL,
+    name: str = "moe",
+) -> Float[Tensor, "s d"]:
+    """Sums, over choices i, `routing.weights[s, i]` times the result of expert `routing.experts[s, i]` for `x_SD[s]`.
+
+    Differentiable in `x_SD`, the routing's weights, and `params`. The value does not depend on the exchange beyond
+    rounding, and without capacity not on the other tokens.
+
+    Args:
+        experts: the function of a group of rows, as `swiglu_experts`.
+        params: leaves with experts along dim 0, cut by `exchange.spec`.
+        x_SD: tokens of the rank.
+        routing: routing of the tokens, from a router such as `top_k`.
+        exchange: exchange that brings tokens and experts together.
+        name: name of the layer, for errors.
+
+    Raises:
+        ValueError: leaves with another number of experts, by path. A routing of other tokens, or more rows than the
+            exchange has room for, on all ranks.
+        RuntimeError: (in the backward, under `remat` or torch's checkpoint) the tokens have other experts than in the
+            forward.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.nn import moe
+        >>> logits, x = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 3)
+        >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.ones(2, 3, 4)}
+        >>> apply(moe.gelu_experts, params, x, moe.top_k(logits, 1)).shape
+        torch.Size([2, 3])
+    """
+    if len(routing.experts) != len(x_SD):
+        raise ValueError(
+            f"{name}: the routing must be of the {len(x_SD)} tokens of x, got {len(routing.experts)}."
+            " Route the same tokens."
+        )
+    same_again(routing.experts, f"{name}: the experts of tokens")
+    return exchange.run(experts, params, x_SD, routing, name=name)
+
+
+def residual(
+    experts_SD: Float[Tensor, "*s d"],
+    mlp_SD: Float[Tensor, "*s d"],
+    x_SD: Float[Tensor, "*s d"],
+    w_2D: Float[Tensor, "2 d"],
+    b_2: Float[Tensor, "2"] | None = None,
+) -> Float[Tensor, "*s d"]:
+    """Returns `c[0] * experts + c[1] * mlp`, c = softmax(x w^T + b) of each token.
+
+    With a single expert for each token the layer has the computation of two experts, without the second exchange.
+
+    Args:
+        experts_SD: the result of `moe.apply`.
+        mlp_SD: mlp of the dense MLP, for the same tokens.
+        x_SD: the tokens.
+        w_2D: leaf next to the router's leaf, whole on all ranks.
+        b_2: bias, or None.
+
+    Example:
+        >>> one = torch.ones(1, 3)
+        >>> residual(3 * one, one, one, torch.zeros(2, 3))
+        tensor([[2., 2., 2.]])
+
+    References:
+        Rajbhandari et al., DeepSpeed-MoE, 2022, https://arxiv.org/abs/2201.05596
+    """
+    mixed = torch.nn.functional.linear(x_SD, w_2D, b_2).softmax(-1)
+    return experts_SD * mixed[..., :1] + mlp_SD * mixed[..., 1:]

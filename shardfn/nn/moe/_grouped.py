@@ -1,6 +1,8 @@
 """Linear layers of experts: each group of rows times a separate matrix, with derivatives of any order."""
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -8,9 +10,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn.kernels import grouped_outer, grouped_product
-from shardfn.nn._as_ops import run_op, runs_as_ops
-from shardfn.nn._products import Product
-from shardfn.nn._trilinear import Trilinear, derivative
+from shardfn.nn import Product, Trilinear, derivative, run_op, runs_as_ops
+
+from ._permute import Permutation, combine, copies
 
 
 def grouped(
@@ -86,4 +88,23 @@ FORMS = {
     (transposed, batch_invariant): _make_form(transposed, batch_invariant)
     for transposed in (False, True)
     for batch_invariant in (False, True)
+}
+
+
+_OPS = torch.ops.shardfn_kernels
+
+
+def _multiply_groups(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, batch_invariant: bool) -> Tensor:
+    return grouped(x, w, counts, transposed, batch_invariant=batch_invariant)
+
+
+def _combine_rows(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    return combine(y, Permutation(source, places), weights)
+
+
+# By op: see `as_ops`.
+FUNCTIONS_OF_OPS: Mapping[Any, Callable[..., Tensor]] = {
+    _OPS.multiplied_rows.default: _multiply_groups,
+    _OPS.copied_rows.default: copies,
+    _OPS.combined_rows.default: _combine_rows,
 }

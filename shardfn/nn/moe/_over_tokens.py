@@ -13,9 +13,7 @@ from shardfn.collectives import axis_size, psum
 from shardfn.core import Axes
 
 from ._capacity import apply_capacity
-from ._choice import choice, taken
-from ._logits import check_k, wide_logits
-from ._routing import Routing
+from ._routing import Routing, check_k, choice, taken, wide_logits
 
 
 def expert_choice(

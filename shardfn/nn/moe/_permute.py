@@ -13,8 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn.kernels import combined_to_rows, gather_rows, row_dots
-from shardfn.nn._as_ops import run_op, runs_as_ops
-from shardfn.nn._trilinear import Trilinear, derivative
+from shardfn.nn import Trilinear, derivative, run_op, runs_as_ops
 
 
 class Permutation(NamedTuple):

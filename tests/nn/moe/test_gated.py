@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from shardfn.nn import DeferredGradients
-from shardfn.nn.moe import _gated
+from shardfn.nn.moe import _experts
 
 COUNTS = torch.tensor([2, 0, 4, 1])
 
@@ -21,14 +21,17 @@ def _operands(dtype: torch.dtype = torch.float64, f: int = 5) -> tuple[Tensor, T
 
 
 def _run(x: Tensor, w: Tensor) -> Tensor:
-    return _gated.gated_product(x, w, COUNTS)
+    return _experts.gated_product(x, w, COUNTS)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("f", [5, 16, 33])
 def test_it_has_the_bits_of_its_parts(exact: bool, f: int) -> None:
     x, w = _operands(torch.float32, f)
-    y, parts = _gated.gated_product(x, w, COUNTS, batch_invariant=exact), _gated._apply_in_parts(x, w, COUNTS, exact)
+    y, parts = (
+        _experts.gated_product(x, w, COUNTS, batch_invariant=exact),
+        _experts._apply_in_parts(x, w, COUNTS, exact),
+    )
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     assert torch.equal(y, parts)
     for mine, theirs in zip(*(torch.autograd.grad(out, (x, w), dy) for out in (y, parts)), strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.core import key, normal
 from shardfn.nn import moe
-from shardfn.nn.moe import _choice, _over_tokens
+from shardfn.nn.moe import _over_tokens, _routing
 
 # The values are those of the routers in transformers 5.24.
 FOUR = [[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]]
@@ -50,8 +50,8 @@ def test_the_order_is_that_of_a_stable_sort(dtype: torch.dtype, num_experts: int
     scores[::5, num_experts // 2 + 1 :] = -torch.inf
     order = scores.sort(stable=True, dim=-1, descending=True).indices
     for k in {1, 2, 3, num_experts // 2, num_experts // 2 + 1} & set(range(1, num_experts + 1)):
-        assert torch.equal(_choice.best(scores, k), order[:, :k])
-        assert torch.equal(torch.func.vmap(lambda row, k=k: _choice.best(row, k))(scores), order[:, :k])
+        assert torch.equal(_routing.best(scores, k), order[:, :k])
+        assert torch.equal(torch.func.vmap(lambda row, k=k: _routing.best(row, k))(scores), order[:, :k])
 
 
 def by_expert(routing: moe.Routing) -> tuple[list[list[int]], Tensor]:
