@@ -316,15 +316,15 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _project_direction(x, grad_outputs[0])
+        return _project_softmax(x, grad_outputs[0])
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _project_direction(x, grad_inputs[0])
+        return _project_softmax(x, grad_inputs[0])
 
 
-def _project_direction(x: Tensor, g: Tensor) -> Tensor:
+def _project_softmax(x: Tensor, g: Tensor) -> Tensor:
     """Returns the derivative in the direction g, a symmetric map."""
     p = x.softmax(-1)
     return p * (g - (g * p).sum(-1, keepdim=True))
