@@ -49,7 +49,7 @@ def widths(config: gpt.Config) -> list[int]:
     experts = config.experts
     if experts is None:
         return [config.ff_dim] * config.num_layers
-    own = experts.top_k * (experts.d_ff or config.ff_dim) + (config.ff_dim if experts.shared else 0)
+    own = experts.top_k * (experts.d_ff or config.ff_dim) + (config.ff_dim if experts.shared or experts.residual else 0)
     return [own if experts.in_layer(i) else config.ff_dim for i in range(config.num_layers)]
 
 
@@ -69,7 +69,7 @@ def router_weights(config: gpt.Config) -> float:
     """Returns the number of weights of the router of a mean layer."""
     if config.experts is None:
         return 0.0
-    return config.experts.num * config.d_model * len(config.expert_layers) / config.num_layers
+    return sum(config.num_experts) * config.d_model / config.num_layers
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,10 +94,10 @@ def experts_plan(setup: Setup) -> ExpertsPlan | None:
     c, experts = setup.config, setup.config.experts
     if experts is None:
         return None
-    each = exchange_bytes(
+    each = functools.partial(
+        exchange_bytes,
         setup.micro * setup.seq,
         experts.top_k,
-        experts.num,
         d_model=c.d_model,
         d_ff=-(-(experts.d_ff or c.ff_dim) // setup.axis("tp")),
         ranks=max(setup.ep, 1),
@@ -105,9 +105,11 @@ def experts_plan(setup: Setup) -> ExpertsPlan | None:
         itemsize=setup.bytes_of.params,
         remat=setup.remat,
     )
-    times = len(c.expert_layers) * setup.accumulate / setup.axis("pp")
+    layers, times = [each(num) for num in c.num_experts], setup.accumulate / setup.axis("pp")
     return ExpertsPlan(
-        len(c.expert_layers), _active_params(c), each.tokens * times, each.most * times, each.weights * times
+        len(c.expert_layers),
+        _active_params(c),
+        *(sum(getattr(x, n) for x in layers) * times for n in ("tokens", "most", "weights")),
     )
 
 
@@ -117,6 +119,6 @@ def expert_problems(s: Setup) -> list[str]:
         return []
     if s.config.experts is None:
         return [f"--ep {s.ep} cuts experts, and {s.model} has none; leave it out, or take mixtral-8x7b, for example."]
-    dp, num = s.axis("dp"), s.config.experts.num
+    dp, num = s.axis("dp"), max(s.config.num_experts)
     out = [] if s.ep >= 1 and dp % s.ep == 0 else [f"--ep {s.ep} must divide dp={dp}: experts lie on ranks of data."]
     return out + ([f"--ep {s.ep} is more than the model's {num} experts."] if s.ep > num else [])

@@ -101,7 +101,7 @@ def by_ep(p: JobPlan) -> list[JobPlan]:
     s, experts = p.setup, p.setup.config.experts
     if experts is None:
         return []
-    sizes = [n for n in range(1, min(s.axis("dp"), experts.num) + 1) if s.axis("dp") % n == 0]
+    sizes = [n for n in range(1, min(s.axis("dp"), max(s.config.num_experts)) + 1) if s.axis("dp") % n == 0]
     return [plan(dataclasses.replace(s, ep=n)) for n in sizes]
 
 

@@ -22,7 +22,8 @@ class Experts:
     """Rule of the layers with experts: how tokens choose their experts, and where tokens and experts meet.
 
     Attributes:
-        num: E.
+        num: E, or a pyramid: E of each layer with experts, in order, for example (32, 32, 64). Each layer's experts
+            are cut over the ranks separately.
         top_k: k.
         d_ff: F. None is the F of the dense layers.
         every: distance of layers with experts. Layer i has experts where `i >= first` and `(i - first + 1) % every ==
@@ -38,6 +39,9 @@ class Experts:
         capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes. Later choices are
             dropped. Padding counts in neither number. None drops none.
         shared: whether the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
+        residual: whether a token's result is a learnt mean of the experts' and the layer's dense MLP's, as in PR-MoE:
+            `c[0] experts + c[1] mlp`, c = softmax(mix x + mix_b). With `top_k=1` a token has the computation of two
+            experts and the exchange of one expert.
         bias_rate: step of a bias of each expert, used only in the choice, and moved once a step against the expert's
             load, in place of a balance loss. The loss then has a state (`models.moe.loss`).
         exchange: place where tokens meet their experts: `moe.Local()`, `moe.AllToAll("ep")`, `moe.GatherExperts("ep")`,
@@ -52,10 +56,11 @@ class Experts:
 
     References:
         Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
+        Rajbhandari et al., DeepSpeed-MoE, 2022, https://arxiv.org/abs/2201.05596 (PR-MoE)
         DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
     """
 
-    num: int
+    num: int | tuple[int, ...]
     top_k: int = 2
     d_ff: int | None = None
     every: int = 1
@@ -67,20 +72,26 @@ class Experts:
     axes: Axes = None
     capacity: float | None = None
     shared: bool = False
+    residual: bool = False
     bias_rate: float = 0.0
     exchange: moe.Exchange = _LOCAL
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{n}={getattr(self, n)} must be at least 1." for n in ("num", "top_k", "every") if getattr(self, n) < 1
-        ]
+        problems = [f"{n}={getattr(self, n)} must be at least 1." for n in ("top_k", "every") if getattr(self, n) < 1]
         problems += [
             f"{n}={getattr(self, n)} must be 0 or more." for n in ("first", "bias_rate") if getattr(self, n) < 0
         ]
-        if self.top_k > self.num:
+        if not self._nums or min(self._nums) < 1:
+            problems.append(f"num={self.num} must be at least 1, or a tuple of such numbers.")
+        elif self.top_k > min(self._nums):
             problems.append(f"top_k={self.top_k} choices of num={self.num} experts; choose at most all of them.")
         if self.capacity is not None and not self.capacity > 0:
             problems.append(f"capacity={self.capacity} must be above 0; None drops nothing.")
+        if self.residual and self.shared:
+            problems.append(
+                "residual=True and shared=True both use the layer's dense MLP; use residual=True for a learnt mean, or"
+                " shared=True for a sum."
+            )
         if self.d_ff is not None and self.d_ff < 1:
             problems.append(f"d_ff={self.d_ff} must be at least 1.")
         problems += [
@@ -97,6 +108,10 @@ class Experts:
     def in_layer(self, i: int) -> bool:
         """Returns whether layer `i` has experts."""
         return i >= self.first and (i - self.first + 1) % self.every == 0
+
+    def num_of(self, i: int) -> int:
+        """Returns the number of experts of the i-th layer with experts."""
+        return self.num if isinstance(self.num, int) else self.num[i]
 
     def routing(self, logits_SE: Tensor, name: str, **options: Any) -> moe.Routing:
         """Returns the experts of tokens, by `route`.
@@ -132,6 +147,10 @@ class Experts:
         if isinstance(self.exchange, moe.AllToAll) and self.exchange.overflow == "drop":
             out.append(f'{self.exchange} drops choices; use overflow="error".')
         return out
+
+    @property
+    def _nums(self) -> tuple[int, ...]:
+        return (self.num,) if isinstance(self.num, int) else self.num
 
     @property
     def _route_name(self) -> str:

@@ -17,7 +17,7 @@ from ._gpt_config import Config
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
 from ._gpt_experts import by_layer as by_layer
-from ._gpt_experts import mixture
+from ._gpt_experts import mix_residual, mixture
 from ._gpt_leaves import Params
 from ._gpt_leaves import weight as weight
 
@@ -54,7 +54,9 @@ def block(
     if "router" in p:
         h_BTD = norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b"))
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
-        y_BTD = y_BTD if "w_down" not in p else y_BTD + _apply_mlp(config, along, p, h_BTD)
+        if "w_down" in p:
+            mlp_BTD = _apply_mlp(config, along, p, h_BTD)
+            y_BTD = mix_residual(config, along, p, y_BTD, mlp_BTD, h_BTD) if "mix" in p else y_BTD + mlp_BTD
     else:
         feed = functools.partial(_feed_forward, config, along)
         # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.

@@ -139,6 +139,12 @@ class Config:
         """Returns the layers that have experts."""
         return [i for i in range(self.num_layers) if self.experts and self.experts.in_layer(i)]
 
+    @property
+    def num_experts(self) -> list[int]:
+        """Returns the number of experts of each layer with experts."""
+        experts = self.experts
+        return [] if experts is None else [experts.num_of(i) for i in range(len(self.expert_layers))]
+
     @classmethod
     def gpt2_like(cls, **changes: Any) -> "Config":
         """Returns GPT-2 small (124M parameters) with `changes`.
@@ -215,7 +221,20 @@ def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
             f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers}"
             " layers has others; use first=0 and a multiple of `every`, or stacked=False."
         ]
-    return [] if c.expert_layers else [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
+    num = experts.num
+    if not c.expert_layers:
+        return [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
+    if isinstance(num, tuple) and len(num) != len(c.expert_layers):
+        return [
+            f"num={num} must have a number for each layer with experts, got {len(num)} numbers for"
+            f" {len(c.expert_layers)} layers {c.expert_layers}; change num, or `every` and `first`."
+        ]
+    if isinstance(num, tuple) and c.stacked:
+        return [
+            f"stacked=True needs one number of experts for all layers, got num={num}; use stacked=False, or in a"
+            " pipeline a list of functions in sf.pipeline."
+        ]
+    return []
 
 
 def _find_batch_invariant_problems(c: Config) -> list[str]:

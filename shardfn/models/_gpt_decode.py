@@ -252,7 +252,9 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     return dict(zip(("cos", "sin"), table, strict=True))
 
 
-_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
+_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
+# Small layers that decide on experts, never in codes.
+_GATES = ("router", "mix")
 # Whose inputs tensor parallelism cuts.
 _BY_INPUTS = ("wo", "w_down")
 
@@ -263,7 +265,7 @@ def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes
     matrix = weight.flatten(0, rows - 1).flatten(1)
     if matrix.dtype == torch.uint8:
         return pack_blocks(matrix, math.prod(shape[rows:]))
-    return pack_rows(matrix, None if name == "router" else codes)
+    return pack_rows(matrix, None if name in _GATES else codes)
 
 
 def _get_head(config: Config) -> str:
@@ -297,7 +299,7 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
     sizes = {}
     for i, own in enumerate(shapes["blocks"]):
         for name in _LINEAR:
-            if name in own and name != "router":
+            if name in own and name not in _GATES:
                 shape = own[name].shape
                 outs = 1 if name == "wo" else len(shape) - 1
                 sizes[f"blocks.{i}.{name}"] = math.prod(shape[outs:]), math.prod(shape[:outs])

@@ -5,13 +5,14 @@ B batch, T tokens, S = B T, D model, E experts, k choices.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
-from shardfn.core import Axes, P
+from shardfn.core import Axes, P, tree_map
 from shardfn.nn import BatchInvariantWeight, between, enter_parallel, leave_parallel, linear, moe, whole_length
 
 from ._experts import Experts
@@ -31,13 +32,13 @@ class Seen(NamedTuple):
 
     Attributes:
         loss: weighted balance losses.
-        counts: choices of each expert, int64 `[E]`, of stacked layers `[L, E]`.
+        counts: choices of each expert, int64 `[E]`, of several layers `[L, E]`, of a pyramid a list of `[E]` by layer.
         metrics: metrics of `moe.load`: sums and weights, or {} where metrics are not asked for.
         experts: experts of each token, before a capacity, int64 `[S, k]`, of several layers `[L, S, k]`.
     """
 
     loss: Tensor
-    counts: Tensor
+    counts: Any
     metrics: dict[str, tuple[Tensor, Tensor]]
     experts: Tensor
 
@@ -93,6 +94,29 @@ def mixture(
     return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
 
 
+def mix_residual(
+    config: Config, along: Along, p: Params, experts_BTD: Tensor, mlp_BTD: Tensor, x_BTD: Tensor
+) -> Tensor:
+    """Returns the mean of experts and MLP by a token's two coefficients, which are computed in float32 at least."""
+    w_2D, b_2 = p["mix"], between(p["mix_b"], *along)
+    if config.batch_invariant:
+        w_2D = weight(config, w_2D if isinstance(w_2D, BatchInvariantWeight) else between(w_2D, *along))
+        return moe.residual(experts_BTD, mlp_BTD, x_BTD, w_2D, b_2, batch_invariant=True)
+    wide = torch.promote_types(x_BTD.dtype, torch.float32)
+    mixed = moe.residual(experts_BTD, mlp_BTD, x_BTD.to(wide), between(w_2D, *along).to(wide), b_2.to(wide))
+    return mixed.to(x_BTD.dtype)
+
+
+def join_seen(config: Config, found: Sequence[Seen]) -> Seen | None:
+    """Returns the facts of the routers of several layers."""
+    if not found:
+        return None
+    counts = [x.counts for x in found]
+    pyramid = config.experts is not None and isinstance(config.experts.num, tuple)
+    joined = tree_map(lambda *each: torch.stack(each), *(x._replace(counts=()) for x in found))
+    return joined._replace(counts=counts if pyramid else torch.stack(counts))
+
+
 def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
     """Returns the choices of each layer with experts, [m, B, T, k].
 
@@ -111,7 +135,7 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
     return chosen_BTmk.permute(2, 0, 1, 3)
 
 
-def check_bias(config: Config, bias_mE: Tensor | None) -> None:
+def check_bias(config: Config, bias_mE: Tensor | Sequence[Tensor] | None) -> None:
     """Refuses biases of other experts, and missing biases where tokens choose by biases.
 
     Raises:
@@ -125,10 +149,14 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
                 ' bias is missing. Pass bias=model_state["bias"], or train by models.moe.loss.'
             )
         return
-    wanted = None if experts is None else (len(config.expert_layers), experts.num)
-    if tuple(bias_mE.shape) != wanted:
+    pyramid = experts is not None and isinstance(experts.num, tuple)
+    wanted: Any = None if experts is None else (len(config.expert_layers), experts.num)
+    found: Any = tuple(bias_mE.shape) if isinstance(bias_mE, Tensor) else [tuple(x.shape) for x in bias_mE]
+    if pyramid:
+        wanted = [(num,) for num in config.num_experts]
+    if found != wanted:
         raise ValueError(
-            f"bias has shape {tuple(bias_mE.shape)}, and the config's layers with experts need {wanted}: a number for"
+            f"bias has shape {found}, and the config's layers with experts need {wanted}: a number for"
             " each expert of each, as models.moe.init_state makes them; a config without experts takes None."
         )
 
@@ -177,7 +205,7 @@ def _route_tokens(
     kept = routing
     if experts.capacity is not None:
         tokens = _count_tokens(routing, experts.axes, mask)
-        num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
+        num = moe.capacity(tokens, experts.top_k, routing.num_experts, experts.capacity, minimum=1)
         kept = moe.apply_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
 

@@ -248,9 +248,9 @@ def layers_of(config: Config, block: Params) -> list[Params]:
 
 def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     has_experts = config.experts is not None and config.experts.in_layer(i)
-    has_mlp = config.experts is None or not has_experts or config.experts.shared
+    has_mlp = config.experts is None or not has_experts or config.experts.shared or config.experts.residual
     tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2") | _attention_leaves(config)
-    return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config) if has_experts else {})
+    return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
 
 
 def _residual_scale(config: Config) -> float:
@@ -279,12 +279,14 @@ def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     return tree | (biases if config.bias is True else {})
 
 
-def _expert_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+def _expert_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     assert config.experts is not None
-    E, D, F = config.experts.num, config.d_model, config.experts.d_ff or config.ff_dim
+    E = config.experts.num_of(config.expert_layers.index(i))
+    D, F = config.d_model, config.experts.d_ff or config.ff_dim
     (front, *_) = (*config.experts.exchange.spec, None)
     leaf = functools.partial(_DrawnLeaf, front=front)
-    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
+    tree = {"mix": _DrawnLeaf((2, D)), "mix_b": _DrawnLeaf((2,), stddev=0.0)} if config.experts.residual else {}
+    tree |= {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
     if config.mlp == "swiglu":
         return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
     biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}

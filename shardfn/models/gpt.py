@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size, bind_mesh
-from shardfn.core import Axes, Mesh, fold_in, split, tree_map, uniform
+from shardfn.core import Axes, Mesh, fold_in, split, uniform
 from shardfn.engine import WeightedMean
 
 from ._gpt_block import Along as _Along
@@ -36,7 +36,7 @@ from ._gpt_decode import decode as decode
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
-from ._gpt_experts import check_bias
+from ._gpt_experts import check_bias, join_seen
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks, layers_of
 from ._gpt_leaves import init as init
@@ -552,7 +552,7 @@ def _compute_hidden(
             bias_E, chosen_BTk = own
             x_BTD, one = block(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
             found += [] if one is None else [one]
-        seen = tree_map(lambda *each: torch.stack(each), *found) if found else None
+        seen = join_seen(config, found)
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.core import Axes
+from shardfn.core import Axes, tree_map
 from shardfn.engine import PipelineState, WeightedMean
 from shardfn.nn import moe
 
@@ -22,7 +22,7 @@ from . import gpt
 from ._experts import Experts as Experts
 from ._gpt_leaves import Params
 
-ModelState = dict[str, Tensor]
+ModelState = dict[str, Any]
 
 
 def gpt_moe(**changes: Any) -> gpt.Config:
@@ -133,20 +133,27 @@ def loss(
     aux = {"balance": weighted} | pairs
     if state is None:
         return value, aux
-    return value, aux, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
+    counts = tree_map(lambda old, new: old + psum(new, axes), state["counts"], seen.counts)
+    return value, aux, {**state, "counts": counts}
 
 
 def init_state(config: gpt.Config) -> ModelState:
     """Returns the biases of all experts and their counts in this step.
 
-    `{"bias": [L, E], "counts": int64 [L, E]}`, zeros.
+    `{"bias": [L, E], "counts": int64 [L, E]}`, zeros. For a pyramid both are lists with `[E]` of each layer.
 
     Example:
         >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
         torch.Size([2, 256])
     """
-    shape = len(config.expert_layers), _get_experts(config).num
-    return {"bias": torch.zeros(shape), "counts": torch.zeros(shape, dtype=torch.int64)}
+    num = _get_experts(config).num
+    shapes = [(n,) for n in config.num_experts] if isinstance(num, tuple) else (len(config.expert_layers), num)
+    if isinstance(shapes, list):
+        return {
+            "bias": [torch.zeros(s) for s in shapes],
+            "counts": [torch.zeros(s, dtype=torch.int64) for s in shapes],
+        }
+    return {"bias": torch.zeros(shapes), "counts": torch.zeros(shapes, dtype=torch.int64)}
 
 
 def stages(
@@ -216,8 +223,9 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
     """
     if isinstance(model_state, PipelineState):
         return model_state._replace(blocks=finish(config, model_state.blocks))
-    bias = moe.bias_update(model_state["bias"], model_state["counts"], _get_experts(config).bias_rate)
-    return {**model_state, "bias": bias, "counts": torch.zeros_like(model_state["counts"])}
+    rate = _get_experts(config).bias_rate
+    bias = tree_map(lambda b, n: moe.bias_update(b, n, rate), model_state["bias"], model_state["counts"])
+    return {**model_state, "bias": bias, "counts": tree_map(torch.zeros_like, model_state["counts"])}
 
 
 def num_active_params(config: gpt.Config) -> int:
@@ -229,7 +237,7 @@ def num_active_params(config: gpt.Config) -> int:
     """
     experts = _get_experts(config)
     one = (3 if config.mlp == "swiglu" else 2) * config.d_model * (experts.d_ff or config.ff_dim)
-    return gpt.num_params(config) - len(config.expert_layers) * (experts.num - experts.top_k) * one
+    return gpt.num_params(config) - sum(num - experts.top_k for num in config.num_experts) * one
 
 
 def _get_experts(config: gpt.Config) -> Experts:

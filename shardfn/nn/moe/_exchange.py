@@ -33,11 +33,11 @@ from shardfn.collectives import (
     values_are_known,
 )
 from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, same_again, tree_leaves, tree_map
-from shardfn.nn import all_ranges, enter_parallel, leave_parallel, own_range, runs_as_ops
+from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, own_range, runs_as_ops
 
 from ._experts import ExpertFunction
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
-from ._routing import Routing, refuse
+from ._routing import Routing, refuse, softmax_of
 
 
 @runtime_checkable
@@ -379,8 +379,10 @@ def residual(
     experts_SD: Float[Tensor, "*s d"],
     mlp_SD: Float[Tensor, "*s d"],
     x_SD: Float[Tensor, "*s d"],
-    w_2D: Float[Tensor, "2 d"],
+    w_2D: Float[Tensor, "2 d"] | BatchInvariantWeight,
     b_2: Float[Tensor, "2"] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Float[Tensor, "*s d"]:
     """Returns `c[0] * experts + c[1] * mlp`, c = softmax(x w^T + b) of each token.
 
@@ -392,6 +394,8 @@ def residual(
         x_SD: the tokens.
         w_2D: leaf next to the router's leaf, whole on all ranks.
         b_2: bias, or None.
+        batch_invariant: whether a token's result has the same bits next to any other tokens. `w_2D` is then a
+            `nn.BatchInvariantWeight`, in float32 or float64.
 
     Example:
         >>> one = torch.ones(1, 3)
@@ -401,5 +405,5 @@ def residual(
     References:
         Rajbhandari et al., DeepSpeed-MoE, 2022, https://arxiv.org/abs/2201.05596
     """
-    mixed = torch.nn.functional.linear(x_SD, w_2D, b_2).softmax(-1)
+    mixed = softmax_of(linear(x_SD, w_2D, b_2), batch_invariant)
     return experts_SD * mixed[..., :1] + mlp_SD * mixed[..., 1:]
