@@ -58,7 +58,7 @@ def apply(
     axis: Axes = None,
     sequence: bool = False,
     chosen: Int[Tensor, "b t m k"] | None = None,
-    bias: Float[Tensor, "m e"] | None = None,
+    bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
     at: Int[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b _ v"]:
     """Returns logits of the next token at each position, or at some positions.
@@ -109,7 +109,7 @@ def choices(
     *,
     axis: Axes = None,
     chosen: Int[Tensor, "b t m k"] | None = None,
-    bias: Float[Tensor, "m e"] | None = None,
+    bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
 ) -> Int64[Tensor, "b t m k"]:
     """Returns the experts of each token in each of the m layers with experts, as `apply` uses them.
 
@@ -149,7 +149,7 @@ def loss(
     axis: Axes = None,
     sequence: bool = False,
     tile: Wrap | None = None,
-    bias: Float[Tensor, "m e"] | None = None,
+    bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
 ) -> Any:
     """Returns the mean cross entropy of each token given earlier tokens.
 
@@ -207,7 +207,7 @@ def loss_and_seen(
     axis: Axes = None,
     sequence: bool = False,
     tile: Wrap | None = None,
-    bias: Float[Tensor, "m e"] | None = None,
+    bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
 ) -> tuple[Any, Seen | None]:
     """Returns `loss`, and the facts of all routers. `models.moe.loss` makes metrics of the facts.
 
@@ -439,7 +439,7 @@ def generate(
     key: Int64[Tensor, "2"],
     temperature: float = 1.0,
     axis: Axes = None,
-    bias: Float[Tensor, "m e"] | None = None,
+    bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
@@ -523,7 +523,7 @@ def _compute_hidden(
     wrap: Wrap = lambda inner: inner,
     along: _Along = _WHOLE,
     tile: Wrap | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
     *,
     load: bool = False,
     chosen: Tensor | None = None,

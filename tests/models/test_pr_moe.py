@@ -1,4 +1,4 @@
-"""Covers PR-MoE: a learnt mean of experts and the dense MLP, and pyramids, which have other numbers of experts by layer."""
+"""Covers PR-MoE: a learnt mean of experts and the dense MLP, and pyramids, numbers of experts by layer."""
 
 import dataclasses
 import functools
