@@ -21,7 +21,7 @@ from _report import publish, table
 from shardfn import kernels
 
 BOUND = "bound: add in place"
-KINDS = ("native", "cpu")
+KINDS = ("native", "reference")
 
 
 class Case(NamedTuple):

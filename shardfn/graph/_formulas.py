@@ -60,61 +60,6 @@ def grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == b.ndim == 3 else 1)
 
 
-def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, *_: Any, **__: Any) -> int:
-    """Returns the operations of the kernel for a product of groups."""
-    del counts
-    return 2 * x.numel() * w.shape[1 if transposed else 2]
-
-
-def product_of_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the operations of products of transposed rows and rows."""
-    return 2 * x.numel() * y.shape[1]
-
-
-def dots(x: Tensor, y: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the operations of dot products of rows that an index names."""
-    del x
-    return 2 * index.numel() * y.shape[1]
-
-
-def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of block-sparse attention: two products for each tile of each head."""
-    del k, v
-    return 2 * _tile_product(q, starts, columns, rest[-2])
-
-
-def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of the backward of block-sparse attention: five products for each tile."""
-    del dy, k, v, y, lse
-    return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
-
-
-def row_linear(x: Tensor, packed: Tensor, num: int, *_: Any, **__: Any) -> int:
-    """Returns the operations of a linear layer of packed weights."""
-    del packed
-    return 2 * x.numel() * num
-
-
-def row_linears(x: Tensor, packed: list[Tensor], nums: list[int], *_: Any, **__: Any) -> int:
-    """Returns the operations of several linear layers of the same input."""
-    del packed
-    return 2 * x.numel() * sum(nums)
-
-
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of attention over a KV cache.
-
-    As if each token saw all places of the token's row of the tables.
-    """
-    del k, v
-    return 4 * q.numel() * rest[3].shape[1] * cache.shape[3]
-
-
-def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int:
-    B, _, H, K = q.shape
-    return 2 * B * K * block**2 * columns.shape[0] * (H // max(starts.shape[0], 1))
-
-
 # Bytes held while a node runs.
 
 

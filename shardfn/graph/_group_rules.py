@@ -1,4 +1,4 @@
-"""Sharding rules of products of groups of rows with a matrix each, for example linear layers of experts.
+"""Sharding rules of kernels, and of products of groups of rows with a matrix each, as in layers of experts.
 
 Inputs and outputs are cut as in a plain product. Where the matrices are cut, each rank multiplies the rows of the
 rank's groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism only by specs,
@@ -12,29 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Run, Strategy, whole
-from ._labelled import Dims, Labels, strategies
+from shardfn.kernels import DimLabels, KernelOp
+
+from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Rule, Run, Strategy, whole
+from ._labelled import Labels, strategies
 from ._row_rules import starts_of
 
 # (ranks, rows, matrices, ends of the groups, arguments of the op) -> product
 _Multiply = Callable[[Ranks, Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
 
 
-def grouped_product(use: OpUse) -> list[Strategy]:
-    """Returns the strategies of `grouped_product` and `multiplied_rows`: `(x [m, k], w [e, k, n], counts, ...)`."""
-    matrix: Dims = (None, "n", "k") if use.args[3] else (None, "k", "n")
-    exact = bool(use.args[4])  # chains over inputs differ from chains over parts of inputs
-    labels = Labels(((None, None if exact else "k"), matrix, (None,)), ((None, "n"),), sums=not exact, linear=(0,))
-    return [
-        whole(use),
-        *strategies(use, labels),
-        *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False),
-    ]
+def kernel_rule(kernel: KernelOp) -> Rule:
+    """Returns the rule of a kernel, by the labels of dims in the kernel's record."""
+
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        given = kernel.sharding(*use.args) if callable(kernel.sharding) else kernel.sharding
+        assert given is not None
+        out = [whole(use), *strategies(use, _read_labels(given, len(use.operands)))]
+        return [*out, *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False)] if given.grouped else out
+
+    return apply_rule
 
 
-def grouped_outer(use: OpUse) -> list[Strategy]:
-    """Returns the strategies of `shardfn_kernels::grouped_outer(x [m, k], y [m, n], counts)`."""
-    return [whole(use), *strategies(use, Labels((("m", "k"), ("m", "n"), (None,)), ((None, "k", "n"),), linear=(0, 1)))]
+def _read_labels(given: DimLabels, num: int) -> Labels:
+    """Returns the labels of an op that was called with `num` tensors. Terms of tensors left out at the end drop out."""
+    ins, outs = (
+        [tuple(None if label == "." else label for label in term) for term in side.split(",")]
+        for side in given.labels.split("->")
+    )
+    linear = tuple(i for i in given.linear if i < num)
+    return Labels(tuple(ins[:num]), tuple(outs), sums=given.sums, linear=linear)
 
 
 def grouped_mm(use: OpUse) -> list[Strategy]:

@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 import shardfn.collectives
-import shardfn.kernels
-import shardfn.memory  # noqa: F401  # all of them define ops
+import shardfn.memory  # noqa: F401  # both of them define ops
+from shardfn.kernels import KERNELS, KernelOp
 
 from . import _formulas as formulas
 from . import _strides as strides
@@ -24,7 +24,7 @@ from ._op import Crossing, Op, by_identity, with_schema
 from ._sharding import POINTWISE, RULES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
-_WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.ops.shardfn_kernels
+_WIRE, _MEMORY = torch.ops.shardfn, torch.ops.shardfn_memory
 
 # Ops that passes write.
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
@@ -85,6 +85,21 @@ def _make_rows(names: str, row: Op) -> dict[Any, Op]:
     return {getattr(_ATEN, name): row for name in names.split()}
 
 
+def _read_record(kernel: KernelOp) -> Op:
+    """Returns the row of a kernel."""
+
+    def count_flops(*args: Any, out_val: Any) -> int:
+        del out_val
+        return 0 if kernel.flops is None else kernel.flops(*args)
+
+    return Op(
+        flops=None if kernel.flops is None else count_flops,
+        scratch=None if kernel.scratch is None else formulas.of_kernel,
+        rows=kernel.rows,
+        in_place=KERNELS[kernel.in_place].op.default if kernel.in_place else None,
+    )
+
+
 _NONE = Op()
 _FUSED = Op(fuses=True)
 # Ops that only use the operand's shape, and constants. Neither is worth a kernel.
@@ -104,6 +119,7 @@ _ELEMENTWISE = _keep_layout(lay_out=strides.as_elementwise)
 
 OPS: dict[Any, Op] = {
     operator.getitem: Op(scales=True, rows="first", calls={"": operator.getitem}),
+    **{kernel.op: _read_record(kernel) for kernel in KERNELS.values()},
     # products
     _ATEN.mm: Op(flops=formulas.product, calls={"default": torch.mm}),
     _ATEN.bmm: Op(flops=formulas.product, calls={"default": torch.bmm}),
@@ -113,14 +129,6 @@ OPS: dict[Any, Op] = {
     _ATEN.dot: Op(flops=formulas.matrix_vector),
     _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
     _ATEN._grouped_mm: Op(formulas.grouped_mm, abstract={"default": strides.grouped_mm}),
-    _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel, rows="first"),
-    _KERNELS.multiplied_rows: Op(formulas.grouped_product, formulas.of_kernel),
-    _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel, rows="sum"),
-    _KERNELS.gather_rows: Op(scratch=formulas.of_kernel, rows="places"),
-    **dict.fromkeys((_KERNELS.copied_rows, _KERNELS.combined_rows), Op(scratch=formulas.of_kernel)),
-    _KERNELS.gated_silu_gradient: Op(in_place=_KERNELS.gated_silu_gradient_.default, rows="each"),
-    _KERNELS.gated_silu_gradient_: Op(rows="each"),
-    _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: Op(
@@ -128,11 +136,6 @@ OPS: dict[Any, Op] = {
     ),
     _ATEN._scaled_dot_product_fused_attention_overrideable: _ATTENTION,
     _ATEN._scaled_dot_product_fused_attention_overrideable_backward: _ATTENTION_BACKWARD,
-    _KERNELS.block_sparse_attention: Op(formulas.tiles, formulas.of_kernel),
-    _KERNELS.block_sparse_attention_backward: Op(formulas.tiles_backward, formulas.of_kernel),
-    _KERNELS.row_linear: Op(formulas.row_linear),
-    _KERNELS.row_linears: Op(formulas.row_linears),
-    _KERNELS.ragged_attention: Op(formulas.ragged_attention),
     _ATEN.mkldnn_rnn_layer: Op(calls={"default": _run_as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups
     **_make_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),

@@ -187,30 +187,6 @@ def indexed(use: OpUse) -> Labels:
     return dataclasses.replace(none, ins=tuple(ins), outs=(tuple(result),))
 
 
-def rows_gathered(use: OpUse) -> Labels:
-    """Labels `gather_rows(x, index, weights)`: columns, and rows of the result."""
-    sums = (("m", None),) * (len(use.operands) - 1)
-    return Labels(((None, "d"), *sums), (("m", "d"),), linear=tuple(i for i in (0, 2) if i < len(use.operands)))
-
-
-def rows_copied(use: OpUse) -> Labels:
-    """Labels `copied_rows(x, index, back)`: columns."""
-    del use
-    return Labels(((None, "d"), (None, None), (None, None)), ((None, "d"),), linear=(0,))
-
-
-def rows_combined(use: OpUse) -> Labels:
-    """Labels `combined_rows(y, weights, source, places)`: columns. Each of rows and weights may be a summand."""
-    del use
-    return Labels(((None, "d"), (None, None), (None,), (None, None)), ((None, "d"),), linear=(0, 1))
-
-
-def rows_dotted(use: OpUse) -> Labels:
-    """Labels `row_dots(x, y, index)`: summed columns, and rows of the result."""
-    del use
-    return Labels(((None, "d"), ("m", "d"), ("m", None)), (("m", None),), sums=True, linear=(0, 1))
-
-
 def made_of_nothing(use: OpUse) -> list[Strategy]:
     """Returns the strategy of constants: whole. Operands may have any form, as only shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]

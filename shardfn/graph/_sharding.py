@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-import shardfn.kernels  # noqa: F401  # it defines ops
 from shardfn.collectives import pmax, psum, pvary
+from shardfn.kernels import KERNELS
 
 from ._forms import OpUse, Rule
-from ._group_rules import grouped_mm, grouped_outer, grouped_product
+from ._group_rules import grouped_mm, kernel_rule
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._part_rules import joined, taken_apart
 from ._row_rules import clearing_rows, keeping_rows, of_all, of_any, of_columns, of_one
@@ -25,10 +25,6 @@ from ._shape_rules import (
     padded,
     put_in,
     repeated,
-    rows_combined,
-    rows_copied,
-    rows_dotted,
-    rows_gathered,
     selected,
     squeezed,
     stacked,
@@ -38,7 +34,7 @@ from ._shape_rules import (
 from ._sum_rules import attention, averaged, nll, normalised, reduced, softmax, summed
 from ._view_rules import viewed
 
-_ATEN, _KERNELS = torch.ops.aten, torch.ops.shardfn_kernels
+_ATEN = torch.ops.aten
 
 
 def _rules_for(names: str, rule: Rule) -> dict[Any, Rule]:
@@ -57,13 +53,7 @@ RULES: dict[Any, Rule] = {
     _ATEN.mv: labelled(product("mk", "k", "m")),
     _ATEN.dot: labelled(product("k", "k", "")),
     _ATEN._grouped_mm: grouped_mm,
-    _KERNELS.grouped_product: grouped_product,
-    _KERNELS.grouped_outer: grouped_outer,
-    _KERNELS.multiplied_rows: grouped_product,
-    _KERNELS.gather_rows: labelled(rows_gathered),
-    _KERNELS.copied_rows: labelled(rows_copied),
-    _KERNELS.combined_rows: labelled(rows_combined),
-    _KERNELS.row_dots: labelled(rows_dotted),
+    **{kernel.op: kernel_rule(kernel) for kernel in KERNELS.values() if kernel.sharding is not None},
     **_rules_for("add sub", clearing_rows(labelled(sum_of_operands), of_all)),
     **_rules_for("neg clone alias lift_fresh_copy", keeping_rows(labelled(unary_linear), of_one)),
     **_rules_for("silu gelu relu tanh", keeping_rows(POINTWISE, of_one)),

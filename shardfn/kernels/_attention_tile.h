@@ -1,12 +1,12 @@
 // One tile of 32 positions for some rows of queries: scores, weights, and the weighted sum of values, which are carried
-// from tile to tile. The definition, in this order of operations, is in _reference.py.
+// from tile to tile. The definition, in this order of operations, is in _ragged_attention.py.
 #pragma once
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
-#include "../_vectors.h"
+#include "_vectors.h"
 
 namespace {
 

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "../_generations.h"
-#include "../_threads.h"
+#include "_generations.h"
+#include "_threads.h"
 
 #define APART __attribute__((noinline))
 

@@ -11,22 +11,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import added as plus
-from shardfn.kernels._triton import ceil, greatest, launch
-from shardfn.kernels.block_sparse_attention._api import Given, Tiles
-
-from . import _reference
-from ._dropped import LEVELS
-from ._dropped_triton import factors
-from ._reference import QKV
+from ._block_sparse_attention import (
+    BLOCK_SPARSE_ATTENTION,
+    BLOCK_SPARSE_ATTENTION_BACKWARD,
+    LEVELS,
+    QKV,
+    Given,
+    Tiles,
+    takes_backward,
+    takes_forward,
+)
+from ._triton import added as plus
+from ._triton import ceil, greatest, launch, threefry
 
 MOST = 64  # rows held by a program, unless the rows are too wide
 
 
-def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, H, K] and lse [B, H, T]."""
-    if qkv[0].dtype == torch.float64:
-        return _reference.forward(qkv, tiles, given, block, scale)
+    run = BLOCK_SPARSE_ATTENTION.reference if q.dtype == torch.float64 else _attend
+    return run(q, k, v, *args)
+
+
+def backward(dy: Tensor, *args: Any) -> QKV:
+    """Returns the gradients of q, k and v."""
+    run = BLOCK_SPARSE_ATTENTION_BACKWARD.reference if dy.dtype == torch.float64 else _differentiate
+    return run(dy, *args)
+
+
+@takes_forward
+def _attend(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.contiguous() for x in qkv)
     (B, T, H, _), M = q.shape, _block_sides(q, block)
     y, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
@@ -35,12 +49,10 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
     return y, lse
 
 
-def backward(
+@takes_backward
+def _differentiate(
     dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
 ) -> QKV:
-    """Returns the gradients of q, k and v."""
-    if qkv[0].dtype == torch.float64:
-        return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
     q, k, v = (x.contiguous() for x in qkv)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _block_sides(q, block)
@@ -100,6 +112,22 @@ def _kernel_arguments(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: f
     keys, level, *first = given.dropped or (None, 0, 0, 0, 0)
     dropped = None if keys is None else keys.contiguous(), level, LEVELS / (LEVELS - level), *first
     return *(x.contiguous() for x in tiles), *ids, added, *strides, table, heads, *dropped, *sizes, scale
+
+
+@triton.jit
+@no_type_check
+def _dropout_factors(keys, b, head, t, s, level, kept):
+    """Returns the factors [m, n] of queries [m, 1] and keys [1, n], by global positions.
+
+    `kept`, or 0 for dropped pairs.
+    """
+    own, zero = keys + b * 2, s * 0  # the interpreter wraps around only in tensors
+    k0, k1 = tl.load(own + zero).to(tl.uint32), tl.load(own + 1 + zero).to(tl.uint32)
+    k0, k1 = threefry(k0, k1, zero.to(tl.uint32), (head + zero).to(tl.uint32))
+    x0, x1 = threefry(k0, k1, (t + zero).to(tl.uint32), (s // 4 + 0 * t).to(tl.uint32))
+    word = tl.where(s % 4 < 2, x0, x1)
+    number = tl.where(s % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+    return tl.where(number >= level, kept, 0.0)
 
 
 @triton.jit
@@ -166,7 +194,9 @@ def _forward_kernel(
             p, before = tl.exp(x - shift[:, None]), tl.exp(top - shift)
             total = total * before + tl.reduce(p, 1, plus)
             if keys is not None:
-                p *= factors(keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept)
+                p *= _dropout_factors(
+                    keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept
+                )
             value = _rows_of(v + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             sum = sum * before[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
             top = most
@@ -214,7 +244,9 @@ def _backward_queries(
             )  # fmt: skip
             dp = tl.dot(cotangent, tl.trans(value), input_precision="ieee")
             if keys is not None:
-                dp *= factors(keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept)
+                dp *= _dropout_factors(
+                    keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept
+                )
             ds = tl.exp(x - by[:, None]) * (dp - less[:, None])
             sum += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
     place = dq + head + t[:, None] * (H * K) + d[None, :]
@@ -263,7 +295,9 @@ def _backward_keys(
                 p, dp = tl.exp(x - by[:, None]), tl.dot(cotangent, tl.trans(value), input_precision="ieee")
                 ds = p * (dp - less[:, None])
                 if keys is not None:
-                    factor = factors(keys, b, h + head0, (t + query0)[:, None], (s + key0)[None, :], level, kept)
+                    factor = _dropout_factors(
+                        keys, b, h + head0, (t + query0)[:, None], (s + key0)[None, :], level, kept
+                    )
                     ds, p = p * (factor * dp - less[:, None]), factor * p
                 sum_v += tl.dot(tl.trans(p.to(own.dtype)), cotangent, input_precision="ieee")
                 sum_k += tl.dot(tl.trans(ds.to(own.dtype)), own, input_precision="ieee")

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../_vectors.h"
+#include "_vectors.h"
 
 namespace {
 

@@ -1,12 +1,12 @@
-// Tokens drawn from logits, and the numbers to draw them by: bit for bit as in `_reference.py`. No product is fused with
+// Tokens drawn from logits, and the numbers to draw them by: bit for bit as in `_draw.py`. No product is fused with
 // a sum (build with -ffp-contract=off), and sums have one order, so neither vectors nor threads change a bit.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 
-#include "../_generations.h"
-#include "../_threads.h"
+#include "_generations.h"
+#include "_threads.h"
 
 namespace {
 
@@ -339,7 +339,7 @@ INLINE void one(const Top& o, int64_t i, const Room& room) {
     }
 }
 
-// In the doubles that `_native.py` counts.
+// In the doubles that `_draw.py` counts.
 INLINE Room room_at(double* at, int64_t v) {
     Room room = {at, at + blocks_of(v) * BLOCK, nullptr, nullptr, nullptr};
     room.keys = (uint64_t*)(room.sums + blocks_of(v) + 1);

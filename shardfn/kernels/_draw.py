@@ -1,15 +1,32 @@
-"""Tokens drawn from logits, each row by itself."""
+"""Tokens drawn from logits, each row separately.
+
+All arithmetic of the definition is float64, each operation rounded once. Log probabilities are in the dtype of the
+logits.
+"""
+
+import math
 
 import torch
 from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
-from shardfn.kernels._dispatch import implementation, implementation_of_rows
-from shardfn.kernels._library import define, refuse_backward
-from shardfn.kernels._num_threads import num_threads
+from ._arguments import check_dtype, check_shape
+from ._build import function
+from ._exponential import WIDE_HIGH, WIDE_LOW, exponential
+from ._num_threads import num_threads, threads_for
+from ._op import EXACT, KernelOp
 
-from . import _native
+# A lower temperature counts as 0: a quotient by such a temperature could overflow.
+COLDEST = 1e-5
+# Weights are added up in blocks, each by 8 lanes over its 8 rows and a tree over the lanes.
+LANES, BLOCK = 8, 64
+ODD_TERMS = 14
+# Words of threefry2x32.
+MASK, PARITY = 0xFFFFFFFF, 0x1BD11BDA
+ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+# Logits up to which a second thread does not pay.
+FEW = 1 << 16
+_SOURCE = "_draw.cpp"
 
 
 def draw(
@@ -69,7 +86,7 @@ def draw(
         >>> tokens, logprobs
         (tensor([1, 2, 0]), tensor([-0.4076, -1.4076, -2.4076]))
     """
-    check_exact("logits", logits)
+    DRAW.check_dtype("logits", logits)
     if not logits.shape[1]:
         raise ValueError(f"logits is of shape {tuple(logits.shape)}: there is no token to draw")
     given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -78,7 +95,7 @@ def draw(
     for name, x in given.items():
         check_dtype(name, x, torch.int64 if name in ("top_k", "targets") else torch.float64)
         check_shape(name, x, (len(logits),), "one for each row")
-    return torch.ops.shardfn_kernels.draw(logits, uniform, temperature, top_k, top_p, min_p, targets)
+    return DRAW(logits, uniform, temperature, top_k, top_p, min_p, targets)
 
 
 def top_logprobs(
@@ -104,10 +121,10 @@ def top_logprobs(
         >>> top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), 2)
         (tensor([[1, 2]]), tensor([[-0.4076, -1.4076]]))
     """
-    check_exact("logits", logits)
+    TOP_LOGPROBS.check_dtype("logits", logits)
     if not 1 <= num <= logits.shape[1]:
         raise ValueError(f"num must be from 1 to {logits.shape[1]}, the number of logits, got {num}")
-    return torch.ops.shardfn_kernels.top_logprobs(logits, num)
+    return TOP_LOGPROBS(logits, num)
 
 
 def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]) -> Float64[Tensor, " rows"]:
@@ -139,54 +156,254 @@ def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]
         if x.dtype not in dtypes:
             raise TypeError(f"{name} is {x.dtype}, must be {dtypes[0]} or {dtypes[1]}")
     check_shape("places", places, (len(keys),), "one for each key")
-    return torch.ops.shardfn_kernels.draw_uniforms(keys, places)
+    return DRAW_UNIFORMS(keys, places)
 
 
-def _draw_tokens(
-    logits: Tensor,
+def check_values(
+    vocab: int,
     uniform: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
     targets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    run = implementation_of_rows("draw", "draw", logits)
-    rest = [x.contiguous() for x in (uniform, temperature, top_k, top_p, min_p)]
-    return run(logits.contiguous(), *rest, None if targets is None else targets.contiguous())
+) -> None:
+    """Refuses arguments out of range. Each implementation checks the ranges at the run, for captured programs, too.
+
+    Raises:
+        ValueError: names the argument, the first row, and the range.
+    """
+    drawn = temperature >= COLDEST
+    if targets is not None:
+        drawn = drawn & (targets < 0)
+    for name, x, low, high in (
+        ("temperature", temperature, 0, math.inf),
+        ("top_p", top_p, 0, 1.0),
+        ("min_p", min_p, 0, 1.0),
+        ("uniform", uniform, 0, 1.0),
+        ("top_k", top_k, 0, vocab),
+        ("targets", targets, -1, vocab - 1),
+    ):
+        if x is None:
+            continue
+        wrong = ~((x >= low) & (x <= high))
+        if name == "uniform":
+            wrong = (wrong | (x == 1)) & drawn
+        if torch.any(wrong):
+            row = int(wrong.nonzero()[0])
+            below = " and below" if name == "uniform" else " to"
+            raise ValueError(f"{name} must be from {low}{below} {high}, got {x[row].item()} in row {row}")
 
 
-def _top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    return implementation_of_rows("draw", "top_logprobs", logits)(logits.contiguous(), num)
+# The definitions.
 
 
-def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
-    run = implementation("draw", "draw_uniforms", keys.device)
-    return run(keys.view(torch.int64).contiguous(), places.to(torch.int64).contiguous())
+def _draw_by_torch(logits: Tensor, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    *per_row, targets = arguments
+    check_values(logits.shape[1], *arguments)  # pyright: ignore[reportArgumentType]
+    given = logits.new_full((len(logits),), -1, dtype=torch.int64) if targets is None else targets
+    tokens, logprobs = [], []
+    for row, *how in zip(logits, *per_row, given, strict=True):
+        token, logprob = _draw_row(row, *(x.item() for x in how))
+        tokens.append(token)
+        logprobs.append(logprob)
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device), logits.new_tensor(logprobs)
+
+
+def _top_by_torch(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
+    logprobs = torch.full((len(logits), num), math.nan, dtype=logits.dtype)
+    for i, row in enumerate(logits.cpu()):
+        shifted = row.double() - float(row.max())
+        if math.isfinite(float(row.max())):
+            tokens[i] = row.sort(descending=True, stable=True).indices[:num]
+            logprobs[i] = shifted[tokens[i]] - compute_logarithm(_sum_blocks(exponential(shifted))[-1])
+    return tokens.to(logits.device), logprobs.to(logits.device)
+
+
+def _uniforms_by_torch(keys: Tensor, places: Tensor) -> Tensor:
+    keys, places = _as_words(keys, places)
+    k0, k1 = keys >> 32 & MASK, keys & MASK
+    ks = k0, k1, k0 ^ k1 ^ PARITY
+    x0, x1 = (places >> 32 & MASK) + k0 & MASK, (places & MASK) + k1 & MASK
+    for i in range(5):
+        for r in ROTATIONS[i % 2]:
+            x0 = x0 + x1 & MASK
+            x1 = (x1 << r | x1 >> 32 - r) & MASK ^ x0
+        x0, x1 = x0 + ks[(i + 1) % 3] & MASK, x1 + ks[(i + 2) % 3] + i + 1 & MASK
+    return (x0 << 21 | x1 >> 11).double() * 2.0**-53
+
+
+def _draw_row(
+    row: Tensor, u: float, temperature: float, top_k: int, top_p: float, min_p: float, target: int
+) -> tuple[int, float]:
+    x = row.double()
+    most = float(x.max())
+    if not math.isfinite(most):  # also a NaN as the maximum
+        return -1, math.nan
+    shifted = x - most
+    sums = _sum_blocks(exponential(shifted))
+    if target >= 0:
+        token = target
+    elif temperature < COLDEST:
+        token = int((row == row.max()).nonzero()[0])
+    else:
+        # An excluded logit at an infinite temperature is NaN, and has no weight.
+        weights = exponential(shifted / temperature).nan_to_num(0.0)
+        token = _find_token(_filter_weights(weights, row, top_k, top_p, min_p), u)
+    return token, float(shifted[token]) - compute_logarithm(sums[-1])
+
+
+def _filter_weights(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Returns the weights, with zeros where the filters leave a token out."""
+    order = row.sort(descending=True, stable=True).indices.tolist()
+    order = order[:top_k] if top_k else order
+    if top_p < 1:
+        left = torch.zeros_like(weights)
+        left[order] = weights[order]
+        values, wanted, so_far, num = weights.tolist(), top_p * _sum_blocks(left)[-1], 0.0, 0
+        while num < len(order) and (num == 0 or so_far < wanted):
+            so_far += values[order[num]]
+            num += 1
+        order = order[:num]
+    kept = torch.zeros_like(weights)
+    kept[order] = weights[order]
+    return torch.where(kept >= min_p, kept, 0.0)
+
+
+def _find_token(weights: Tensor, u: float) -> int:
+    """Returns the first token at which the sum of weights is above `u` times the total.
+
+    Else returns the last token with a weight.
+    """
+    sums = _sum_blocks(weights)
+    target = u * sums[-1]
+    at = next((i for i, end in enumerate(sums[1:]) if end > target), None)
+    if at is None:
+        return int(weights.nonzero()[-1])
+    so_far, last = sums[at], -1
+    for i, weight in enumerate(weights[at * BLOCK : (at + 1) * BLOCK].tolist()):
+        so_far += weight
+        last = at * BLOCK + i if weight > 0 else last
+        if weight > 0 and so_far > target:
+            break
+    return last
+
+
+def _sum_blocks(weights: Tensor) -> list[float]:
+    """Returns, for each block, the sum of all earlier blocks, and at the end the total."""
+    x = torch.nn.functional.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK // LANES, LANES)
+    lanes = x[:, 0]
+    for i in range(1, x.shape[1]):
+        lanes = lanes + x[:, i]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    sums = [0.0]
+    for block in lanes[:, 0].tolist():
+        sums.append(sums[-1] + block)
+    return sums
+
+
+def compute_logarithm(x: float) -> float:
+    """Returns the logarithm of a normal number, by x = m 2^e and the series of the inverse hyperbolic tangent."""
+    m, e = math.frexp(x)
+    if m < 0.7071067811865476:
+        m, e = m * 2, e - 1
+    f = (m - 1) / (m + 1)
+    square, y = f * f, 0.0
+    for i in range(ODD_TERMS, -1, -1):
+        y = y * square + 1 / (2 * i + 1)
+    return e * WIDE_LOW + (2 * f * y) + e * WIDE_HIGH
+
+
+# In C++.
+
+
+def _draw_natively(logits: Tensor, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    r, v = logits.shape
+    threads = threads_for(r * v, FEW, r)
+    tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
+    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
+    at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
+    if function(_SOURCE, "draw_rows", "p" * 10 + "i" * 4, returns=True)(*at, room(v), r, v, threads):
+        check_values(v, *arguments)  # pyright: ignore[reportArgumentType]
+        raise AssertionError("C++ refuses arguments that Python takes")
+    return tokens, logprobs
+
+
+def _top_natively(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    r, v = logits.shape
+    threads = threads_for(r * v, FEW, r)
+    tokens, logprobs = _empty_top(logits, num)
+    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
+    at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))
+    function(_SOURCE, "top_rows", "p" * 4 + "i" * 5)(*at, room(v), r, v, num, threads)
+    return tokens, logprobs
+
+
+def _uniforms_natively(keys: Tensor, places: Tensor) -> Tensor:
+    keys, places = _as_words(keys, places)
+    out = torch.empty(keys.shape, dtype=torch.float64)
+    function(_SOURCE, "draw_uniforms", "pppi")(keys.data_ptr(), places.data_ptr(), out.data_ptr(), len(keys))
+    return out
+
+
+def room(vocab: int) -> int:
+    """Returns the float64 numbers of memory that a thread needs.
+
+    Example:
+        >>> room(49152)
+        115458
+    """
+    blocks, ends = -(-vocab // 64), 8192 // 2
+    return blocks * 64 + (blocks + 1) + vocab + ends + vocab // 4 + 1
 
 
 def _scratch_bytes(logits: Tensor, *rest: Tensor | None) -> int:
     del rest
-    return 8 * _native.room(logits.shape[1]) * min(num_threads(), len(logits))
+    return 8 * room(logits.shape[1]) * min(num_threads(), len(logits))
 
 
-define(
-    "draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? targets)"
-    " -> (Tensor, Tensor)",
-    _draw_tokens,
-    lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
+def _as_words(keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and places as int64."""
+    return keys.view(torch.int64), places.to(torch.int64)
+
+
+def _empty_top(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    r = logits.shape[0]
+    return logits.new_empty(r, num, dtype=torch.int64), logits.new_empty(r, num)
+
+
+DRAW = KernelOp(
+    schema="draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
+    " Tensor? targets) -> (Tensor, Tensor)",
+    abstract=lambda logits, *_: (logits.new_empty(logits.shape[0], dtype=torch.int64), logits.new_empty(len(logits))),
+    reference=_draw_by_torch,
+    dtypes=EXACT,
+    native=_draw_natively,
+    source=_SOURCE,
+    triton="_draw_triton.draw",
+    fast_dtypes=(torch.float32,),
+    no_derivative="draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.",
     scratch=_scratch_bytes,
 )
-refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")
-define(
-    "top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
-    _top_logprobs,
-    lambda logits, num: (logits.new_empty(len(logits), num, dtype=torch.int64), logits.new_empty(len(logits), num)),
+TOP_LOGPROBS = KernelOp(
+    schema="top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
+    abstract=_empty_top,
+    reference=_top_by_torch,
+    dtypes=EXACT,
+    native=_top_natively,
+    source=_SOURCE,
+    triton="_draw_triton.top_logprobs",
+    fast_dtypes=(torch.float32,),
+    no_derivative="call it on logits.detach().",
     scratch=_scratch_bytes,
 )
-refuse_backward("top_logprobs", "call it on logits.detach().")
-define(
-    "draw_uniforms(Tensor keys, Tensor places) -> Tensor",
-    _draw_uniforms,
-    lambda keys, places: keys.new_empty(len(keys), dtype=torch.float64),
+DRAW_UNIFORMS = KernelOp(
+    schema="draw_uniforms(Tensor keys, Tensor places) -> Tensor",
+    abstract=lambda keys, places: keys.new_empty(len(keys), dtype=torch.float64),
+    reference=_uniforms_by_torch,
+    native=_uniforms_natively,
+    source=_SOURCE,
+    triton="_draw_triton.draw_uniforms",
 )

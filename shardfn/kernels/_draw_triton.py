@@ -10,14 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._exponential import LOG2E, WIDE_HIGH, WIDE_LOW, WIDE_MAGIC, WIDE_TERMS
-from shardfn.kernels._triton import ceil, launch
-from shardfn.kernels.block_sparse_attention._dropped_triton import threefry
+from ._draw import BLOCK, COLDEST, ODD_TERMS, check_values
+from ._exponential import LOG2E, WIDE_HIGH, WIDE_LOW, WIDE_MAGIC, WIDE_TERMS
+from ._triton import ceil, launch, threefry
 
-from . import _reference
-from ._values import COLDEST, check_values
-
-BLOCK, WIDTH = _reference.BLOCK, 1024
+WIDTH = 1024
 
 
 def draw(
@@ -57,7 +54,8 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
-    """Numbers in [0, 1) of keys and places, int64 [r]."""
+    """Numbers in [0, 1) of keys and places [r]."""
+    keys, places = keys.view(torch.int64), places.to(torch.int64)
     out = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
     launch(_uniforms_kernel, ceil(len(keys), WIDTH), keys.device, keys, places, out, len(keys), WIDTH=WIDTH)
     return out
@@ -120,7 +118,7 @@ def _compute_logarithm(x: Tensor) -> Tensor:
     m, e = torch.where(low, m * 2, m), torch.where(low, e - 1, e).double()
     f = (m - 1) / (m + 1)
     square, y = f * f, torch.zeros_like(f)
-    for i in range(_reference.ODD_TERMS, -1, -1):
+    for i in range(ODD_TERMS, -1, -1):
         y = y * square
         y = y + 1 / (2 * i + 1)
     return e * WIDE_LOW + (2 * f * y) + e * WIDE_HIGH

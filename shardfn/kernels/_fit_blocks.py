@@ -22,8 +22,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ._blocks import decode_blocks
-from ._codes import BLOCK_BYTES, GROUP, Codes, check_codes, code_blocks
+from ._row_codes import BLOCK_BYTES, GROUP, Codes, check_codes, code_blocks, decode_blocks
 
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 # Times the mean moment, added to each moment, so that rare inputs do not take up all errors.

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../_threads.h"
+#include "_threads.h"
 
 namespace {
 

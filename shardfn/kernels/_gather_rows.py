@@ -1,14 +1,20 @@
 """Weighted sums of rows by number, and the dot products in the derivative."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
-from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define, map_rows, refuse_backward
+from ._arguments import check_dtype, check_floating, check_shape
+from ._build import function
+from ._num_threads import threads_for
+from ._op import DimLabels, KernelOp
 
-from ._values import wide
+# Elements read up to which a second thread does not pay.
+FEW = 1 << 17
+_SOURCE = "_gather_rows.cpp"
+_REMEDY = "use nn.moe.dispatch and nn.moe.combine, or detach its arguments."
 
 
 def gather_rows(
@@ -43,12 +49,12 @@ def gather_rows(
                 [10., 20.],
                 [ 0.,  0.]])
     """
-    _check_float("x", x)
+    check_floating("x", x)
     check_dtype("index", index, torch.int64)
     if weights is not None:
-        _check_float("weights", weights)
+        check_floating("weights", weights)
         check_shape("weights", weights, tuple(index.shape), "one for each index")
-    return torch.ops.shardfn_kernels.gather_rows(x, index, weights)
+    return GATHER_ROWS(x, index, weights)
 
 
 def row_dots(
@@ -77,51 +83,116 @@ def row_dots(
         tensor([[30.,  0.],
                 [ 2., 20.]])
     """
-    _check_float("x", x)
+    check_floating("x", x)
     check_dtype("y", y, x.dtype)
     check_dtype("index", index, torch.int64)
     check_shape("y", y, (index.shape[0], x.shape[1]), "a row for each row of the index, as long as those of x")
-    return torch.ops.shardfn_kernels.row_dots(x, y, index)
+    return ROW_DOTS(x, y, index)
 
 
-def _check_float(name: str, x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"{name} must be of floating-point numbers, got {x.dtype}. Convert {name}")
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which numbers of a dtype are added up."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    run = implementation("gather_rows", "gather_rows", x.device)
-    factors = None if weights is None else weights.to(wide(x.dtype)).contiguous()
-    return run(x.contiguous(), index.contiguous(), factors)
+# The definitions.
 
 
-def _row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    return implementation("gather_rows", "row_dots", x.device)(x.contiguous(), y.contiguous(), index.contiguous())
+def _gather_by_torch(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    _check_index(x, index)
+    out = x.new_zeros(index.shape[0], x.shape[1], dtype=sum_dtype(x.dtype))
+    begun = torch.zeros_like(index[:, :1], dtype=torch.bool)
+    for j in range(index.shape[1]):
+        at = index[:, j]
+        term = x[at.clamp(min=0)].to(out.dtype) if x.shape[0] else torch.zeros_like(out)
+        term = term if weights is None else term * weights[:, j, None].to(out.dtype)
+        named = at[:, None] >= 0
+        out = torch.where(named, torch.where(begun, out + term, term), out)
+        begun = begun | named
+    return out.to(x.dtype)
 
 
-def _gather_scratch(x: Tensor, index: Tensor, weights: Tensor | None) -> int:
-    """Bytes of copies in float32 of tensors of 16 bits, and of the result."""
+def _dot_by_torch(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    _check_index(x, index)
+    out = x.new_zeros(tuple(index.shape), dtype=sum_dtype(x.dtype))
+    for j in range(index.shape[1] if x.shape[0] else 0):
+        at = index[:, j]
+        dots = (x[at.clamp(min=0)].to(out.dtype) * y.to(out.dtype)).sum(1)
+        out[:, j] = torch.where(at >= 0, dots, 0)
+    return out
+
+
+def _check_index(x: Tensor, index: Tensor) -> None:
+    if index.device.type == "cpu" and bool(((index < -1) | (index >= x.shape[0])).any()):
+        refuse_index(x.shape[0])
+
+
+def _refuse_index(num: int) -> None:
+    raise IndexError(f"an index must be from -1 to {num - 1}, the last row of x. -1 adds nothing")
+
+
+# In C++.
+
+
+def _gather_natively(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    rows, m = x.to(sum_dtype(x.dtype)), index.shape[0]
+    factors = None if weights is None else weights.to(rows.dtype)
+    out = rows.new_empty(m, x.shape[1])
+    _call_rows("gather_rows", rows, index, factors, out)
+    return out.to(x.dtype)
+
+
+def _dot_natively(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    rows, others = (t.to(sum_dtype(x.dtype)) for t in (x, y))
+    out = rows.new_empty(tuple(index.shape))
+    _call_rows("row_dots", rows, index, others, out)
+    return out
+
+
+def _call_rows(name: str, rows: Tensor, *rest: Any) -> None:
+    index, sizes = rest[0], (*rows.shape, *rest[0].shape)
+    kind, bad = "float" if rows.dtype == torch.float32 else "double", index.new_zeros(1)
+    threads = threads_for(index.numel() * rows.shape[1], FEW)
+    at = (None if t is None else t.data_ptr() for t in (rows, *rest))
+    function(_SOURCE, f"{name}_{kind}", "p" * 4 + "i" * 5 + "p")(*at, *sizes, threads, bad.data_ptr())
+    if bad.item():
+        _refuse_index(rows.shape[0])
+
+
+def count_gather_scratch(x: Tensor, index: Tensor, weights: Tensor | None) -> int:
+    """Returns the bytes of copies in float32 of tensors of 16 bits, and of the result."""
     numbers = x.numel() + index.shape[0] * x.shape[1] if x.element_size() < 4 else 0
     return 4 * (numbers + (index.numel() if weights is not None and weights.element_size() < 4 else 0))
 
 
-def _dots_scratch(x: Tensor, y: Tensor, index: Tensor) -> int:
+def _dot_scratch(x: Tensor, y: Tensor, index: Tensor) -> int:
     del index
     return 4 * (x.numel() + y.numel()) if x.element_size() < 4 else 0
 
 
-define(
-    "gather_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor",
-    _gather_rows,
-    lambda x, index, weights: x.new_empty(index.shape[0], x.shape[1]),
-    scratch=_gather_scratch,
+GATHER_ROWS = KernelOp(
+    schema="gather_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor",
+    abstract=lambda x, index, weights: x.new_empty(index.shape[0], x.shape[1]),
+    reference=_gather_by_torch,
+    native=_gather_natively,
+    source=_SOURCE,
+    triton="_gather_rows_triton.gather_rows",
+    no_derivative=_REMEDY,
+    mapped=0,
+    scratch=count_gather_scratch,
+    sharding=DimLabels(".d,m.,m.->md", linear=(0, 2)),
+    rows="places",
 )
-define(
-    "row_dots(Tensor x, Tensor y, Tensor index) -> Tensor",
-    _row_dots,
-    lambda x, y, index: x.new_empty(tuple(index.shape), dtype=wide(x.dtype)),
-    scratch=_dots_scratch,
+ROW_DOTS = KernelOp(
+    schema="row_dots(Tensor x, Tensor y, Tensor index) -> Tensor",
+    abstract=lambda x, y, index: x.new_empty(tuple(index.shape), dtype=sum_dtype(x.dtype)),
+    reference=_dot_by_torch,
+    native=_dot_natively,
+    source=_SOURCE,
+    triton="_gather_rows_triton.row_dots",
+    no_derivative=_REMEDY,
+    mapped=0,
+    flops=lambda x, y, index: 2 * index.numel() * y.shape[1],
+    scratch=_dot_scratch,
+    sharding=DimLabels(".d,md,m.->m.", linear=(0, 1), sums=True),
 )
-for _name in ("gather_rows", "row_dots"):
-    map_rows(_name, 0)
-    refuse_backward(_name, "use nn.moe.dispatch and nn.moe.combine, or detach its arguments.")

@@ -6,20 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import added, ceil, launch
-
-from ._values import wide
+from ._gather_rows import sum_dtype
+from ._triton import added, ceil, launch
 
 WIDTH = 1024
 
 
 def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """Maps x [n, d], index [m, j], and weights [m, j] of the dtype of sums to [m, d]."""
+    """Maps x [n, d], index [m, j], and weights [m, j] to [m, d]."""
     (n, d), (m, j) = x.shape, index.shape
     out, blocks = x.new_empty(m, d), ceil(d, WIDTH)
-    factors = out if weights is None else weights
+    factors = out if weights is None else weights.to(sum_dtype(x.dtype))
     sizes = n, d, j, blocks
-    constants = {"WEIGHTED": weights is not None, "DOUBLE": wide(x.dtype).itemsize == 8, "WIDTH": WIDTH}
+    constants = {"WEIGHTED": weights is not None, "DOUBLE": sum_dtype(x.dtype).itemsize == 8, "WIDTH": WIDTH}
     launch(_gather_kernel, m * blocks, x.device, x, index, factors, out, *sizes, **constants)
     return out
 
@@ -27,7 +26,7 @@ def gather_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 def row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Maps x [n, d], y [m, d] and index [m, j] to [m, j]."""
     (n, d), (m, j) = x.shape, index.shape
-    out = x.new_empty(m, j, dtype=wide(x.dtype))
+    out = x.new_empty(m, j, dtype=sum_dtype(x.dtype))
     constants = {"DOUBLE": out.dtype.itemsize == 8, "WIDTH": WIDTH}
     launch(_dots_kernel, m * j, x.device, x, y, index, out, n, d, j, **constants)
     return out

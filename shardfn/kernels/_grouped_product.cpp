@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../_panels.h"
-#include "../_threads.h"
+#include "_panels.h"
+#include "_threads.h"
 
 namespace {
 

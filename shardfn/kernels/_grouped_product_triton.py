@@ -11,16 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import ceil, launch
-from shardfn.kernels.row_linear._reference import joined
+from ._grouped_product import CHUNKS, GROUPED_PRODUCT, lay_out
+from ._row_linear import joined
+from ._triton import ceil, launch
 
 ROWS, COLUMNS, DEPTH = 32, 64, 32
-# Chunks of k, with sums added by a tree, where a row must have the bits of `row_linear`.
-CHUNKS = 8
 
 
 def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
     """Maps x [m, k] and w [e, k, n] or [e, n, k] to [m, n]."""
+    if exact and x.dtype == torch.float64:
+        return GROUPED_PRODUCT.reference(x, w, counts, transposed, exact)
+    (w, transposed), x = lay_out(w, transposed), x.contiguous()
     m, k = x.shape
     n = w.shape[1 if transposed else 2]
     chunks = CHUNKS if exact else 1

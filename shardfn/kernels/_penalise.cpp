@@ -1,11 +1,11 @@
-// Penalties on the logits of tokens that a sequence has, bit for bit as in `_reference.py`: float64, each operation
+// Penalties on the logits of tokens that a sequence has, bit for bit as in `_penalise.py`: float64, each operation
 // rounded once (build with -ffp-contract=off). Beyond a copy of the logits, the work is that of the history's length.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "../_threads.h"
+#include "_threads.h"
 
 namespace {
 

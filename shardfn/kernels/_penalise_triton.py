@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import ceil, launch
-
-from ._values import check_values
+from ._penalise import check_values
+from ._triton import ceil, launch
 
 WIDTH = 1024
 

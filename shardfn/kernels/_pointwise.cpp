@@ -3,9 +3,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "../_chain.h"
-#include "../_threads.h"
-#include "../_vectors.h"
+#include "_chain.h"
+#include "_threads.h"
+#include "_vectors.h"
 
 namespace {
 

@@ -1,17 +1,28 @@
 """Activations of single elements, with the same bits in any batch and on any processor."""
 
 import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
-from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation_of_rows
-from shardfn.kernels._library import define, map_rows, refuse_backward
+from ._arguments import check_dtype, check_shape
+from ._build import function
+from ._chain import Arguments, KernelCall, addresses, are_dense, define_call
+from ._exponential import exponential, fused
+from ._num_threads import threads_for
+from ._op import EXACT, KernelOp
 
-from . import _native
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715 * LINEAR
+# Elements up to which a second thread does not pay.
+FEW = 1 << 17
+# Elements of a part of a gradient: on a CPU a thread's elements, which fit in the cache.
+_PART, _LARGE_PART = 1 << 15, 1 << 24
+_SOURCE = "_pointwise.cpp"
 
 
 def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
@@ -33,10 +44,10 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
         >>> gated_silu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
         tensor([  0., 300.])
     """
-    check_exact("gate", gate)
+    GATED_SILU.check_dtype("gate", gate)
     check_dtype("up", up, gate.dtype)
     check_shape("up", up, tuple(gate.shape), "that of gate")
-    return torch.ops.shardfn_kernels.gated_silu(gate, up)
+    return GATED_SILU(gate, up)
 
 
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -56,8 +67,8 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         >>> gelu(torch.tensor([-100.0, 0.0, 100.0]))
         tensor([ -0.,   0., 100.])
     """
-    check_exact("x", x)
-    return torch.ops.shardfn_kernels.gelu(x)
+    GELU.check_dtype("x", x)
+    return GELU(x)
 
 
 def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float[Tensor, "t h k"]:
@@ -78,13 +89,13 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
         tensor([[[-2.,  1.]]])
     """
     T, _, K = x.shape
-    check_exact("x", x)
+    ROTATE.check_dtype("x", x)
     for name, table in (("cos", cos), ("sin", sin)):
         check_dtype(name, table, x.dtype)
         check_shape(name, table, (T, K), "a row for each token")
     if K % 2:
         raise ValueError(f"K must be even, as rotation pairs the two halves of a row, got x of shape {tuple(x.shape)}")
-    return torch.ops.shardfn_kernels.rotate(x, cos, sin)
+    return ROTATE(x, cos, sin)
 
 
 def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"]) -> Float[Tensor, "*rows i"]:
@@ -113,7 +124,30 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // 2), "half a row of x")
     if x.shape[-1] % 2:
         raise ValueError(f"rows of x have two halves: the length must be even, got x of shape {tuple(x.shape)}")
-    return torch.ops.shardfn_kernels.gated_silu_gradient(x, dy)
+    return GATED_SILU_GRADIENT(x, dy)
+
+
+# The definitions. Each operation is rounded once.
+
+
+def _gate_by_torch(gate: Tensor, up: Tensor) -> Tensor:
+    return _multiply_sigmoid(gate, gate) * up
+
+
+def _gelu_by_torch(x: Tensor) -> Tensor:
+    factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
+    return _multiply_sigmoid(x, x * factor)
+
+
+def _rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+
+
+def _multiply_sigmoid(x: Tensor, a: Tensor) -> Tensor:
+    """Returns x / (1 + e^-a), by only e^-|a|."""
+    e = exponential(-a.abs())
+    return x * torch.where(a < 0, e, 1.0) / (1 + e)
 
 
 def _gated_silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
@@ -150,20 +184,84 @@ def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     return x.reshape(-1, max(x.shape[-1], 1)).split(max(most // width, 1))
 
 
-def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    return implementation_of_rows("pointwise", "gated_silu", gate)(gate.contiguous(), up.contiguous())
+# In C++.
 
 
-def _gelu_rows(x: Tensor) -> Tensor:
-    return implementation_of_rows("pointwise", "gelu", x)(x.contiguous())
+def _run_elements(name: str, *tensors: Tensor) -> Tensor:
+    y = torch.empty_like(tensors[0])
+    function(_SOURCE, name, "p" * (len(tensors) + 1) + "ii")(*addresses(_list_arguments(*tensors, y)))
+    return y
 
 
-def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return implementation_of_rows("pointwise", "rotate", x)(*(t.contiguous() for t in (x, cos, sin)))
+def _call_elements(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    return KernelCall(_SOURCE, name, _list_arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
-# Elements of a part: on a CPU a thread's elements, which fit in the cache.
-_PART, _LARGE_PART = 1 << 15, 1 << 24
+def _list_arguments(*tensors: Tensor) -> Arguments:
+    n = tensors[-1].numel()
+    return *tensors, n, threads_for(n, FEW)
+
+
+def _rotate_natively(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    function(_SOURCE, "rotate", "ppppiii")(*addresses((x, cos, sin, y, *x.shape)))
+    return y
+
+
+def _call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    x, cos, sin = arguments
+    return KernelCall(_SOURCE, "rotate", (x, cos, sin, y, *x.shape)) if are_dense(x, cos, sin) else None
+
+
+# Operations of torch with results determined by IEEE 754, so that both have the same bits.
+
+
+def _call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of torch's `add` and `add_`: of two tensors of equal shape, or of a tensor and a number."""
+    x, other = arguments
+    if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
+        n = x.numel()
+        return KernelCall(_SOURCE, "shifted", (x, y, n, float(other), threads_for(n, FEW)))
+    return _call_elements("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
+
+
+def _call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of torch's `mul` and `mul_`: of two tensors of equal shape, or of rows and row factors."""
+    x, by = arguments
+    if not isinstance(by, Tensor) or not are_dense(x, by, y):
+        return None
+    if x.shape == by.shape:
+        return _call_elements("multiplied", arguments, y)
+    if y.shape == by.shape:
+        x, by = by, x
+    rows, size = y.numel() // max(y.shape[-1], 1), y.shape[-1]
+    each, alike = (*y.shape[:-1], 1), (*[1] * (by.ndim - 1), size)
+    if y.shape != x.shape or y.numel() > FEW or by.shape not in (each, alike):
+        return None
+    return KernelCall(_SOURCE, "scaled", (x, by, y, rows, size, int(by.shape == each)))
+
+
+def _call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of torch's `pow` with an exponent of two."""
+    x, exponent = arguments
+    two = type(exponent) in (int, float) and exponent == 2
+    return _call_elements("multiplied", (x, x), y) if two and are_dense(x, y) else None
+
+
+def _call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of torch's `rsqrt` and `rsqrt_`."""
+    (x,) = arguments
+    return KernelCall(_SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
+
+
+for _names, _call in (
+    (("add.Tensor", "add_.Tensor"), _call_add),
+    (("mul.Tensor", "mul_.Tensor"), _call_multiply),
+    (("pow.Tensor_Scalar", "pow_.Scalar"), _call_square),
+    (("rsqrt.default", "rsqrt_.default"), _call_inverse_root),
+):
+    for _name in _names:
+        define_call(f"aten::{_name}", _call)
 
 
 def _empty_like(x: Tensor, *others: Tensor) -> Tensor:
@@ -171,26 +269,60 @@ def _empty_like(x: Tensor, *others: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _empty_like)
-define("gelu(Tensor x) -> Tensor", _gelu_rows, _empty_like)
-define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _empty_like)
-define("gated_silu_gradient_(Tensor(a!) x, Tensor dy) -> Tensor(a!)", _gated_silu_gradient_, lambda x, dy: x)
-define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_rows, _empty_like)
-refuse_backward("rotate", "use nn.rope, or detach its arguments.")
-for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
-    map_rows(_name, _num)
-    refuse_backward(_name, f"use nn.{_layer} with nn.ExactWeight.of(weight, chunks), or detach its arguments.")
-map_rows("gated_silu_gradient", 2)
-for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
-    refuse_backward(_name, "differentiate F.silu(gate) * up twice.")
-for _name in ("gated_silu", "gelu"):
-    define_call(f"shardfn_kernels::{_name}.default", functools.partial(_native.call, _name))
-define_call("shardfn_kernels::rotate.default", _native.call_rotate)
-for _names, _call in (
-    (("add.Tensor", "add_.Tensor"), _native.call_add),
-    (("mul.Tensor", "mul_.Tensor"), _native.call_multiply),
-    (("pow.Tensor_Scalar", "pow_.Scalar"), _native.call_square),
-    (("rsqrt.default", "rsqrt_.default"), _native.call_inverse_root),
-):
-    for _name in _names:
-        define_call(f"aten::{_name}", _call)
+def _define(
+    schema: str, reference: Callable[..., Tensor], native: Callable[..., Tensor], chain: Callable[..., Any], **more: Any
+) -> KernelOp:
+    return KernelOp(
+        schema=schema,
+        abstract=_empty_like,
+        reference=reference,
+        dtypes=EXACT,
+        native=native,
+        source=_SOURCE,
+        triton=f"_pointwise_triton.{schema.partition('(')[0]}",
+        fast_dtypes=(torch.float32,),
+        chain=chain,
+        **more,
+    )
+
+
+_REMEDY = "use nn.{} with nn.ExactWeight.of(weight, chunks), or detach its arguments."
+GATED_SILU, GELU = (
+    _define(
+        schema,
+        reference,
+        functools.partial(_run_elements, name),
+        functools.partial(_call_elements, name),
+        no_derivative=_REMEDY.format(layer),
+        mapped=num,
+    )
+    for name, schema, reference, layer, num in (
+        ("gated_silu", "gated_silu(Tensor gate, Tensor up) -> Tensor", _gate_by_torch, "swiglu", 2),
+        ("gelu", "gelu(Tensor x) -> Tensor", _gelu_by_torch, "mlp", 1),
+    )
+)
+ROTATE = _define(
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    _rotate_by_torch,
+    _rotate_natively,
+    _call_rotate,
+    no_derivative="use nn.rope, or detach its arguments.",
+)
+GATED_SILU_GRADIENT = KernelOp(
+    schema="gated_silu_gradient(Tensor x, Tensor dy) -> Tensor",
+    abstract=_empty_like,
+    reference=_gated_silu_gradient,
+    contiguous=False,
+    no_derivative="differentiate F.silu(gate) * up twice.",
+    mapped=2,
+    rows="each",
+    in_place="gated_silu_gradient_",
+)
+GATED_SILU_GRADIENT_ = KernelOp(
+    schema="gated_silu_gradient_(Tensor(a!) x, Tensor dy) -> Tensor(a!)",
+    abstract=lambda x, dy: x,
+    reference=_gated_silu_gradient_,
+    contiguous=False,
+    no_derivative="differentiate F.silu(gate) * up twice.",
+    rows="each",
+)

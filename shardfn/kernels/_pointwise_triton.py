@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import ceil, exponential, fused, launch
+from ._triton import ceil, exponential, fused, launch
 
 WIDTH = 1024
 

@@ -1,14 +1,43 @@
-"""Adam's step: along the mean of gradients, divided by the root of the mean of squared gradients."""
+"""Passes of an optimizer over memory: moving averages, and Adam's step by the averages.
 
+The step goes along the mean of gradients, divided by the root of the mean of squared gradients.
+"""
+
+import math
 from typing import Any
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape, check_written
-from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define
+from ._arguments import check_dtype, check_shape, check_written
+from ._build import call
+from ._op import KernelOp
+
+
+def moving_average_(m: Float32[Tensor, "*shape"], x: Float32[Tensor, "*shape"], b: float) -> None:
+    """Computes `m = b m + (1 - b) x` in a single pass over memory, each operation rounded once.
+
+    Args:
+        m: the average, contiguous, overwritten.
+        x: the new value.
+        b: the rate of decay.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: if shapes differ, or m is not contiguous.
+
+    Example:
+        >>> m = torch.tensor([1.0, 2.0])
+        >>> moving_average_(m, torch.tensor([3.0, 2.0]), 0.5)
+        >>> m
+        tensor([2., 2.])
+    """
+    check_dtype("m", m, torch.float32)
+    check_dtype("x", x, torch.float32)
+    check_shape("x", x, tuple(m.shape), "that of m")
+    check_written("m", m)
+    MOVING_AVERAGE_(m, x, b)
 
 
 def preconditioned_step(
@@ -55,7 +84,7 @@ def preconditioned_step(
         Kingma and Ba: Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
     """
     _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
-    return torch.ops.shardfn_kernels.preconditioned_step(p, m, nu, lr, c1, c2, eps, weight_decay)
+    return PRECONDITIONED_STEP(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
 def preconditioned_step_(
@@ -93,7 +122,7 @@ def preconditioned_step_(
     """
     _check_tensors(p, m=m, nu=nu, lr=lr, c1=c1, c2=c2)
     check_written("p", p)
-    torch.ops.shardfn_kernels.preconditioned_step_(p, m, nu, lr, c1, c2, eps, weight_decay)
+    PRECONDITIONED_STEP_(p, m, nu, lr, c1, c2, eps, weight_decay)
 
 
 def _check_tensors(p: Tensor, **others: Tensor | None) -> None:
@@ -105,28 +134,60 @@ def _check_tensors(p: Tensor, **others: Tensor | None) -> None:
             check_shape(name, x, tuple(p.shape) if elementwise else (), "that of p" if elementwise else "one number")
 
 
-def _run_step(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any, out: Tensor) -> None:
-    *tensors, eps, weight_decay = numbers
-    step = implementation("preconditioned_step", "preconditioned_step", p.device)
-    flat = (x.contiguous().view(-1) for x in (p, m, nu))
-    step(*flat, tuple(tensors), eps, weight_decay, None if out is p else out.view(-1))
+def _average_by_torch(m: Tensor, x: Tensor, b: float) -> None:
+    m.mul_(b).add_((1 - b) * x)
 
 
-def _preconditioned_step(p: Tensor, *args: Any) -> Tensor:
-    out = torch.empty_like(p, memory_format=torch.contiguous_format)
-    _run_step(p, *args, out=out)
+def _average_natively(m: Tensor, x: Tensor, b: float) -> None:
+    call("moving_average", m, x, m.numel(), float(b), float(1 - b))
+
+
+def _step_by_torch(
+    p: Tensor, m: Tensor, nu: Tensor, lr: Tensor, c1: Tensor | None, c2: Tensor | None, eps: float, weight_decay: float
+) -> Tensor:
+    d = torch.where(nu <= 0, math.inf, nu)
+    # torch's roots of fp32 numbers are not always the nearest numbers. Rounded roots of fp64 are.
+    d = (d if c2 is None else d / c2).double().sqrt().float() + eps
+    u = (m if c1 is None else m / c1) / d
+    return (u + weight_decay * p if weight_decay else u) * -lr
+
+
+def _add_step_by_torch(p: Tensor, *rest: Any) -> None:
+    p.add_(_step_by_torch(p, *rest))
+
+
+def _step_natively(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any) -> Tensor:
+    out = torch.empty_like(p)
+    _call_step(p, m, nu, *numbers, out)
     return out
 
 
-def _preconditioned_step_(p: Tensor, *args: Any) -> None:
-    _run_step(p, *args, out=p)
+def _call_step(p: Tensor, m: Tensor, nu: Tensor, *rest: Any) -> None:
+    """Calls C++, which writes `out`, or adds to p without `out`."""
+    *numbers, eps, weight_decay, out = rest
+    lr, c1, c2 = (1.0 if x is None else x.item() for x in numbers)  # division by 1 keeps all bits
+    call("preconditioned_step", p, m, nu, p.numel(), -lr, c1, c2, float(eps), float(weight_decay), out)
 
 
-_TAKES = "Tensor m, Tensor nu, Tensor lr, Tensor? c1, Tensor? c2, float eps, float weight_decay"
-
-define(
-    f"preconditioned_step(Tensor p, {_TAKES}) -> Tensor",
-    _preconditioned_step,
-    lambda p, *args: torch.empty_like(p, memory_format=torch.contiguous_format),
+MOVING_AVERAGE_ = KernelOp(
+    schema="moving_average_(Tensor(a!) m, Tensor x, float b) -> ()",
+    abstract=lambda *_: None,
+    reference=_average_by_torch,
+    native=_average_natively,
+    triton="_preconditioned_step_triton.moving_average",
 )
-define(f"preconditioned_step_(Tensor(a!) p, {_TAKES}) -> ()", _preconditioned_step_, lambda *args: None)
+_TAKES = "Tensor m, Tensor nu, Tensor lr, Tensor? c1, Tensor? c2, float eps, float weight_decay"
+PRECONDITIONED_STEP = KernelOp(
+    schema=f"preconditioned_step(Tensor p, {_TAKES}) -> Tensor",
+    abstract=lambda p, *_: torch.empty_like(p, memory_format=torch.contiguous_format),
+    reference=_step_by_torch,
+    native=_step_natively,
+    triton="_preconditioned_step_triton.preconditioned_step",
+)
+PRECONDITIONED_STEP_ = KernelOp(
+    schema=f"preconditioned_step_(Tensor(a!) p, {_TAKES}) -> ()",
+    abstract=lambda *_: None,
+    reference=_add_step_by_torch,
+    native=lambda *args: _call_step(*args, None),
+    triton="_preconditioned_step_triton.preconditioned_step_",
+)

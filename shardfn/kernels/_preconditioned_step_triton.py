@@ -1,27 +1,47 @@
-"""A step along a mean, divided by the root of a variance, in Triton."""
+"""Moving averages and Adam's step, in Triton."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import ceil, launch
-
-from ._reference import Numbers
+from ._triton import ceil, launch
 
 WIDTH = 1024
 
 
-def preconditioned_step(
-    p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
-) -> None:
-    """Computes flat fp32 [n], with lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without `out`."""
-    n = p.numel()
-    lr, c1, c2 = (p.new_ones(()) if x is None else x.to(p.device) for x in numbers)
-    options = {"DECAYS": weight_decay != 0, "ADDS": out is None, "WIDTH": WIDTH}
-    into = p if out is None else out
-    launch(_step_kernel, ceil(n, WIDTH), p.device, p, m, nu, lr, c1, c2, into, eps, weight_decay, n, **options)
+def moving_average(m: Tensor, x: Tensor, b: float) -> None:
+    """Overwrites m, fp32."""
+    launch(_average_kernel, ceil(m.numel(), WIDTH), m.device, m, x, b, 1 - b, m.numel(), WIDTH=WIDTH)
+
+
+def preconditioned_step(p: Tensor, *rest: Any) -> Tensor:
+    """Returns the step, fp32 of the shape of p."""
+    out = torch.empty_like(p)
+    _launch_step(p, *rest, out, adds=False)
+    return out
+
+
+def preconditioned_step_(p: Tensor, *rest: Any) -> None:
+    """Adds the step to p."""
+    _launch_step(p, *rest, p, adds=True)
+
+
+def _launch_step(p: Tensor, m: Tensor, nu: Tensor, *rest: Any, adds: bool) -> None:
+    *numbers, eps, decay, out = rest
+    n, (lr, c1, c2) = p.numel(), (p.new_ones(()) if x is None else x.to(p.device) for x in numbers)
+    options = {"DECAYS": decay != 0, "ADDS": adds, "WIDTH": WIDTH}
+    launch(_step_kernel, ceil(n, WIDTH), p.device, p, m, nu, lr, c1, c2, out, eps, decay, n, **options)
+
+
+@triton.jit
+@no_type_check
+def _average_kernel(m, x, b, a, n, WIDTH: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    old = tl.load(m + at, mask=at < n, other=0.0)
+    tl.store(m + at, old * b + tl.load(x + at, mask=at < n, other=0.0) * a, mask=at < n)
 
 
 @triton.jit

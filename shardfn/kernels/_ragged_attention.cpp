@@ -1,9 +1,9 @@
 // Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
 // of one sequence that follow each other in the plan, with the query heads of one key head.
-#include "../_chain.h"
-#include "../_threads.h"
-#include "_rows.h"
-#include "_tile.h"
+#include "_chain.h"
+#include "_threads.h"
+#include "_cache_rows.h"
+#include "_attention_tile.h"
 
 #include <algorithm>
 #include <atomic>

@@ -11,11 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import added, greatest, launch
-
-from ._check import check_plan
-from ._codes import LARGEST, as_rows
-from ._reference import TILE, seen_slots, write
+from ._ragged_attention import LARGEST, TILE, as_rows, check_plan, find_slots, write_cache
+from ._triton import added, greatest, launch
 
 
 def ragged_attention(
@@ -25,9 +22,9 @@ def ragged_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
-    write(k, v, cache, slots)
+    write_cache(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
-    places = seen_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
+    places = find_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
     y, lse, width = q.new_empty(T, H, K), q.new_empty(T, H), max(16, triton.next_power_of_2(K))
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)

@@ -1,7 +1,7 @@
 // Weights in codes, decoded in registers: scale q, or scale q + least, of groups of GROUP inputs. A scale has 11 bits
 // and q at most 8, so that their product is exact, and a weight is rounded at most once, as is that of the reference.
 #pragma once
-#include "../_panels.h"
+#include "_panels.h"
 
 #include <vector>
 

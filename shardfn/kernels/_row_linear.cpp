@@ -1,8 +1,8 @@
 // y = x W^T + bias of packed W: each element is the fixed expression of _panels.h.
-#include "../_panels.h"
-#include "../_chain.h"
-#include "../_threads.h"
-#include "_codes.h"
+#include "_panels.h"
+#include "_chain.h"
+#include "_threads.h"
+#include "_row_codes.h"
 
 #include <algorithm>
 

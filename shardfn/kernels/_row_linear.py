@@ -1,23 +1,30 @@
 """Batch-invariant linear layers: a row's bits do not depend on the number of rows."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
-from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation_of_rows
-from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
-
-from . import _native
-from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
+from ._arguments import check_dtype, check_shape
+from ._build import function
+from ._chain import KernelCall, are_dense
+from ._exponential import fused
+from ._num_threads import threads_for
+from ._op import EXACT, KernelOp
+from ._row_codes import GROUP, PANEL, Codes, code_blocks, kind_of, pack_blocks, packed_shape, unpack_rows
 
 # Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
+# Multiply-adds up to which a second thread does not pay.
+FEW = 1 << 21
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+_SOURCE = "_row_linear.cpp"
 
 
 def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
@@ -91,7 +98,7 @@ def row_linear(
                 [10., 35., 60.]])
     """
     _check_operands(x, packed, num, chunks, bias)
-    return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
+    return ROW_LINEAR(x, packed, num, chunks, bias)
 
 
 def row_linears(
@@ -131,11 +138,11 @@ def row_linears(
         )
     for w, num, bias in zip(packed, nums, given, strict=True):
         _check_operands(x, w, num, chunks, bias)
-    return torch.ops.shardfn_kernels.row_linears(x, list(packed), list(nums), chunks, given)
+    return ROW_LINEARS(x, list(packed), list(nums), chunks, given)
 
 
 def _check_operands(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
-    check_exact("x", x)
+    ROW_LINEARS.check_dtype("x", x)
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
     if torch.float64 in (x.dtype, packed.dtype) and x.dtype != packed.dtype:
@@ -151,26 +158,120 @@ def _check_operands(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tens
         check_shape("bias", bias, (num,), "one for each output")
 
 
-def _row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    return _row_linears(x, [packed], [num], chunks, [bias])[0]
+# The definition.
 
 
-def _row_linears(
-    x: Tensor, packed: list[Tensor], nums: list[int], chunks: int, biases: list[Tensor | None]
+def compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+    """Returns [m, num] of x [m, k] and packed [panels, k, 64], or codes: the definition of a layer."""
+    k = x.shape[1]
+    weight = unpack_rows(packed, num, k)
+    chains = []
+    for i in range(chunks):
+        total = x.new_zeros(x.shape[0], num)
+        for j in range(i * k // chunks, (i + 1) * k // chunks):
+            total = fused(x[:, j, None], weight[:, j], total)
+        chains.append(total)
+    out = joined(chains)
+    return out if bias is None else out + bias
+
+
+def compute_layers(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    nums: Sequence[int],
+    chunks: int,
+    biases: Sequence[Tensor | None],
+    *,
+    compute: Callable[..., Tensor] = compute_rows,
 ) -> list[Tensor]:
-    return implementation_of_rows("row_linear", "row_linears", x)(x, packed, nums, chunks, biases)
+    """Returns [*, num] of each layer, of x [*, k]."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    layers = zip(packed, nums, biases, strict=True)
+    return [compute(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
-def _map_op(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
+def joined(chains: Sequence[Tensor]) -> Tensor:
+    """Returns the chains of chunks, added by a binary tree.
+
+    Neighbours come first, and the last remaining nodes from the end. For example 5 chains a to e make ((a + b) + (c +
+    d)) + e.
+
+    Nodes of equal numbers of chunks, a power of two, may take the place of the chunks.
+
+    Args:
+        chains: list with a tensor for each chunk, or for each node.
+
+    Example:
+        >>> import torch
+        >>> joined([torch.tensor(float(x)) for x in (1, 2, 3)])  # (1 + 2) + 3
+        tensor(6.)
+    """
+    nodes: list[tuple[int, Tensor]] = []
+    for total in chains:
+        level = 0
+        while nodes and nodes[-1][0] == level:
+            total, level = nodes.pop()[1] + total, level + 1
+        nodes.append((level, total))
+    out = nodes.pop()[1]
+    while nodes:
+        out = nodes.pop()[1] + out
+    return out
+
+
+# In C++.
+
+
+def _compute_natively(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Maps x fp32 [*, k] to fp32 [*, num] of each layer. Neighbours of equal kind are computed in a single call."""
+    run = function(_SOURCE, "row_linears", "pp" + "i" * 6)
+    *lead, k = x.shape
+    m, x = math.prod(lead), x.contiguous()
+    ys = [x.new_empty((*lead, num)) for num in nums]
+    kinds = [_KINDS[kind_of(w) or w.dtype] for w in packed]
+    packed = [w.contiguous() for w in packed]
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
+    start = 0
+    for kind, same in itertools.groupby(kinds):
+        end = start + len(list(same))
+        layers = array("q")
+        for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
+            layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
+        threads = threads_for(m * k * sum(nums[start:end]), FEW)
+        run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads)
+        start = end
+    return ys
+
+
+def _call_layer(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of `row_linear` in a chain."""
+    x, packed, num, chunks, bias = arguments
+    return _call_layers((x, [packed], [num], chunks, [bias]), [y])
+
+
+def _call_layers(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
+    """Returns the call of `row_linears` in a chain, if the layers are of equal kind."""
+    x, packed, nums, chunks, biases = arguments
+    kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
+    if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):
+        return None
+    m, k = x.shape[:-1].numel(), x.shape[-1]
+    layers = [part for w, bias, y in zip(packed, biases, ys, strict=True) for part in (w, bias, y, y.shape[-1])]
+    threads = threads_for(m * k * sum(nums), FEW)
+    return KernelCall(_SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, *layers))
+
+
+def _map_layers(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
     """Applies the rule for vmap.
 
     A mapped dim of x joins the rows. With a mapped weight, each part has a separate call.
     """
-    op, (of_x, of_packed, _, _, of_biases) = torch.ops.shardfn_kernels.row_linears, in_dims
+    of_x, of_packed, _, _, of_biases = in_dims
     none = [None] * len(nums)
     of_packed, of_biases = of_packed or none, of_biases or none
     if of_packed == of_biases == none:
-        return op(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
+        return ROW_LINEARS(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
 
     def select_part(t: Any, dim: int | None, i: int) -> Any:
         return t if dim is None else t.select(dim, i)
@@ -179,27 +280,37 @@ def _map_op(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: 
         own, added = (
             list(map(select_part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases))
         )
-        return op(select_part(x, of_x, i), own, nums, chunks, added)
+        return ROW_LINEARS(select_part(x, of_x, i), own, nums, chunks, added)
 
     each = zip(*map(call_op, range(info.batch_size)), strict=True)
     return [torch.stack(ys) for ys in each], [0] * len(nums)
 
 
-define(
-    "row_linear(Tensor x, Tensor packed, int num, int chunks, Tensor? bias) -> Tensor",
-    _row_linear,
-    lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
+ROW_LINEARS = KernelOp(
+    schema="row_linears(Tensor x, Tensor[] packed, int[] nums, int chunks, Tensor?[] biases) -> Tensor[]",
+    abstract=lambda x, packed, nums, chunks, biases: [x.new_empty(*x.shape[:-1], num) for num in nums],
+    reference=compute_layers,
+    dtypes=EXACT,
+    native=_compute_natively,
+    source=_SOURCE,
+    triton="_row_linear_triton.row_linears",
+    fast_dtypes=(torch.float32,),
+    no_derivative="call it on x.detach() or under torch.no_grad().",
+    mapped=_map_layers,
+    flops=lambda x, packed, nums, *_: 2 * x.numel() * sum(nums),
+    chain=_call_layers,
 )
-map_rows("row_linear", 1)
-refuse_backward(
-    "row_linear", "call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear."
+ROW_LINEAR = KernelOp(
+    schema="row_linear(Tensor x, Tensor packed, int num, int chunks, Tensor? bias) -> Tensor",
+    abstract=lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
+    reference=lambda x, packed, num, chunks, bias: compute_layers(x, [packed], [num], chunks, [bias])[0],
+    dtypes=EXACT,
+    native=lambda x, packed, num, chunks, bias: _compute_natively(x, [packed], [num], chunks, [bias])[0],
+    source=_SOURCE,
+    triton="_row_linear_triton.row_linear",
+    fast_dtypes=(torch.float32,),
+    no_derivative="call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear.",
+    mapped=1,
+    flops=lambda x, packed, num, *_: 2 * x.numel() * num,
+    chain=_call_layer,
 )
-define(
-    "row_linears(Tensor x, Tensor[] packed, int[] nums, int chunks, Tensor?[] biases) -> Tensor[]",
-    _row_linears,
-    lambda x, packed, nums, chunks, biases: [x.new_empty(*x.shape[:-1], num) for num in nums],
-)
-torch.library.register_vmap("shardfn_kernels::row_linears", _map_op, lib=LIBRARY)
-refuse_backward("row_linears", "call it on x.detach() or under torch.no_grad().")
-define_call("shardfn_kernels::row_linear.default", _native.call_one)
-define_call("shardfn_kernels::row_linears.default", _native.call)

@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import ceil, launch
-
-from . import _reference
-from ._codes import GROUP, PANEL, kind_of
-from ._reference import joined
+from ._row_codes import GROUP, PANEL, kind_of
+from ._row_linear import compute_layers, joined
+from ._triton import ceil, launch
 
 ROWS = 16
 
 
-def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+def _compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
     """Maps x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
     (m, k), panels = x.shape, packed.shape[0]
     parts = x.new_empty(chunks, m, panels * PANEL)
@@ -37,7 +35,12 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     return out.clone() if bias is None else out + bias
 
 
-row_linears = functools.partial(_reference.row_linears, one=row_linear)
+row_linears = functools.partial(compute_layers, compute=_compute_rows)
+
+
+def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+    """Returns fp32 [*, num] of x [*, k]."""
+    return row_linears(x, [packed], [num], chunks, [bias])[0]
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 // halving: the rows beside it, threads and the width of vectors do not change the bits of a row.
 #include <cstring>
 
-#include "../_chain.h"
-#include "../_threads.h"
-#include "../_vectors.h"
+#include "_chain.h"
+#include "_threads.h"
+#include "_vectors.h"
 
 namespace {
 

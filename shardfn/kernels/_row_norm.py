@@ -1,15 +1,25 @@
 """Norms of rows, with the same bits in any batch and on any processor."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
-from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation_of_rows
-from shardfn.kernels._library import define, map_rows, refuse_backward
+from ._arguments import check_dtype, check_shape
+from ._build import function
+from ._chain import Arguments, KernelCall, addresses, are_dense
+from ._exponential import fused
+from ._num_threads import threads_for
+from ._op import EXACT, KernelOp
+from ._sums import sum_halves
 
-from . import _native
+LANES = 64
+# Elements up to which a second thread does not pay.
+FEW = 1 << 18
+_SOURCE = "_row_norm.cpp"
 
 
 def row_norm(
@@ -44,26 +54,80 @@ def row_norm(
         tensor([[ 1., -1.],
                 [-1.,  1.]])
     """
-    check_exact("x", x)
+    ROW_NORM.check_dtype("x", x)
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None:
             check_dtype(name, w, x.dtype)
             check_shape(name, w, (x.shape[-1],), "one for each element of a row of x")
-    return torch.ops.shardfn_kernels.row_norm(x, weight, bias, float(eps), centered)
+    return ROW_NORM(x, weight, bias, float(eps), centered)
 
 
-def _row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    bias = None if bias is None else bias.contiguous()
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    run = implementation_of_rows("row_norm", "row_norm", x)
-    return run(rows, weight.contiguous(), bias, eps, centered).view(x.shape)
+# The definition. Each operation is rounded once.
 
 
-define(
-    "row_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> Tensor",
-    _row_norm,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+def _norm_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    d, shape = x.shape[-1], x.shape
+    c = x = x.reshape(shape[:-1].numel(), d)
+    if centered:
+        c = x - (sum_halves(_sum_lanes(x)) / d)[:, None]
+    square = sum_halves(_sum_squares(c)) / d + x.new_tensor(eps)
+    # Numpy's roots are the numbers next to the true roots, but torch's not always.
+    root = torch.from_numpy(np.sqrt(square.double().cpu().numpy())).to(square)
+    y = c * (1 / root)[:, None]
+    y = y * weight if bias is None else fused(y, weight.expand_as(y), bias.expand_as(y))
+    return y.view(shape)
+
+
+def _sum_lanes(x: Tensor) -> Tensor:
+    """Returns the sums of the lanes, [r, 64]."""
+    total = x.new_zeros(x.shape[0], LANES)
+    for part in _split_parts(x):
+        total = total + part
+    return total
+
+
+def _sum_squares(x: Tensor) -> Tensor:
+    """Returns the sums of the lanes' squares, [r, 64]."""
+    total = x.new_zeros(x.shape[0], LANES)
+    for part in _split_parts(x):
+        total = fused(part, part, total)
+    return total
+
+
+def _split_parts(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % LANES)).unflatten(1, (-1, LANES)).unbind(1)
+
+
+# In C++.
+
+
+def _norm_natively(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    y = torch.empty_like(x)
+    run = function(_SOURCE, "row_norm", "ppppfiiii")
+    run(*addresses(_list_arguments(x, weight, bias, eps, centered, y)))
+    return y
+
+
+def _make_call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    x, weight, bias, *_ = arguments
+    return KernelCall(_SOURCE, "row_norm", _list_arguments(*arguments, y)) if are_dense(x, weight, bias) else None
+
+
+def _list_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
+    rows, d = x.shape[:-1].numel(), x.shape[-1]
+    return x, weight, bias, y, eps, rows, d, centered, threads_for(x.numel(), FEW)
+
+
+ROW_NORM = KernelOp(
+    schema="row_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> Tensor",
+    abstract=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    reference=_norm_by_torch,
+    dtypes=EXACT,
+    native=_norm_natively,
+    source=_SOURCE,
+    triton="_row_norm_triton.row_norm",
+    fast_dtypes=(torch.float32,),
+    no_derivative="use nn.exact_rms_norm or nn.exact_layer_norm, or detach its arguments.",
+    mapped=1,
+    chain=_make_call,
 )
-map_rows("row_norm", 1)
-refuse_backward("row_norm", "use nn.exact_rms_norm or nn.exact_layer_norm, or detach its arguments.")
-define_call("shardfn_kernels::row_norm.default", _native.call)

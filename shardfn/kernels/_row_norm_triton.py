@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardfn.kernels._triton import added, launch
+from ._triton import added, launch
 
 LANES = 64
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """Maps fp32 [r, d] to fp32 [r, d]."""
+    """Maps fp32 [*, d] to fp32 [*, d]."""
     y = torch.empty_like(x)
     shift = weight if bias is None else bias
     how = {"CENTERED": centered, "BIASED": bias is not None, "LANES": LANES}
-    launch(_norm_kernel, x.shape[0], x.device, x, weight, shift, y, x.shape[1], eps, **how)
+    launch(_norm_kernel, x.shape[:-1].numel(), x.device, x, weight, shift, y, x.shape[-1], eps, **how)
     return y
 
 

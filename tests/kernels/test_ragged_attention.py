@@ -11,8 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, kernels
-from shardfn.kernels import _build
-from shardfn.kernels.ragged_attention import _native, _reference
+from shardfn.kernels import _build, _ragged_attention
 from shardfn.testing import distributed
 
 NIGHTLY = pytest.mark.nightly
@@ -111,7 +110,7 @@ def test_lse_is_the_logarithm_of_the_sum(how: dict[str, Any], kind: str, monkeyp
     story = _story((40,), (6, 2, 7), **how)
     places, cache = torch.arange(40, dtype=torch.int32), torch.zeros(10, 2, 2, 4, 7)
     tables = torch.arange(10, dtype=torch.int32)[None]
-    with kernels.implemented_by(kind if kind != "native" or _build.library() else "cpu"):
+    with kernels.implemented_by(kind if kind != "native" or _build.library() else "reference"):
         args = cache, places, places, torch.zeros_like(places), tables
         _, lse = kernels.ragged_attention(story.q[0], story.k[0], story.v[0], *args, **story.how)
     torch.testing.assert_close(lse, _plain(story.q[0], story.k[0], story.v[0], **story.how)[1], rtol=2e-5, atol=2e-6)
@@ -164,13 +163,16 @@ def test_every_processor_has_the_bits_of_the_definition(
 
 def test_the_functions_of_scores() -> None:
     x = torch.cat([torch.linspace(-90, 0, 5001), torch.tensor([-math.inf, -87.0, -1e-30])])
-    got = _reference.exponential(x)
+    got = _ragged_attention.exponential(x)
     assert torch.equal(got[x < -87], torch.zeros(int((x < -87).sum()))) and got[5000] == 1
     near = x >= -87
     assert float((got[near].double() / x[near].double().exp() - 1).abs().max()) < 2e-7
     x = torch.cat([x / 10, -x / 10, torch.tensor([math.inf])])
-    torch.testing.assert_close(_reference.tanh(x), x.double().tanh().float(), rtol=3e-7, atol=0)
-    assert _reference.tanh(torch.tensor(math.nan)).isnan() and _reference.exponential(torch.tensor(math.nan)).isnan()
+    torch.testing.assert_close(_ragged_attention.tanh(x), x.double().tanh().float(), rtol=3e-7, atol=0)
+    assert (
+        _ragged_attention.tanh(torch.tensor(math.nan)).isnan()
+        and _ragged_attention.exponential(torch.tensor(math.nan)).isnan()
+    )
 
 
 @pytest.mark.day("plain-1", "plain-16", "plain-32")
@@ -210,7 +212,7 @@ def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     story, before = _story((130, 1, 77), (6, 3, 32)), torch.get_num_threads()
     want = Pages(story, 16, dtype=dtype).whole()
-    monkeypatch.setattr(_native, "FEW", -1)
+    monkeypatch.setattr(_ragged_attention, "FEW", -1)
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -411,7 +413,7 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
 @pytest.mark.parametrize("changed, error, said", REFUSALS)
 def test_refusals_write_nothing(changed: dict[str, Any], error: Any, said: str, kind: str) -> None:
     (args,) = _plan(**changed)
-    with kernels.implemented_by(kind if _build.library() else "cpu"):
+    with kernels.implemented_by(kind if _build.library() else "reference"):
         run = inspect.unwrap(kernels.ragged_attention)  # without the shape checks of tests
         if error is None:
             run(**args)
@@ -424,7 +426,7 @@ def test_refusals_write_nothing(changed: dict[str, Any], error: Any, said: str, 
 def test_blocks_before_the_window_are_not_read() -> None:
     for kind in ("native", "reference"):
         (args,) = _plan(positions=[2, 3], slots=[4, 5], tables=[[-1, 2]], window=1)
-        with kernels.implemented_by(kind if _build.library() else "cpu"):
+        with kernels.implemented_by(kind if _build.library() else "reference"):
             assert torch.equal(kernels.ragged_attention(**args)[0], torch.ones(2, 4, 3))
 
 
@@ -432,7 +434,7 @@ def test_no_tokens_and_columns_of_a_larger_tensor() -> None:
     (args,) = _plan()
     ints = {name: args[name][:0] for name in ("slots", "positions", "sequences")}
     for kind in ("native", "reference"):
-        with kernels.implemented_by(kind if _build.library() else "cpu"):
+        with kernels.implemented_by(kind if _build.library() else "reference"):
             none = args | ints | {name: args[name][:0] for name in "qkv"}
             assert kernels.ragged_attention(**none)[0].shape == (0, 4, 3)
             whole = torch.randn(2, 8 * 3, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels._exponential import exponential
-from shardfn.kernels.ragged_attention._reference import tanh
+from shardfn.kernels._ragged_attention import tanh
 
 F64 = torch.float64
 ROWS, WIDTH, OUTPUTS, VOCAB = 21, 37, 70, 83
